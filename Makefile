@@ -1,0 +1,55 @@
+# Two commands a newcomer needs: `make demo` and `make test`. Both build .venv when it is missing or stale.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help demo test lint types unit format bench clean
+
+help:
+	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
+	@echo "make test    lint, type check and all tests"
+	@echo "make format  rewrite the sources in the house style"
+	@echo "make bench   run every benchmark"
+	@echo "make clean   remove $(VENV) and what tools left behind"
+
+$(BIN)/python:
+	@echo "papa: making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "papa: installing papa and what it needs into $(VENV) (PyTorch is large: a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "papa: installing papa with its test tools into $(VENV) (PyTorch is large: a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	@echo "papa: comparing four ways to train a population on scikit-learn's handwritten digits"
+	@$(BIN)/papa compare digits --out runs/demo --overwrite
+
+test: lint types unit
+
+lint: $(VENV)/.installed-dev
+	@echo "papa: lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	@echo "papa: type check"
+	@$(BIN)/mypy
+
+unit: $(VENV)/.installed-dev
+	@echo "papa: tests"
+	@$(BIN)/python -m pytest
+
+format: $(VENV)/.installed-dev
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	@for script in benchmarks/[a-z]*.py; do echo "papa: $$script"; $(BIN)/python $$script --check || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,37 @@
+"""papa: train a population of networks, keep pulling their weights together, hand back one network.
+
+See `papa.Population`, `papa.Averager` and the rules for your own loop, `papa.train` for ours, and the command `papa`.
+"""
+
+from papa._version import __version__
+from papa.averager import Averager, Averaging
+from papa.ensemble import Ensemble
+from papa.errors import PapaError
+from papa.evaluate import Evaluation, evaluate
+from papa.population import Population
+from papa.repair import reset_batch_norm_
+from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
+from papa.soup import GreedySoup, average_soup, greedy_soup
+
+__all__ = [
+    "Averager",
+    "Averaging",
+    "Ensemble",
+    "Evaluation",
+    "GreedySoup",
+    "Independent",
+    "MergeAll",
+    "MergeMany",
+    "MergePairs",
+    "Mix",
+    "Moment",
+    "PapaError",
+    "Population",
+    "Push",
+    "Rule",
+    "__version__",
+    "average_soup",
+    "evaluate",
+    "greedy_soup",
+    "reset_batch_norm_",
+]

@@ -1,0 +1,85 @@
+"""Scores: how good a network, a population and its ensemble are on some batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from papa.ensemble import mean_logits
+from papa.errors import DataError
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Metric: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Evaluation(NamedTuple):
+    """A network's score (higher is better) and loss (lower is better), means over examples."""
+
+    score: float
+    loss: float
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The percentage of examples whose highest output is the target class."""
+    return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], *, loss: Loss = F.cross_entropy, metric: Metric = accuracy
+) -> Evaluation:
+    """Score and loss of one network over all examples of the batches, in evaluation mode.
+
+    Args:
+        model: left in the mode it was found in.
+        batches: pairs of inputs and targets.
+        loss: the mean loss of a batch.
+        metric: the mean score of a batch, higher is better.
+    """
+    return evaluate_together([model], batches, loss=loss, metric=metric)[0][0]
+
+
+def evaluate_together(
+    models: Sequence[nn.Module],
+    batches: Iterable[Batch],
+    *,
+    loss: Loss = F.cross_entropy,
+    metric: Metric = accuracy,
+) -> tuple[list[Evaluation], Evaluation]:
+    """Score and loss of each network and of their ensemble, in one pass over the batches.
+
+    Returns:
+        One evaluation per network, and the ensemble's (averaged outputs).
+    """
+    totals = torch.zeros(len(models) + 1, 2, dtype=torch.float64)
+    num_examples = 0
+    with contextlib.ExitStack() as modes, torch.no_grad():
+        for model in models:
+            modes.enter_context(evaluating(model))
+        for inputs, targets in batches:
+            outputs = torch.stack([model(inputs) for model in models]).float()
+            for index, output in enumerate([*outputs, mean_logits(outputs)]):
+                values = torch.stack([metric(output, targets).double(), loss(output, targets).double()])
+                totals[index] += values.cpu() * len(targets)
+            num_examples += len(targets)
+    if not num_examples:
+        raise DataError("there was no batch to evaluate on: the data is empty")
+    evaluations = [Evaluation(*row) for row in (totals / num_examples).tolist()]
+    return evaluations[:-1], evaluations[-1]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a module in evaluation mode for the block, then every submodule back into the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,358 @@
+"""Binding modules to the rows of a matrix, and multiplying that matrix from the left.
+
+A `Layout` says at which columns each tensor of a network lives; a `BoundMember` keeps one module's tensors inside one
+row. Tensors are bound by *aliased storage*: each gets a storage of its own over its slice of the row, so that copying,
+pickling or saving a member takes that member alone and never the whole matrix.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from papa.errors import MemberError
+from papa.mixing import exact_in_float32
+
+ALIGNMENT_BYTES = 64
+"""Every tensor starts on a cache line, as torch's own allocations do."""
+
+BLOCK_BYTES_CPU = 3 << 19
+"""How much of the matrix is mixed at once: a block that is read, multiplied and written back stays in cache."""
+
+BLOCK_BYTES_ACCELERATOR = 1 << 26
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor of a network lives: its columns, and how it looks from the module's side."""
+
+    name: str
+    is_parameter: bool
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """How many columns the tensor takes."""
+        return self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a network: parameters first, then buffers, one block of columns per dtype."""
+
+    slots: tuple[Slot, ...]
+    num_columns: Mapping[torch.dtype, int]
+    num_parameter_columns: Mapping[torch.dtype, int]
+    device: torch.device
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that most numbers of the network have."""
+        return max(self.num_columns, key=lambda dtype: self.num_columns[dtype])
+
+
+@dataclass(frozen=True)
+class Place:
+    """One attribute of one module that holds a tensor; tied tensors have several places."""
+
+    slot_name: str
+    registry: dict[str, Tensor | None]
+    key: str
+    tensor: Tensor
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, bool, nn.Module, str, Tensor]]:
+    """Every place of a module tree that holds a tensor: name, whether a parameter, owner, key, tensor."""
+    for prefix, module in model.named_modules():
+        for is_parameter, registry in ((True, module._parameters), (False, module._buffers)):
+            for key, tensor in registry.items():
+                if tensor is not None:
+                    yield f"{prefix}.{key}" if prefix else key, is_parameter, module, key, tensor
+
+
+def power_iteration_vectors(module: nn.Module) -> set[str]:
+    """The names of a module's spectral-norm vectors, which mean nothing when averaged."""
+    if type(module).__name__ == "_SpectralNorm":
+        return {"_u", "_v"}
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ == "SpectralNorm"]
+    return {f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")}  # type: ignore[attr-defined]
+
+
+def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tensor: Tensor) -> bool:
+    """Parameters always; buffers when persistent, of floating point, finite and not a power-iteration vector."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    if is_parameter:
+        return True
+    return (
+        key not in owner._non_persistent_buffers_set
+        and key not in power_iteration_vectors(owner)
+        and bool(torch.isfinite(tensor).all())
+    )
+
+
+def plan(models: list[nn.Module], average: Mapping[str, bool]) -> Layout:
+    """The layout all the models share, or a `MemberError` that names the first member that differs, and where.
+
+    Args:
+        models: the members held here.
+        average: glob patterns over tensor names; True or False decides for what matches, the last match wins.
+    """
+    wanted = [_slots_of(model, average, member) for member, model in enumerate(models)]
+    for member in range(1, len(models)):
+        _check_same(wanted[0], wanted[member], member)
+    _check_patterns(models[0], average)
+    # A buffer stays out for everyone as soon as one member's values forbid averaging it.
+    averaged = [
+        slot
+        for name, (slot, _) in wanted[0].items()
+        if all(is_averaged for _, is_averaged in (slots[name] for slots in wanted))
+    ]
+    if not averaged:
+        raise MemberError("members have no floating-point tensor: there is nothing to average")
+    return _arrange(averaged, _device_of(models))
+
+
+def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dict[str, tuple[Slot, bool]]:
+    slots: dict[str, tuple[Slot, bool]] = {}
+    seen: set[int] = set()
+    for name, is_parameter, owner, key, tensor in tensors_of(model):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        _check_bindable(name, tensor, member)
+        is_averaged = is_averaged_by_default(owner, key, is_parameter, tensor)
+        for pattern, verdict in average.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                is_averaged = verdict
+        if is_averaged and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise MemberError(f"'{name}' is {tensor.dtype} and cannot be averaged: leave it out of `average`")
+        stride = torch.empty_like(tensor, device="meta").stride()
+        slots[name] = (Slot(name, is_parameter, tensor.dtype, tensor.shape, stride), is_averaged)
+    return slots
+
+
+def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise MemberError(f"member {member} has '{name}' uninitialised: run one forward pass through it first")
+    if type(tensor.detach()) is not Tensor or tensor.layout is not torch.strided:
+        kind = type(tensor.detach()).__name__ if tensor.layout is torch.strided else str(tensor.layout)
+        raise MemberError(f"member {member} has '{name}' as {kind}, expected a plain dense tensor")
+    if tensor.is_meta:
+        raise MemberError(f"member {member} has '{name}' on the meta device: give it values first")
+    if tensor.is_inference():
+        raise MemberError(f"member {member} has '{name}' made under inference_mode: build members outside of it")
+
+
+def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[Slot, bool]], member: int) -> None:
+    cure = "all members of a population must share one architecture"
+    for name in expected.keys() - found.keys():
+        raise MemberError(f"member {member} has no '{name}', member 0 has: {cure}")
+    for name in found.keys() - expected.keys():
+        raise MemberError(f"member {member} has '{name}', member 0 has not: {cure}")
+    for name, (slot, _) in expected.items():
+        other = found[name][0]
+        if other.shape != slot.shape:
+            found_shape, expected_shape = tuple(other.shape), tuple(slot.shape)
+            raise MemberError(
+                f"member {member} has '{name}' of shape {found_shape}, member 0 has {expected_shape}: {cure}"
+            )
+        if other.dtype != slot.dtype:
+            raise MemberError(f"member {member} has '{name}' as {other.dtype}, member 0 as {slot.dtype}: {cure}")
+
+
+def _check_patterns(model: nn.Module, average: Mapping[str, bool]) -> None:
+    names = [name for name, *_ in tensors_of(model)]
+    for pattern in average:
+        if not fnmatch.filter(names, pattern):
+            raise MemberError(f"`average` has the pattern '{pattern}', which matches no parameter or buffer")
+
+
+def _device_of(models: list[nn.Module]) -> torch.device:
+    device: torch.device | None = None
+    for member, model in enumerate(models):
+        for name, _, _, _, tensor in tensors_of(model):
+            device = device or tensor.device
+            if tensor.device != device:
+                raise MemberError(
+                    f"member {member} has '{name}' on {tensor.device}, member 0 is on {device}: "
+                    "move all members to one device first"
+                )
+    assert device is not None
+    return device
+
+
+def _arrange(slots: list[Slot], device: torch.device) -> Layout:
+    ends: dict[torch.dtype, int] = {}
+    parameter_ends: dict[torch.dtype, int] = {}
+    placed: list[Slot] = []
+    for slot in sorted(slots, key=lambda slot: not slot.is_parameter):
+        step = ALIGNMENT_BYTES // slot.dtype.itemsize
+        offset = ends.get(slot.dtype, 0)
+        placed.append(replace(slot, offset=offset))
+        ends[slot.dtype] = offset + -(-slot.numel // step) * step
+        if slot.is_parameter:
+            parameter_ends[slot.dtype] = ends[slot.dtype]
+    for dtype in ends:
+        # An odd number of cache lines: equal columns of different rows then fall into different cache sets.
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        ends[dtype] += step * (ends[dtype] // step % 2 == 0)
+    return Layout(tuple(placed), ends, {dtype: parameter_ends.get(dtype, 0) for dtype in ends}, device)
+
+
+def named_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """The parameters and buffers of a module that have these names, in their order."""
+    tensors = {name: tensor for name, _, _, _, tensor in tensors_of(model)}
+    return {name: tensors[name] for name in names}
+
+
+def alias(row: Tensor, slot: Slot) -> Tensor:
+    """The slot's part of a row as a tensor with a storage of its own over the same memory."""
+    start = (row.storage_offset() + slot.offset) * row.element_size()
+    storage = row.untyped_storage()[start : start + slot.numel * row.element_size()]
+    return torch.empty(0, dtype=row.dtype, device=row.device).set_(storage, 0, slot.shape, slot.stride)
+
+
+class BoundMember:
+    """One module whose tensors live in one row, and the means to notice when they no longer do."""
+
+    def __init__(self, model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor], member: int) -> None:
+        self._member = member
+        self._places = _places(model, {slot.name for slot in layout.slots})
+        first = {place.slot_name: place.tensor for place in reversed(self._places)}
+        self.tensors = [first[slot.name] for slot in layout.slots]
+        self._homes = [alias(rows[slot.dtype], slot) for slot in layout.slots]
+        index = {slot.name: number for number, slot in enumerate(layout.slots)}
+        self._checks = [(place, index[place.slot_name]) for place in self._places]
+        self._pointers = [home.data_ptr() for home in self._homes]
+        for number in range(len(self._homes)):
+            self._bring_home(number)
+
+    def _bring_home(self, number: int) -> None:
+        tensor, home = self.tensors[number], self._homes[number]
+        home.copy_(tensor.detach())
+        tensor.data = home
+
+    def refresh_(self) -> None:
+        """Bring tensors that were moved out back into the row; raise where that would hide a mistake."""
+        pointers = self._pointers
+        for place, number in self._checks:
+            current = place.registry.get(place.key)
+            if current is self.tensors[number] and current.data_ptr() == pointers[number]:
+                continue
+            self._check_can_come_home(place, number, current)
+            assert current is not None
+            self.tensors[number] = current
+            self._bring_home(number)
+
+    def _check_can_come_home(self, place: Place, number: int, current: Tensor | None) -> None:
+        subject, home = f"member {self._member} has '{place.slot_name}'", self._homes[number]
+        if current is None:
+            raise MemberError(f"member {self._member} no longer has '{place.slot_name}': rebuild the population")
+        if isinstance(current, nn.Parameter) and current is not self.tensors[number]:
+            raise MemberError(
+                f"{subject} as a new Parameter, while its optimizer still trains the old one: load weights with "
+                "load_state_dict(assign=False), or rebuild population and optimizers"
+            )
+        if current.dtype != home.dtype or current.shape != home.shape:
+            raise MemberError(
+                f"{subject} of {current.dtype} and shape {tuple(current.shape)}, expected {home.dtype} and "
+                f"{tuple(home.shape)}: convert all members at once with population.to(...)"
+            )
+
+
+def _places(model: nn.Module, names: set[str]) -> list[Place]:
+    name_of: dict[int, str] = {}
+    places = []
+    for name, is_parameter, owner, key, tensor in tensors_of(model):
+        slot_name = name_of.setdefault(id(tensor), name)
+        if slot_name in names:
+            registry: dict[str, Tensor | None] = owner._parameters if is_parameter else owner._buffers  # type: ignore[assignment]
+            places.append(Place(slot_name, registry, key, tensor))
+    return places
+
+
+def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
+    """`rows <- matrix @ rows`, a block of columns at a time, so that each block is read and written once.
+
+    Args:
+        rows: the matrix of all members, `(p, columns)`.
+        matrix: `(p, p)` in float64, row-stochastic.
+    """
+    compute_dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
+    if compute_dtype not in (torch.float64, torch.complex128):
+        matrix = exact_in_float32(matrix)
+    mix_block_ = _cheapest_product(matrix, compute_dtype, rows.device)
+    for block in column_blocks(rows):
+        if block.dtype == compute_dtype:
+            mix_block_(block)
+        else:
+            wide = block.to(compute_dtype)
+            mix_block_(wide)
+            block.copy_(wide)
+
+
+def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], object]:
+    """How to multiply a block by `matrix` in place.
+
+    Two shapes of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (a push, a merge of all)
+    is one weighted sum and one addition; rows with at most two weights (a merge of pairs) are one interpolation each.
+    """
+    own, common = _own_and_common(matrix)
+    if common is not None:
+        row = common.to(device=device, dtype=dtype)
+        if own == 0.0:
+            return lambda block: block.copy_(row @ block)
+        return lambda block: torch.add(row @ block, block, alpha=own, out=block)
+    if int((matrix != 0).sum(dim=1).max()) <= 2:
+        parents = [_two_parents(row) for row in matrix.tolist()]
+        return lambda block: _interpolate_(block, parents)
+    weights = matrix.to(device=device, dtype=dtype)
+    return lambda block: block.copy_(weights @ block)
+
+
+def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]]) -> None:
+    rows, children = block.unbind(), torch.empty_like(block, memory_format=torch.contiguous_format)
+    for (first, second, share), child in zip(parents, children.unbind(), strict=True):
+        torch.lerp(rows[first], rows[second], share, out=child)
+    block.copy_(children)
+
+
+def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
+    """`d` and `c` such that the matrix is `d I + 1 c^T`; `c` is None when there are none."""
+    size = len(matrix)
+    common = matrix[torch.arange(1, size + 1) % size, torch.arange(size)] if size > 1 else matrix[0] * 0
+    own = float(matrix[0, 0] - common[0])
+    rebuilt = own * torch.eye(size, dtype=matrix.dtype) + common
+    return (own, common) if torch.equal(rebuilt, matrix) else (own, None)
+
+
+def _two_parents(row: list[float]) -> tuple[int, int, float]:
+    """The two members of a row with at most two weights, and the weight of the second."""
+    first, *rest = [member for member, weight in enumerate(row) if weight]
+    second = rest[0] if rest else first
+    return first, second, row[second] if rest else 0.0
+
+
+def squared_distances(rows: Tensor) -> Tensor:
+    """The squared Euclidean distance of each row to the mean row, in float64 on the CPU."""
+    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    for block in column_blocks(rows):
+        wide = block if block.element_size() >= 4 else block.float()
+        squares += torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square()
+    return squares.cpu()
+
+
+def column_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """The matrix in blocks of columns; boundaries depend on its shape and dtype only, never on who asks."""
+    limit = BLOCK_BYTES_CPU if rows.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
+    step = ALIGNMENT_BYTES // rows.element_size()
+    width = max(step, limit // (rows.shape[0] * rows.element_size()) // step * step)
+    yield from rows.split(width, dim=1)

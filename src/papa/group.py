@@ -1,0 +1,70 @@
+"""Where the rows of a population live. A population in one process has a `Local` group.
+
+Everything that could depend on how members are spread goes through the group, so that no other room ever asks how many
+processes there are.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from papa.flat import column_blocks, mix_rows_, squared_distances
+
+
+class Group(Protocol):
+    """What a population needs to know of the processes that hold it."""
+
+    def members(self, num_here: int) -> range:
+        """The indices, within the whole population, of the `num_here` members this process holds."""
+        ...
+
+    def size(self, num_here: int) -> int:
+        """The number of members of the whole population."""
+        ...
+
+    def allocate(self, num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeroed memory for the rows of the members held here."""
+        ...
+
+    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
+        """`rows <- matrix @ rows` over all members, wherever they live."""
+        ...
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """The mean row of all members, wherever they live."""
+        ...
+
+    def squared_distances(self, rows: Tensor) -> Tensor:
+        """The squared distance to the mean row of each member of the whole population, in float64 on the CPU."""
+        ...
+
+
+class Local:
+    """One process holds every member."""
+
+    def members(self, num_here: int) -> range:
+        """All of them."""
+        return range(num_here)
+
+    def size(self, num_here: int) -> int:
+        """As many as are here."""
+        return num_here
+
+    def allocate(self, num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An ordinary zeroed tensor."""
+        return torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+
+    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
+        """The product, block by block."""
+        mix_rows_(rows, matrix)
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """The mean over the rows."""
+        return torch.cat([block.mean(dim=0) for block in column_blocks(rows)])
+
+    def squared_distances(self, rows: Tensor) -> Tensor:
+        """Block by block, so that nothing of the matrix's size is allocated."""
+        return squared_distances(rows)

@@ -1,0 +1,106 @@
+"""The small matrices: every averaging rule is one product `W <- A W`, and here are the `A`.
+
+Row `j` of `A` says what member `j` becomes: a weighted mean of all members. So every row is non-negative and sums
+to 1 (row-stochastic). The population mean is preserved exactly when the columns sum to 1 too. All functions are pure
+and return float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from papa.errors import MixingError
+
+ROW_SUM_TOLERANCE = 1e-6
+
+
+def identity(size: int) -> Tensor:
+    """Every member stays what it is."""
+    return torch.eye(size, dtype=torch.float64)
+
+
+def push(size: int, keep: float) -> Tensor:
+    """Every member moves toward the mean: `a I + (1 - a)/p`, where `a` is `keep` (PAPA).
+
+    Contracts every distance between members by exactly `a`; the identity at `a = 1`, `merge_all` at `a = 0`.
+    """
+    return keep * identity(size) + (1.0 - keep) * merge_all(size)
+
+
+def merge_all(size: int) -> Tensor:
+    """Every member becomes the mean of all: `1/p` everywhere (PAPA-all)."""
+    return torch.full((size, size), 1.0 / size, dtype=torch.float64)
+
+
+def merge_pairs(size: int, generator: torch.Generator, *, share: float = 0.5) -> Tensor:
+    """Every member becomes a mean of two distinct members drawn uniformly, afresh for each (PAPA-2).
+
+    Args:
+        size: the number of members.
+        generator: where the pairs are drawn from.
+        share: the weight of the first of the two; 1/2 in PAPA-2, 3/4 in the paper's pair-75.
+    """
+    if size == 1:
+        return identity(1)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    for child in range(size):
+        first, second = torch.randperm(size, generator=generator)[:2].tolist()
+        matrix[child, first] = share
+        matrix[child, second] = 1.0 - share
+    return matrix
+
+
+def merge_many(size: int, *, share: float = 0.5) -> Tensor:
+    """Every member keeps `share` of itself; the rest is spread over all others (many-half, many-75)."""
+    if size == 1:
+        return identity(1)
+    rest = (1.0 - share) / (size - 1)
+    return torch.full((size, size), rest, dtype=torch.float64) + (share - rest) * identity(size)
+
+
+def soup_row(size: int, chosen: Sequence[int]) -> Tensor:
+    """The row of a soup: `1/n` at the `n` chosen members."""
+    row = torch.zeros(size, dtype=torch.float64)
+    row[list(chosen)] = 1.0 / len(chosen)
+    return row
+
+
+def check_rows(matrix: Any, size: int) -> Tensor:
+    """`matrix` as float64, or a `MixingError` that says why it cannot mix a population of `size`."""
+    checked = torch.as_tensor(matrix, dtype=torch.float64).detach().cpu()
+    if checked.shape != (size, size):
+        raise MixingError(
+            f"mixing matrix has shape {tuple(checked.shape)}, expected ({size}, {size}): "
+            f"one row and one column for each of the {size} members"
+        )
+    for row, weights in enumerate(checked):
+        check_row(weights, subject=f"row {row} of the mixing matrix")
+    return checked
+
+
+def check_row(weights: Tensor, *, subject: str) -> None:
+    """Raise a `MixingError` about `subject` unless the weights are finite, non-negative and sum to 1."""
+    if not torch.isfinite(weights).all():
+        raise MixingError(f"{subject} is {weights.tolist()}, expected finite weights")
+    if (weights < 0).any():
+        raise MixingError(f"{subject} is {weights.tolist()}, expected no negative weight")
+    total = float(weights.sum())
+    if abs(total - 1.0) > ROW_SUM_TOLERANCE:
+        raise MixingError(f"{subject} sums to {total:.6g}, expected 1: divide it by its sum")
+
+
+def exact_in_float32(matrix: Tensor) -> Tensor:
+    """The nearest rows that float32 can hold and that still sum to exactly 1.
+
+    Rounding each weight on its own leaves a row a few 1e-8 off 1, always to the same side; over tens of thousands of
+    pushes that scales every weight of every network. Multiples of 2^-24 are exact in float32, so each row is rounded
+    to those and its largest weight takes up the remainder.
+    """
+    units = torch.round(matrix * 2.0**24)
+    largest = units.argmax(dim=1, keepdim=True)
+    missing = 2.0**24 - units.sum(dim=1, keepdim=True)
+    return (units.scatter_add(1, largest, missing) * 2.0**-24).to(torch.float32)

@@ -1,0 +1,164 @@
+"""The population: an ordered set of networks of one architecture whose numbers form a matrix."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from papa import flat
+from papa.errors import MemberError
+from papa.group import Group, Local
+from papa.mixing import check_rows
+
+
+class Population:
+    """Networks of one architecture, bound to the rows of a matrix.
+
+    Row `j` holds every floating-point parameter and averaged buffer of member `j`; the member's own tensors live in
+    that row. Members stay ordinary modules: train, save, copy and compile them as ever.
+
+    Example:
+        >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
+        >>> optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in population]
+        >>> population.mix_(torch.full((3, 3), 1 / 3))  # every member becomes the mean
+        >>> bool(population.distances().max() < 1e-6)
+        True
+
+    Args:
+        models: the members held by this process, all of one architecture, dtype and device.
+        group: where the other members live; None when they are all here.
+        average: which tensors are averaged, as glob patterns over their names. By default all parameters are, and
+            buffers that are persistent, of floating point and finite (BatchNorm statistics are, masks and
+            spectral-norm vectors are not). `{"head.*": False}` leaves each member its own head.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        group: Group | None = None,
+        *,
+        average: Mapping[str, bool] | None = None,
+    ) -> None:
+        self._models = list(models)
+        self._average = dict(average or {})
+        self.group: Group = group if group is not None else Local()
+        if not self._models:
+            raise MemberError("a population needs at least one member, got none: pass a list of modules")
+        for member, model in enumerate(self._models):
+            if not isinstance(model, nn.Module):
+                raise MemberError(f"member {member} is a {type(model).__name__}, expected a torch.nn.Module")
+            if any(model is other for other in self._models[:member]):
+                raise MemberError(f"member {member} is the same object as an earlier one: make a module for each")
+        self._bind()
+
+    def _bind(self) -> None:
+        self._layout = flat.plan(self._models, self._average)
+        self.matrices: dict[torch.dtype, Tensor] = {
+            dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
+            for dtype, columns in self._layout.num_columns.items()
+        }
+        self._bound = [
+            flat.BoundMember(model, self._layout, {dtype: rows[index] for dtype, rows in self.matrices.items()}, index)
+            for index, model in enumerate(self._models)
+        ]
+
+    def __len__(self) -> int:
+        """The number of members held by this process."""
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._models)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._models[index]
+
+    def __repr__(self) -> str:
+        columns, rows = self.matrix.shape[1], self.size
+        return f"Population({rows} x {type(self._models[0]).__name__}, {columns:,} columns, {self.matrix.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Population:
+        return Population([copy.deepcopy(model, memo) for model in self._models], self.group, average=self._average)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not isinstance(self.group, Local):
+            raise MemberError("a population over several processes cannot be pickled: save its members")
+        return _rebuild, (self._models, self._average)
+
+    @property
+    def size(self) -> int:
+        """The number of members of the whole population, wherever they live."""
+        return self.group.size(len(self))
+
+    @property
+    def members(self) -> range:
+        """The indices, within the whole population, of the members this process holds."""
+        return self.group.members(len(self))
+
+    @property
+    def matrix(self) -> Tensor:
+        """The rows of the members held here, in the dtype that most numbers have (all dtypes: `matrices`)."""
+        return self.matrices[self._layout.main_dtype]
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The names of the tensors that are averaged; tied tensors are named once."""
+        return tuple(slot.name for slot in self._layout.slots)
+
+    def averaged_tensors(self, index: int) -> dict[str, Tensor]:
+        """The tensors of the `index`-th member held here that are averaged, by name."""
+        return dict(zip(self.averaged, self._bound[index].tensors, strict=True))
+
+    def mix_(self, matrix: Any) -> None:
+        """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.
+
+        Args:
+            matrix: `(size, size)`, row-stochastic; anything `torch.as_tensor` takes.
+        """
+        checked = check_rows(matrix, self.size)
+        self.refresh_()
+        for rows in self.matrices.values():
+            self.group.mix_(rows, checked)
+        self.mark_changed_()
+
+    def refresh_(self) -> None:
+        """Bring tensors that something moved out of the matrix back into it.
+
+        `module.to(memory_format=...)`, `self.buffer = new` and the like unbind silently; every operation on the
+        matrix calls this first. What cannot be brought back without hiding a mistake raises a `MemberError`.
+        """
+        for bound in self._bound:
+            bound.refresh_()
+
+    def mark_changed_(self) -> None:
+        """Tell autograd and autocast that the members' numbers changed, after writing to the matrix by hand."""
+        torch.autograd.graph.increment_version([tensor for bound in self._bound for tensor in bound.tensors])
+        torch.clear_autocast_cache()
+
+    def mean(self) -> Tensor:
+        """The mean row of `matrix`: the average soup as one vector."""
+        self.refresh_()
+        return self.group.mean(self.matrix)
+
+    def distances(self) -> Tensor:
+        """The Euclidean distance of each member's parameters to the population's mean, one per member of all."""
+        self.refresh_()
+        squares = [
+            self.group.squared_distances(rows[:, : self._layout.num_parameter_columns[dtype]])
+            for dtype, rows in self.matrices.items()
+        ]
+        return torch.stack(squares).sum(dim=0).sqrt()
+
+    def to(self, *args: Any, **kwargs: Any) -> Population:
+        """Move or convert every member, as `nn.Module.to` does, and the matrix with them."""
+        for model in self._models:
+            model.to(*args, **kwargs)
+        self._bind()
+        return self
+
+
+def _rebuild(models: list[nn.Module], average: dict[str, bool]) -> Population:
+    return Population(models, average=average)

@@ -1,0 +1,67 @@
+"""Activation statistics: BatchNorm re-estimated after weights were averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from papa.errors import DataError
+from papa.evaluate import evaluating
+
+
+@torch.no_grad()
+def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
+    """Estimate a network's BatchNorm statistics anew, from scratch, over some batches.
+
+    The running mean and variance become the mean over batches (weighted by their sizes) of the batch statistics.
+    Everything else is left as found: weights, momentum, counters, modes, dropout off, random state. When anything goes
+    wrong the old statistics are put back.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        >>> _ = reset_batch_norm_(net, [torch.randn(8, 4) for _ in range(5)])
+
+    Args:
+        model: changed in place; without BatchNorm nothing happens.
+        batches: inputs, or tuples whose first entry is the inputs.
+
+    Returns:
+        The same model.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+    if not layers:
+        return model
+    found = [(layer, layer.momentum, {k: v.clone() for k, v in layer.named_buffers(recurse=False)}) for layer in layers]
+    try:
+        with evaluating(model):
+            _accumulate(model, layers, batches)
+    except BaseException:
+        for layer, _, buffers in found:
+            for name, value in buffers.items():
+                layer.get_buffer(name).copy_(value)
+        raise
+    finally:
+        for layer, momentum, buffers in found:
+            layer.momentum = momentum
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.copy_(buffers["num_batches_tracked"])
+    return model
+
+
+def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[Any]) -> None:
+    num_examples = 0
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.train()
+    for batch in batches:
+        inputs: Tensor = batch[0] if isinstance(batch, (tuple, list)) else batch
+        num_examples += len(inputs)
+        for layer in layers:
+            layer.momentum = len(inputs) / num_examples
+        model(inputs)
+    if not num_examples:
+        raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")

@@ -1,0 +1,219 @@
+"""Averaging rules: which matrix, and when.
+
+A rule is a frozen value. It says at which steps it is due (a cadence, an optional window) and which mixing matrix it
+wants there; the `Averager` applies it. Rules draw from a stream of their own, as a function of the step, so a resumed
+run draws what an unbroken one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from papa import mixing
+from papa.errors import MixingError
+from papa.streams import stream
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rule may look at when it is due."""
+
+    step: int
+    """Optimizer steps taken so far, across epochs."""
+    size: int
+    """The number of members."""
+    lr_ratio: float
+    """The learning rate as a share of its initial value, within [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When to average, and with which matrix. Subclass it and write `matrix` for a rule of your own."""
+
+    _: KW_ONLY
+    every_steps: int = 1
+    """The cadence, in optimizer steps counted across epochs."""
+    start: int = 0
+    """The first step at which it may be due."""
+    stop: int | None = None
+    """The first step at which it no longer is; None for never."""
+
+    is_merge: ClassVar[bool] = True
+    """Merges replace members, and so never fire on the last step of training."""
+
+    def __post_init__(self) -> None:
+        _check_whole("every_steps", self.every_steps, at_least=1)
+        _check_whole("start", self.start, at_least=0)
+        if self.stop is not None:
+            _check_whole("stop", self.stop, at_least=self.start)
+
+    def is_due(self, step: int, num_steps: int | None = None) -> bool:
+        """Whether to average after optimizer step `step` (the first is 1) of `num_steps` in all."""
+        if step < max(self.start, 1) or (self.stop is not None and step >= self.stop):
+            return False
+        if self.is_merge and step == num_steps:
+            return False
+        return step % self.every_steps == 0
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """The mixing matrix for this moment."""
+        raise TypeError(f"{type(self).__name__} has no `matrix` method: a rule must say which matrix it wants")
+
+
+@dataclass(frozen=True)
+class Independent(Rule):
+    """Never average: the baseline."""
+
+    def is_due(self, step: int, num_steps: int | None = None) -> bool:
+        """Never."""
+        return False
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """The identity."""
+        return mixing.identity(moment.size)
+
+
+@dataclass(frozen=True)
+class Push(Rule):
+    """PAPA: every few steps, push each member a little toward the mean.
+
+        w_j <- a w_j + (1 - a) mean,   1 - a = (1 - alpha) lr/lr0
+
+    Example:
+        >>> Push(alpha=0.99, every_steps=10).half_life_in_steps
+        689.6...
+        >>> Push(half_life=500).effective_alpha
+        0.986...
+
+    How strong a push should be depends on how long training is: members that are pulled together with a half-life of
+    690 steps meet many times over in 234,000 steps and never in 3,000. For short runs give a `half_life` of one or two
+    percent of training.
+
+    Args:
+        alpha: how much of itself a member keeps at each push, at the initial learning rate. The paper's 0.99 when
+            neither it nor `half_life` is given.
+        half_life: the same, said as the number of steps in which the distance to the mean halves if nothing else
+            moves the members.
+        scale_by_lr: let the push weaken with the learning rate, as the paper does.
+    """
+
+    alpha: float | None = None
+    half_life: float | None = None
+    scale_by_lr: bool = True
+    _: KW_ONLY
+    every_steps: int = 10
+
+    is_merge: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha is not None and self.half_life is not None:
+            raise MixingError(f"Push got alpha={self.alpha} and half_life={self.half_life}: give one of the two")
+        if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
+            raise MixingError(f"Push got alpha={self.alpha}, expected a number from 0 (merge) to 1 (never push)")
+        if self.half_life is not None and not self.half_life > 0.0:
+            raise MixingError(f"Push got half_life={self.half_life}, expected a positive number of steps")
+
+    @property
+    def effective_alpha(self) -> float:
+        """`alpha`, whichever way the strength was given."""
+        if self.half_life is not None:
+            return float(0.5 ** (self.every_steps / self.half_life))
+        return 0.99 if self.alpha is None else self.alpha
+
+    @property
+    def half_life_in_steps(self) -> float:
+        """The half-life in steps, whichever way the strength was given."""
+        alpha = self.effective_alpha
+        if alpha in (0.0, 1.0):
+            return 0.0 if alpha == 0.0 else math.inf
+        return self.every_steps * math.log(0.5) / math.log(alpha)
+
+    def keep(self, lr_ratio: float) -> float:
+        """`a`: how much of itself a member keeps when the learning rate is `lr_ratio` of its initial value."""
+        strength = (1.0 - self.effective_alpha) * (lr_ratio if self.scale_by_lr else 1.0)
+        return min(max(1.0 - strength, 0.0), 1.0)
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """`a I + (1 - a)/p`."""
+        return mixing.push(moment.size, self.keep(moment.lr_ratio))
+
+
+@dataclass(frozen=True)
+class MergeAll(Rule):
+    """PAPA-all: now and then, replace every member by the mean of all."""
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """`1/p` everywhere."""
+        return mixing.merge_all(moment.size)
+
+
+@dataclass(frozen=True)
+class MergePairs(Rule):
+    """PAPA-2: now and then, replace every member by the mean of two distinct members drawn uniformly.
+
+    Args:
+        share: the weight of the first of the two: 1/2 in PAPA-2, 3/4 in the paper's pair-75.
+        seed: where its stream starts; the pairs are a function of seed and step.
+    """
+
+    share: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share(self.share)
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """Two weights in every row."""
+        generator = stream(self.seed, "merge", position=moment.step)
+        return mixing.merge_pairs(moment.size, generator, share=self.share)
+
+
+@dataclass(frozen=True)
+class MergeMany(Rule):
+    """Now and then, replace every member by `share` of itself and the rest of all others (many-half, many-75)."""
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share(self.share)
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """`share` on the diagonal."""
+        return mixing.merge_many(moment.size, share=self.share)
+
+
+@dataclass(frozen=True)
+class Mix(Rule):
+    """Your own weighting: a fixed row-stochastic matrix, or a function that makes one for the moment.
+
+    Example:
+        >>> ring = Mix([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]], every_steps=100)
+
+    Args:
+        weights: anything `torch.as_tensor` takes, or a function from `Moment` to that.
+    """
+
+    weights: Any | Callable[[Moment], Any]
+
+    def matrix(self, moment: Moment) -> Tensor:
+        """The matrix, checked."""
+        weights = self.weights(moment) if callable(self.weights) else self.weights
+        return mixing.check_rows(weights, moment.size)
+
+
+def _check_whole(name: str, value: int, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise MixingError(f"{name} is {value!r}, expected a whole number of steps, at least {at_least}")
+
+
+def _check_share(share: float) -> None:
+    if not 0.0 <= share <= 1.0:
+        raise MixingError(f"share is {share}, expected a number from 0 to 1")

@@ -1,0 +1,214 @@
+"""From many networks to one: average soups and greedy soups."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from papa import flat, mixing
+from papa.errors import SoupError
+from papa.population import Population
+
+StateDict: TypeAlias = Mapping[str, Any]
+Network = TypeVar("Network", nn.Module, dict[str, Any])
+Score: TypeAlias = Callable[[Any], Any]
+Weights: TypeAlias = Sequence[float] | Tensor
+
+
+@overload
+def average_soup(members: Population | Sequence[nn.Module], weights: Weights | None = None) -> nn.Module: ...
+@overload
+def average_soup(members: Sequence[StateDict], weights: Weights | None = None) -> dict[str, Any]: ...
+def average_soup(members: Any, weights: Weights | None = None) -> Any:
+    """One network: the (weighted) mean of all.
+
+        soup = sum_j w_j member_j,   w_j = 1/p unless given
+
+    Floating-point tensors are averaged in float32 or better and keep their dtype. What cannot be averaged (integer
+    buffers, masks, non-persistent tables) is taken from the first member.
+
+    Example:
+        >>> nets = [nn.Linear(4, 2) for _ in range(3)]
+        >>> soup = average_soup(nets)
+        >>> state = average_soup([net.state_dict() for net in nets], weights=[0.5, 0.3, 0.2])
+
+    Args:
+        members: a population, modules of one architecture, or their state dicts.
+        weights: one per member, non-negative and summing to 1.
+
+    Returns:
+        A module of its own, or a state dict when given state dicts.
+    """
+    pot = _pot(members)
+    row = mixing.soup_row(pot.size, range(pot.size)) if weights is None else _checked_weights(weights, pot.size)
+    pot.fill_(row)
+    return pot.network
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate of a greedy soup."""
+
+    members: tuple[int, ...]
+    """The members averaged."""
+    score: float
+    """What the average scored."""
+    kept: bool
+    """Whether it became the soup."""
+
+
+@dataclass(frozen=True)
+class GreedySoup(Generic[Network]):
+    """A greedy soup and how it came about."""
+
+    network: Network
+    """The soup: a module of its own, or a state dict when given state dicts."""
+    members: tuple[int, ...]
+    """Who went in, in the order they were added."""
+    score: float
+    """The soup's score."""
+    member_scores: tuple[float, ...]
+    """Each member's own score."""
+    trials: tuple[Trial, ...]
+    """Every candidate tried, in order."""
+
+
+@overload
+def greedy_soup(members: Population | Sequence[nn.Module], score: Score) -> GreedySoup[nn.Module]: ...
+@overload
+def greedy_soup(members: Sequence[StateDict], score: Score) -> GreedySoup[dict[str, Any]]: ...
+def greedy_soup(members: Any, score: Score) -> Any:
+    """One network: the mean of members that were added, best first, as long as the score did not fall.
+
+    Algorithm 3 of the paper: sort by score; start from the best; add the next whenever the mean of the chosen and it
+    scores at least as high. So the soup never scores below the best member.
+
+    Example:
+        >>> nets = [nn.Linear(4, 2) for _ in range(3)]
+        >>> soup = greedy_soup(nets, score=lambda net: net.bias.sum().item())
+        >>> len(soup.member_scores), len(soup.trials)
+        (3, 2)
+
+    Args:
+        members: a population, modules of one architecture, or their state dicts.
+        score: takes a network (or state dict) and returns a number, higher is better; or `(score, loss)`, where the
+            lower loss goes first among members of equal score.
+
+    Returns:
+        The soup, who went in, and every score tried. One extra network is held in memory.
+    """
+    pot = _pot(members)
+    readings = [_reading(score(pot.member(index)), f"member {index}") for index in range(pot.size)]
+    order = sorted(range(pot.size), key=lambda index: (-readings[index][0], readings[index][1], index))
+    chosen, best = order[:1], readings[order[0]][0]
+    trials = []
+    for index in order[1:]:
+        candidate = [*chosen, index]
+        pot.fill_(mixing.soup_row(pot.size, candidate))
+        result, _ = _reading(score(pot.network), f"the soup of members {candidate}")
+        kept = result >= best
+        trials.append(Trial(tuple(candidate), result, kept))
+        if kept:
+            chosen, best = candidate, result
+    pot.fill_(mixing.soup_row(pot.size, chosen))
+    return GreedySoup(pot.network, tuple(chosen), best, tuple(value for value, _ in readings), tuple(trials))
+
+
+class _Pot:
+    """The network a soup is cooked in, and the tensors that go into it."""
+
+    def __init__(self, network: Any, target: dict[str, Tensor], sources: list[dict[str, Tensor]], members: Any) -> None:
+        self.network = network
+        self.size = len(sources)
+        self._target = target
+        self._sources = sources
+        self._members = members
+
+    def member(self, index: int) -> Any:
+        return self._members[index]
+
+    @torch.no_grad()
+    def fill_(self, row: Tensor) -> None:
+        """Every tensor of the network becomes the mean that `row` says; a weight of 0 leaves a member out."""
+        used = [(source, weight) for source, weight in zip(self._sources, row.tolist(), strict=True) if weight]
+        for name, target in self._target.items():
+            wide = target.dtype if target.element_size() >= 4 else torch.float32
+            total = torch.zeros_like(target, dtype=wide)
+            for source, weight in used:
+                total.add_(source[name].to(device=target.device, dtype=wide), alpha=weight)
+            target.copy_(total)
+
+
+def _pot(members: Any) -> _Pot:
+    if isinstance(members, Population):
+        members.refresh_()
+        sources = [members.averaged_tensors(index) for index in range(len(members))]
+        return _module_pot(list(members), members.averaged, sources)
+    members = list(members)
+    if not members:
+        raise SoupError("a soup needs at least one network, got none")
+    if all(isinstance(member, nn.Module) for member in members):
+        names = [slot.name for slot in flat.plan(members, {}).slots]
+        return _module_pot(members, names, [flat.named_tensors(member, names) for member in members])
+    if all(isinstance(member, Mapping) for member in members):
+        return _state_dict_pot(members)
+    kinds = ", ".join(sorted({type(member).__name__ for member in members}))
+    raise SoupError(f"a soup is made of a population, of modules or of state dicts, got {kinds}")
+
+
+def _module_pot(models: list[nn.Module], names: Sequence[str], sources: list[dict[str, Tensor]]) -> _Pot:
+    network = copy.deepcopy(models[0])
+    return _Pot(network, flat.named_tensors(network, names), sources, models)
+
+
+def _state_dict_pot(states: list[StateDict]) -> _Pot:
+    _check_states(states)
+    network = {key: copy.deepcopy(value) for key, value in states[0].items()}
+    names = [key for key, value in network.items() if isinstance(value, Tensor) and _is_number(value)]
+    sources = [{name: state[name] for name in names} for state in states]
+    return _Pot(network, {name: network[name] for name in names}, sources, states)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _check_states(states: list[StateDict]) -> None:
+    first = states[0]
+    for index, state in enumerate(states[1:], start=1):
+        missing, extra = first.keys() - state.keys(), state.keys() - first.keys()
+        if missing or extra:
+            listed = [f"no '{key}'" for key in sorted(missing)] + [f"an extra '{key}'" for key in sorted(extra)]
+            raise SoupError(
+                f"state dict {index} has {', '.join(listed[:10])}, compared with state dict 0: "
+                "a soup needs networks of one architecture"
+            )
+        for key, value in first.items():
+            if isinstance(value, Tensor) and value.shape != state[key].shape:
+                raise SoupError(
+                    f"state dict {index} has '{key}' of shape {tuple(state[key].shape)}, state dict 0 has "
+                    f"{tuple(value.shape)}: a soup needs networks of one architecture"
+                )
+
+
+def _checked_weights(weights: Weights, size: int) -> Tensor:
+    row = torch.as_tensor(weights, dtype=torch.float64)
+    if row.shape != (size,):
+        raise SoupError(f"weights have shape {tuple(row.shape)}, expected ({size},): one for each network")
+    mixing.check_row(row, subject="the soup's weights")
+    return row
+
+
+def _reading(value: Any, subject: str) -> tuple[float, float]:
+    """A score and, for ties, a loss; whatever `score` returned."""
+    score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, 0.0)
+    score, loss = float(score), float(loss)
+    if math.isnan(score):
+        raise SoupError(f"{subject} scored NaN, expected a number, higher is better: check the network's outputs")
+    return score, math.inf if math.isnan(loss) else loss

@@ -44,6 +44,7 @@ class Ensemble(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The combined output of all members for the same input."""
         outputs = [member(*args, **kwargs) for member in self.members]
-        if not all(isinstance(output, Tensor) for output in outputs):
-            raise SoupError(f"an ensemble averages tensors, a member returned {type(outputs[0]).__name__}")
+        for index, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                raise SoupError(f"an ensemble averages tensors, member {index} returned {type(output).__name__}")
         return self.combine(torch.stack(outputs))

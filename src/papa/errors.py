@@ -54,5 +54,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    listing = "known: " + ", ".join(known)
-    return f"did you mean {closest[0]}? {listing.capitalize()}" if closest else listing
+    listing = ", ".join(known)
+    return f"did you mean {closest[0]}? Known: {listing}" if closest else f"known: {listing}"

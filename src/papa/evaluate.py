@@ -50,24 +50,34 @@ def evaluate_together(
     *,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
+    gather: Callable[[list[Tensor]], list[Tensor]] = list,
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
+
+    Args:
+        models: left in the modes they were found in.
+        batches: pairs of inputs and targets.
+        loss: the mean loss of a batch.
+        metric: the mean score of a batch, higher is better.
+        gather: turns the outputs of the networks held here into those of all, where several processes hold them.
 
     Returns:
         One evaluation per network, and the ensemble's (averaged outputs).
     """
-    totals = torch.zeros(len(models) + 1, 2, dtype=torch.float64)
+    totals: Tensor | None = None
     num_examples = 0
     with contextlib.ExitStack() as modes, torch.no_grad():
         for model in models:
             modes.enter_context(evaluating(model))
         for inputs, targets in batches:
-            outputs = torch.stack([model(inputs) for model in models]).float()
-            for index, output in enumerate([*outputs, mean_logits(outputs)]):
-                values = torch.stack([metric(output, targets).double(), loss(output, targets).double()])
-                totals[index] += values.cpu() * len(targets)
+            outputs = torch.stack(gather([model(inputs).float() for model in models]))
+            values = [
+                torch.stack([metric(output, targets).double(), loss(output, targets).double()])
+                for output in [*outputs, mean_logits(outputs)]
+            ]
+            totals = torch.stack(values) * len(targets) + (0.0 if totals is None else totals)
             num_examples += len(targets)
-    if not num_examples:
+    if totals is None:
         raise DataError("there was no batch to evaluate on: the data is empty")
     evaluations = [Evaluation(*row) for row in (totals / num_examples).tolist()]
     return evaluations[:-1], evaluations[-1]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from papa.errors import MemberError
 from papa.mixing import exact_in_float32
@@ -86,10 +87,14 @@ def power_iteration_vectors(module: nn.Module) -> set[str]:
 
 
 def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tensor: Tensor) -> bool:
-    """Parameters always; buffers when persistent, of floating point, finite and not a power-iteration vector."""
+    """Parameters always; buffers when persistent, of floating point, finite and not a power-iteration vector.
+
+    Running statistics of normalisation layers are averaged whatever their values: a member that diverged must not
+    take them away from the others.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    if is_parameter:
+    if is_parameter or isinstance(owner, _NormBase):
         return True
     return (
         key not in owner._non_persistent_buffers_set
@@ -115,6 +120,7 @@ def plan(models: list[nn.Module], average: Mapping[str, bool]) -> Layout:
         for name, (slot, _) in wanted[0].items()
         if all(is_averaged for _, is_averaged in (slots[name] for slots in wanted))
     ]
+    _check_apart(models, {slot.name for slot in averaged})
     if not averaged:
         raise MemberError("members have no floating-point tensor: there is nothing to average")
     return _arrange(averaged, _device_of(models))
@@ -122,15 +128,16 @@ def plan(models: list[nn.Module], average: Mapping[str, bool]) -> Layout:
 
 def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dict[str, tuple[Slot, bool]]:
     slots: dict[str, tuple[Slot, bool]] = {}
-    seen: set[int] = set()
+    names_of: dict[int, list[str]] = {}
+    for name, _, _, _, tensor in tensors_of(model):
+        names_of.setdefault(id(tensor), []).append(name)
     for name, is_parameter, owner, key, tensor in tensors_of(model):
-        if id(tensor) in seen:
+        if name != names_of[id(tensor)][0]:
             continue
-        seen.add(id(tensor))
         _check_bindable(name, tensor, member)
         is_averaged = is_averaged_by_default(owner, key, is_parameter, tensor)
         for pattern, verdict in average.items():
-            if fnmatch.fnmatchcase(name, pattern):
+            if any(fnmatch.fnmatchcase(other, pattern) for other in names_of[id(tensor)]):
                 is_averaged = verdict
         if is_averaged and not (tensor.is_floating_point() or tensor.is_complex()):
             raise MemberError(f"'{name}' is {tensor.dtype} and cannot be averaged: leave it out of `average`")
@@ -153,9 +160,9 @@ def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
 
 def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[Slot, bool]], member: int) -> None:
     cure = "all members of a population must share one architecture"
-    for name in expected.keys() - found.keys():
+    for name in sorted(expected.keys() - found.keys()):
         raise MemberError(f"member {member} has no '{name}', member 0 has: {cure}")
-    for name in found.keys() - expected.keys():
+    for name in sorted(found.keys() - expected.keys()):
         raise MemberError(f"member {member} has '{name}', member 0 has not: {cure}")
     for name, (slot, _) in expected.items():
         other = found[name][0]
@@ -168,10 +175,22 @@ def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[S
             raise MemberError(f"member {member} has '{name}' as {other.dtype}, member 0 as {slot.dtype}: {cure}")
 
 
+def _check_apart(models: list[nn.Module], names: set[str]) -> None:
+    owner_of: dict[int, int] = {}
+    for member, model in enumerate(models):
+        for name, _, _, _, tensor in tensors_of(model):
+            owner = owner_of.setdefault(id(tensor), member) if name in names else member
+            if owner != member:
+                raise MemberError(
+                    f"member {member} shares '{name}' with member {owner}: give each its own (copy.deepcopy), or leave "
+                    "it out with `average`"
+                )
+
+
 def _check_patterns(model: nn.Module, average: Mapping[str, bool]) -> None:
     names = [name for name, *_ in tensors_of(model)]
     for pattern in average:
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise MemberError(f"`average` has the pattern '{pattern}', which matches no parameter or buffer")
 
 
@@ -266,6 +285,11 @@ class BoundMember:
                 f"{subject} of {current.dtype} and shape {tuple(current.shape)}, expected {home.dtype} and "
                 f"{tuple(home.shape)}: convert all members at once with population.to(...)"
             )
+        if current.device != home.device:
+            raise MemberError(
+                f"{subject} on {current.device}, expected {home.device}: move all members at once with "
+                "population.to(...)"
+            )
 
 
 def _places(model: nn.Module, names: set[str]) -> list[Place]:
@@ -289,6 +313,8 @@ def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
     compute_dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
     if compute_dtype not in (torch.float64, torch.complex128):
         matrix = exact_in_float32(matrix)
+    if torch.equal(matrix, matrix.diagonal().diag()):
+        return  # every member keeps itself alone, down to the last bit
     mix_block_ = _cheapest_product(matrix, compute_dtype, rows.device)
     for block in column_blocks(rows):
         if block.dtype == compute_dtype:
@@ -304,34 +330,51 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
 
     Two shapes of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (a push, a merge of all)
     is one weighted sum and one addition; rows with at most two weights (a merge of pairs) are one interpolation each.
+    Members of weight zero are left out by index, since 0 x NaN is NaN.
     """
     own, common = _own_and_common(matrix)
     if common is not None:
-        row = common.to(device=device, dtype=dtype)
+        used = _used(common)
+        row = common[used].to(device=device, dtype=dtype)
         if own == 0.0:
-            return lambda block: block.copy_(row @ block)
-        return lambda block: torch.add(row @ block, block, alpha=own, out=block)
+            return lambda block: block.copy_(row @ block[used])
+        return lambda block: torch.add(row @ block[used], block, alpha=own, out=block)
     if int((matrix != 0).sum(dim=1).max()) <= 2:
         parents = [_two_parents(row) for row in matrix.tolist()]
         return lambda block: _interpolate_(block, parents)
     weights = matrix.to(device=device, dtype=dtype)
-    return lambda block: block.copy_(weights @ block)
+    if bool(weights.all()):
+        return lambda block: block.copy_(weights @ block)
+    sums = [(used, row[used]) for used, row in ((_used(row), row) for row in weights)]
+    return lambda block: block.copy_(torch.stack([row @ block[used] for used, row in sums]))
+
+
+def _used(row: Tensor) -> slice | list[int]:
+    """The members with a weight: all of them as a slice, which copies nothing, or else their indices."""
+    return slice(None) if bool(row.all()) else row.nonzero().flatten().tolist()
 
 
 def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]]) -> None:
     rows, children = block.unbind(), torch.empty_like(block, memory_format=torch.contiguous_format)
     for (first, second, share), child in zip(parents, children.unbind(), strict=True):
-        torch.lerp(rows[first], rows[second], share, out=child)
+        if first == second:
+            child.copy_(rows[first])
+        else:
+            torch.lerp(rows[first], rows[second], share, out=child)
     block.copy_(children)
 
 
 def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
-    """`d` and `c` such that the matrix is `d I + 1 c^T`; `c` is None when there are none."""
+    """`d` and `c` such that the matrix is `d I + 1 c^T`; `c` is None when there are none.
+
+    There are none either where `d` and `c` would cancel: 0 x NaN is not 0.
+    """
     size = len(matrix)
     common = matrix[torch.arange(1, size + 1) % size, torch.arange(size)] if size > 1 else matrix[0] * 0
     own = float(matrix[0, 0] - common[0])
     rebuilt = own * torch.eye(size, dtype=matrix.dtype) + common
-    return (own, common) if torch.equal(rebuilt, matrix) else (own, None)
+    cancels = bool(((rebuilt.diagonal() == 0) & (common != 0)).any())
+    return (own, common) if torch.equal(rebuilt, matrix) and not cancels else (own, None)
 
 
 def _two_parents(row: list[float]) -> tuple[int, int, float]:

@@ -6,16 +6,27 @@ processes there are.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from papa.flat import column_blocks, mix_rows_, squared_distances
 
+T = TypeVar("T")
+
 
 class Group(Protocol):
     """What a population needs to know of the processes that hold it."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes files and talks to people."""
+        ...
+
+    def share(self, size: int) -> range:
+        """Which members of a population of `size` this process is to hold."""
+        ...
 
     def members(self, num_here: int) -> range:
         """The indices, within the whole population, of the `num_here` members this process holds."""
@@ -41,9 +52,19 @@ class Group(Protocol):
         """The squared distance to the mean row of each member of the whole population, in float64 on the CPU."""
         ...
 
+    def gather(self, values: list[T]) -> list[T]:
+        """One value per member held here, turned into one value per member of the whole population."""
+        ...
+
 
 class Local:
     """One process holds every member."""
+
+    leads = True
+
+    def share(self, size: int) -> range:
+        """All of them."""
+        return range(size)
 
     def members(self, num_here: int) -> range:
         """All of them."""
@@ -68,3 +89,7 @@ class Local:
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Block by block, so that nothing of the matrix's size is allocated."""
         return squared_distances(rows)
+
+    def gather(self, values: list[T]) -> list[T]:
+        """They are all here already."""
+        return list(values)

@@ -1,0 +1,66 @@
+"""What the commands share: the recipe's name first, then typed options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import tyro
+
+from papa.errors import ConfigError, did_you_mean
+from papa.recipes import RECIPES, Recipe, find
+
+Options = TypeVar("Options")
+
+
+def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe | None, list[str]]:
+    """The recipe named first and the rest of the arguments; None when help was asked for instead.
+
+    Args:
+        arguments: what came after the command.
+        usage: what to show in place of a missing recipe.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        if arguments:
+            print(usage, end="")
+            return None, []
+        raise ConfigError(f"a recipe is missing, known: {', '.join(RECIPES)}\n{usage}".rstrip())
+    name, *rest = arguments
+    if name.startswith("-"):
+        raise ConfigError(f"the recipe comes first, found {name}\n{usage}".rstrip())
+    return find(name), rest
+
+
+def parse(
+    options: type[Options], default: Options, arguments: Sequence[str], *, prog: str, description: str
+) -> Options:
+    """The options, typed and checked by tyro, which exits with 2 and a message when they are wrong."""
+    return tyro.cli(options, prog=prog, description=description, default=default, args=list(arguments))
+
+
+def split_names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """A comma-separated list of known names."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"{option} is empty, expected some of: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{option} has {name}: {did_you_mean(name, known)}")
+    return list(dict.fromkeys(names))
+
+
+def split_numbers(option: str, text: str) -> list[int]:
+    """A comma-separated list of whole numbers."""
+    try:
+        numbers = [int(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers:
+        raise ConfigError(f"{option} is '{text}', expected whole numbers such as 1,2,3")
+    return list(dict.fromkeys(numbers))
+
+
+def use_one_thread() -> None:
+    """One thread for each process: more change the bits of a result, and stall each other on a busy machine."""
+    torch.set_num_threads(1)

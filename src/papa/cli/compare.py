@@ -1,0 +1,76 @@
+"""`papa compare RECIPE`: several methods and seeds, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from papa.checkpoint import write_atomically
+from papa.cli.arguments import parse, split_names, split_numbers, take_recipe, use_one_thread
+from papa.cli.progress import Progress
+from papa.cli.tables import plain_table
+from papa.config import METHODS, Config
+from papa.launch import execute
+from papa.report import COLUMNS, compare_page, compare_rows
+
+USAGE = """usage: papa compare RECIPE [OPTIONS]
+
+Trains a recipe with several methods and seeds, prints them side by side and writes one report over all.
+Runs that are already there are not run again; broken ones are continued.
+
+examples:
+  papa compare digits
+  papa compare digits --seeds 1,2,3
+  papa compare digits --methods independent,papa --members 10 --out runs/ten
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `papa compare`."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    methods: str = "independent,papa,papa-all,papa-2"
+    """Which methods, separated by commas."""
+    seeds: str = "1"
+    """Which seeds, separated by commas."""
+    out: Path | None = None
+    """Where the runs go, a directory for each; by default runs/compare-RECIPE."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run again what is there."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train several methods and seeds, side by side."""
+    recipe, rest = take_recipe(arguments, USAGE)
+    if recipe is None:
+        return 0
+    options = parse(
+        CompareOptions,
+        CompareOptions(config=recipe.config()),
+        rest,
+        prog=f"papa compare {recipe.name}",
+        description=f"Methods and seeds side by side: {recipe.summary}.",
+    )
+    methods = split_names("--methods", options.methods, list(METHODS))
+    seeds = split_numbers("--seeds", options.seeds)
+    use_one_thread()
+    out = options.out or Path("runs") / f"compare-{recipe.name}"
+    results = []
+    for method in methods:
+        for seed in seeds:
+            config = replace(options.config, method=method, seed=seed)
+            with Progress(f"{recipe.name} {method} seed {seed}") as progress:
+                path = out / f"{method}-seed{seed}"
+                overwrite, resume = options.overwrite, not options.overwrite
+                results.append(execute(config, path, overwrite=overwrite, resume=resume, hooks=[progress]))
+    write_atomically(out / "report.html", compare_page(results))
+    console = Console(highlight=False)
+    console.print(plain_table(("method", *COLUMNS), compare_rows(results)))
+    console.print(f"report: {out / 'report.html'}", soft_wrap=True)
+    return 0

@@ -1,0 +1,23 @@
+"""`papa ls`: the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from papa.cli.tables import plain_table
+from papa.errors import ConfigError
+from papa.recipes import RECIPES
+
+
+def main(arguments: Sequence[str]) -> int:
+    """List the recipes."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: papa ls\n\nLists the recipes. `papa show RECIPE` shows one, `papa run RECIPE` runs it.")
+        return 0
+    if arguments:
+        raise ConfigError(f"papa ls takes no arguments, found {' '.join(arguments)}: try papa show {arguments[0]}")
+    rows = [(recipe.name, recipe.summary) for recipe in RECIPES.values()]
+    Console(highlight=False).print(plain_table(("recipe", "what it trains"), rows))
+    return 0

@@ -1,0 +1,61 @@
+"""Finding the command, and turning errors into one readable message."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from papa._version import __version__
+from papa.errors import ConfigError, PapaError, did_you_mean
+
+COMMANDS = {
+    "ls": "list the recipes",
+    "show": "show a recipe's configuration",
+    "run": "train one population",
+    "compare": "train several methods and seeds, side by side",
+}
+
+HELP = """papa trains a population of networks and hands back one that generalises nearly like the ensemble.
+
+usage: papa COMMAND ...
+
+{commands}
+
+examples:
+  papa compare digits
+  papa run digits --method papa-all --members 3 --out runs/mine
+  papa run digits --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 when all went well, 2 when it was used wrongly or could not go on."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except PapaError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {error}", markup=False, style="red")
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("papa: interrupted")
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        width = max(map(len, COMMANDS))
+        listing = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
+        print(HELP.format(commands=listing), end="")
+        return 0
+    if arguments[0] in ("-V", "--version", "version"):
+        print(f"papa {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command {name}: {did_you_mean(name, COMMANDS)}")
+    module = importlib.import_module(f"papa.cli.{name}")
+    code: int = module.main(rest)
+    return code

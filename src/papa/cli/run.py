@@ -1,0 +1,75 @@
+"""`papa run RECIPE`: train one population."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from papa.cli.arguments import parse, take_recipe, use_one_thread
+from papa.cli.progress import Progress
+from papa.cli.tables import plain_table
+from papa.config import Config
+from papa.launch import execute
+from papa.report import COLUMNS, cells_of
+from papa.runs import RunDirectory
+
+USAGE = """usage: papa run RECIPE [OPTIONS]
+
+Trains one population and writes its networks, scores and report.
+`papa ls` lists the recipes; `papa run RECIPE --help` lists every option.
+
+examples:
+  papa run digits
+  papa run digits --method independent --seed 2 --out runs/alone
+  papa run digits --train.epochs 60 --average.half-life 0.01
+  papa run digits --out runs/mine --resume
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of `papa run`."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """Where the run's files go; by default runs/RECIPE-METHOD-seedN."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace a run that is there."""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Continue a run that is there."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train one population."""
+    recipe, rest = take_recipe(arguments, USAGE)
+    if recipe is None:
+        return 0
+    options = parse(
+        RunOptions,
+        RunOptions(config=recipe.config()),
+        rest,
+        prog=f"papa run {recipe.name}",
+        description=f"{recipe.summary[0].upper()}{recipe.summary[1:]}.",
+    )
+    use_one_thread()
+    config = options.config
+    path = options.out or Path("runs") / f"{config.recipe}-{config.method}-seed{config.seed}"
+    with Progress(f"{config.recipe} {config.method} seed {config.seed}") as progress:
+        result = execute(config, path, overwrite=options.overwrite, resume=options.resume, hooks=[progress])
+    console = Console(highlight=False)
+    console.print(result_table(result))
+    run = RunDirectory(path)
+    console.print(f"one network: {run.average_soup}\nreport:      {run.report}", soft_wrap=True)
+    return 0
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    """The table a run ends with."""
+    rows = [(name, *cells_of(result[name])) for name in ("test", "validation") if result[name] is not None]
+    return plain_table((result["method"], *COLUMNS), rows)

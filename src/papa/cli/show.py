@@ -1,0 +1,28 @@
+"""`papa show RECIPE`: its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from papa.checkpoint import json_text
+from papa.cli.arguments import take_recipe
+from papa.errors import ConfigError
+
+USAGE = """usage: papa show RECIPE
+
+Shows a recipe's configuration as JSON; every entry is an option of `papa run RECIPE`, such as --train.epochs.
+
+examples:
+  papa show digits
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show a recipe's configuration."""
+    recipe, rest = take_recipe(arguments, USAGE)
+    if recipe is None:
+        return 0
+    if rest:
+        raise ConfigError(f"papa show takes a recipe and nothing else, found {' '.join(rest)}")
+    print(json_text(recipe.config().to_json(), indent=2))
+    return 0

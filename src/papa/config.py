@@ -1,0 +1,196 @@
+"""The configuration of a run: frozen values, checked all at once, written to and read from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from papa.errors import ConfigError, did_you_mean
+
+METHODS = {
+    "independent": "never average: the baseline",
+    "papa": "push members toward the mean every few steps",
+    "papa-all": "replace members by the mean of all every few epochs",
+    "papa-2": "replace members by the means of random pairs every few epochs",
+    "pair-75": "as papa-2, with weights 3/4 and 1/4",
+    "many-half": "replace members by half of themselves and half of all others",
+    "many-75": "as many-half, with weights 3/4 and 1/4",
+}
+OPTIMIZERS = ("sgd", "adamw")
+SCHEDULES = ("cosine", "multistep", "constant")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which data."""
+
+    name: str = "digits"
+    """The data set."""
+    validation: float = 0.02
+    """The share of the training data held out for the greedy soup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which network."""
+
+    name: str = "digits-cnn"
+    """The network."""
+    width: int | None = None
+    """Channels of its first stage; None for the published width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How each member is trained."""
+
+    epochs: int = 300
+    """Passes over the data."""
+    batch_size: int = 64
+    """Examples per step."""
+    optimizer: str = "sgd"
+    """sgd or adamw."""
+    lr: float = 0.1
+    """The initial learning rate."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    weight_decay: float = 1e-4
+    """Weight decay."""
+    schedule: str = "cosine"
+    """How the learning rate falls: cosine, multistep or constant."""
+    min_lr: float = 1e-4
+    """Where a cosine ends."""
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    """When multistep divides the rate by ten, as shares of training."""
+    warmup_epochs: float = 0.0
+    """How long the rate rises linearly first."""
+    precision: str = "float32"
+    """float32, or autocast to bfloat16 or float16."""
+    channels_last: bool = False
+    """Keep images and convolutions in channels-last memory order."""
+    clip_norm: float | None = None
+    """The largest norm a member's gradient may have; None for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig:
+    """How members are averaged."""
+
+    alpha: float | None = None
+    """papa: how much of itself a member keeps at each push."""
+    half_life: float | None = None
+    """papa: instead of alpha, the half-life of the distance to the mean as a share of training."""
+    every_steps: int = 10
+    """papa: steps between pushes."""
+    every_epochs: float = 5.0
+    """Merges: epochs between them."""
+    start: float = 0.0
+    """The first epoch at which averaging may happen."""
+    stop: float | None = None
+    """The first epoch at which it no longer does; None for never."""
+    scale_by_lr: bool = True
+    """papa: weaken the push with the learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiversityConfig:
+    """How the members' data differs."""
+
+    grid: str = "none"
+    """Which augmentations members draw from: none, default, imagenet or ablation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides what a run computes."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = "custom"
+    """The recipe it came from."""
+    method: str = "papa"
+    """independent, papa, papa-all, papa-2, pair-75, many-half or many-75."""
+    members: int = 5
+    """The size of the population."""
+    seed: int = 1
+    """Where every random stream starts."""
+    device: str = "auto"
+    """Where to train: auto, cpu, cuda, cuda:1, mps."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
+    diversity: DiversityConfig = field(default_factory=DiversityConfig)
+
+    def check(self) -> Config:
+        """This config, or a `ConfigError` that lists everything wrong with it."""
+        problems = list(_problems(self))
+        if problems:
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            raise ConfigError(f"the configuration of {self.recipe} cannot run:\n{lines}")
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Config:
+        """From what `to_json` gave; unknown and missing fields are a `ConfigError`."""
+        return typing.cast(Config, _from_json(Config, value, "config"))
+
+
+def _from_json(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {value!r}, expected an object")
+    hints = typing.get_type_hints(kind)
+    for name in value:
+        if name not in hints:
+            raise ConfigError(f"{where}.{name} is not known: {did_you_mean(name, hints)}")
+    arguments = {}
+    for name, part in value.items():
+        if dataclasses.is_dataclass(hints[name]):
+            arguments[name] = _from_json(hints[name], part, f"{where}.{name}")
+        else:
+            arguments[name] = tuple(part) if isinstance(part, list) else part
+    return kind(**arguments)
+
+
+def _problems(config: Config) -> typing.Iterator[str]:
+    train, average = config.train, config.average
+    for option, value, known in (
+        ("method", config.method, METHODS),
+        ("train.optimizer", train.optimizer, OPTIMIZERS),
+        ("train.schedule", train.schedule, SCHEDULES),
+        ("train.precision", train.precision, PRECISIONS),
+    ):
+        if value not in known:
+            yield f"--{option} is {value}: {did_you_mean(value, known)}"
+    for option, number, least in (
+        ("members", config.members, 1),
+        ("seed", config.seed, 0),
+        ("train.epochs", train.epochs, 1),
+        ("train.batch-size", train.batch_size, 1),
+        ("train.warmup-epochs", train.warmup_epochs, 0),
+        ("average.every-steps", average.every_steps, 1),
+        ("average.start", average.start, 0),
+    ):
+        if number < least:
+            yield f"--{option} is {number}, expected at least {least}"
+    if train.lr <= 0:
+        yield f"--train.lr is {train.lr}, expected more than 0"
+    if not 0 <= train.min_lr <= train.lr:
+        yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
+    if not 0 < config.data.validation < 1:
+        yield f"--data.validation is {config.data.validation}, expected a share between 0 and 1"
+    if average.alpha is not None and not 0 <= average.alpha <= 1:
+        yield f"--average.alpha is {average.alpha}, expected 0 (merge) to 1 (never push)"
+    if average.half_life is not None and not average.half_life > 0:
+        yield f"--average.half-life is {average.half_life}, expected a share of training above 0"
+    if average.every_epochs <= 0:
+        yield f"--average.every-epochs is {average.every_epochs}, expected more than 0"
+    if average.stop is not None and average.stop < average.start:
+        yield f"--average.stop is {average.stop}, expected at least --average.start ({average.start})"

@@ -1,0 +1,25 @@
+"""scikit-learn's handwritten digits: 1797 real images of 8 x 8 pixels that come with the package."""
+
+from __future__ import annotations
+
+import numpy as np
+import sklearn.datasets
+import torch
+
+from papa.data.source import Arrays
+from papa.streams import stream
+
+NUM_TRAIN = 1000
+
+
+def load_digits() -> tuple[Arrays, Arrays]:
+    """Train (1000) and test (797) images as uint8 of 0 to 255, and their labels.
+
+    The split is a fixed shuffle, so that every seed and method is tested on the same images.
+    """
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    pixels = torch.from_numpy(np.rint(images * (255.0 / 16.0)).astype(np.uint8)).reshape(-1, 1, 8, 8)
+    targets = torch.from_numpy(labels.astype(np.int64))
+    order = torch.randperm(len(pixels), generator=stream(0, "digits-split"))
+    train, test = order[:NUM_TRAIN], order[NUM_TRAIN:]
+    return Arrays(pixels[train], targets[train]), Arrays(pixels[test], targets[test])

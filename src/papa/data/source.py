@@ -1,0 +1,136 @@
+"""Sources: data that hands out a whole batch at a time, by index.
+
+Who draws which examples is decided elsewhere (`training`, from each member's own stream); a source only answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from papa.errors import DataError
+from papa.streams import stream
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Anything that knows how many examples it has and hands out any of them as a batch."""
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        ...
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the examples at these indices."""
+        ...
+
+
+class Arrays:
+    """Examples in memory: inputs and targets as two tensors or arrays of one length."""
+
+    def __init__(self, inputs: Any, targets: Any) -> None:
+        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+        if len(self.inputs) != len(self.targets):
+            raise DataError(
+                f"inputs have {len(self.inputs)} rows, targets {len(self.targets)}: every example needs both"
+            )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """One gather for each tensor."""
+        here = indices.to(self.inputs.device)
+        return self.inputs.index_select(0, here), self.targets.index_select(0, here)
+
+
+class Examples:
+    """A `torch.utils.data.Dataset`, read one example at a time and collated."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """As many `dataset[i]` as there are indices."""
+        inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
+        return inputs, targets
+
+
+class Subset:
+    """Some of the examples of another source."""
+
+    def __init__(self, source: Source, indices: Tensor) -> None:
+        self.source, self.indices = source, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The source's examples behind these indices."""
+        return self.source.batch(self.indices[indices])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a network is trained, chosen and tested on."""
+
+    train: Source
+    """What members train on."""
+    validation: Source
+    """Held out from training, for greedy soups; never augmented."""
+    test: Source | None = None
+    """Looked at once, at the end."""
+
+
+def as_source(data: Any) -> Source:
+    """A pair of arrays, a torch dataset or a source, as a source.
+
+    Example:
+        >>> len(as_source((torch.zeros(8, 4), torch.zeros(8))))
+        8
+    """
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in data):
+        source: Source = Arrays(*data)
+    elif isinstance(data, Source):
+        source = data
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        source = Examples(data)
+    else:
+        raise DataError(
+            f"data is a {type(data).__name__}, expected a pair of tensors (inputs, targets), a torch dataset, "
+            "or an object with __len__ and batch(indices)"
+        )
+    if len(source) == 0:
+        raise DataError("data has no example, expected at least one")
+    return source
+
+
+def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source]:
+    """Split off a share for validation: the same examples for all members and methods of a seed.
+
+    Returns:
+        What is left for training, and what is held out.
+    """
+    num_held_out = round(len(source) * share)
+    if not 0 < num_held_out < len(source):
+        raise DataError(
+            f"a validation share of {share} holds out {num_held_out} of {len(source)} examples, expected at least one "
+            "for validation and one for training"
+        )
+    order = torch.randperm(len(source), generator=stream(seed, "split"))
+    return Subset(source, order[num_held_out:]), Subset(source, order[:num_held_out])
+
+
+def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All examples in their own order, the last batch as small as need be."""
+    for indices in torch.arange(len(source)).split(batch_size):  # type: ignore[no-untyped-call]
+        yield source.batch(indices)

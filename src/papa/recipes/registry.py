@@ -1,0 +1,16 @@
+"""Every recipe by its name."""
+
+from __future__ import annotations
+
+from papa.errors import ConfigError, did_you_mean
+from papa.recipes import digits
+from papa.recipes.recipe import Recipe
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in digits.RECIPES}
+
+
+def find(name: str) -> Recipe:
+    """A recipe by its name, or a `ConfigError` with the closest match."""
+    if name not in RECIPES:
+        raise ConfigError(f"there is no recipe {name}: {did_you_mean(name, RECIPES)}")
+    return RECIPES[name]

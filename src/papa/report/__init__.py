@@ -1,0 +1,6 @@
+"""From results to tables, figures and pages."""
+
+from papa.report.page import compare_page, run_page
+from papa.report.table import COLUMNS, cells_of, compare_rows
+
+__all__ = ["COLUMNS", "cells_of", "compare_page", "compare_rows", "run_page"]

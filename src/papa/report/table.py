@@ -1,0 +1,48 @@
+"""The table a reader wants: members' mean [min, max], ensemble, average soup, greedy soup."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLUMNS = ("mean [min, max]", "ensemble", "average soup", "greedy soup")
+
+
+def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
+    """One run's cells under `COLUMNS`, from the `test` or `validation` part of its result."""
+    mean, low, high = (_number(scores[key]) for key in ("mean", "min", "max"))
+    return (f"{mean} [{low}, {high}]", *(_number(scores[key]) for key in ("ensemble", "average_soup", "greedy_soup")))
+
+
+def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row per method, in order of appearance: its name and, under `COLUMNS`, means over its runs.
+
+    With several seeds each cell is `mean (standard deviation)` over the runs; the range in the first column is over
+    all members of all runs.
+    """
+    rows = []
+    for method in dict.fromkeys(result["method"] for result in results):
+        runs = [scores_of(result) for result in results if result["method"] == method]
+        if len(runs) == 1:
+            rows.append((method, *cells_of(runs[0])))
+            continue
+        low, high = min(run["min"] for run in runs), max(run["max"] for run in runs)
+        keys = ("mean", "ensemble", "average_soup", "greedy_soup")
+        mean, *rest = (_mean_and_deviation([run[key] for run in runs]) for key in keys)
+        rows.append((method, f"{mean} [{_number(low)}, {_number(high)}]", *rest))
+    return rows
+
+
+def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A result's test scores, or its validation scores where there was no test data."""
+    scores: Mapping[str, Any] = result["test"] or result["validation"]
+    return scores
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2f}"
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    return f"{statistics.mean(values):.2f} ({statistics.stdev(values):.2f})"

@@ -1,0 +1,19 @@
+"""Training a population: the loop, what it ends with, and `papa.train`."""
+
+from papa.training.entry import sgd, train
+from papa.training.loop import Augment, EpochRecord, Hook, Length, Numerics, Training
+from papa.training.outcome import Outcome, Scores, harvest
+
+__all__ = [
+    "Augment",
+    "EpochRecord",
+    "Hook",
+    "Length",
+    "Numerics",
+    "Outcome",
+    "Scores",
+    "Training",
+    "harvest",
+    "sgd",
+    "train",
+]

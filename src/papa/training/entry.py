@@ -1,0 +1,105 @@
+"""`papa.train`: your data, model and loss; our loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from papa.evaluate import Loss, Metric, accuracy
+from papa.rules import Rule
+from papa.schedules import Schedule, cosine
+from papa.training.loop import Augment, Hook, Length, Numerics, Training
+from papa.training.outcome import Outcome, harvest
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """SGD as the paper trains its CIFAR networks: lr 0.1, momentum 0.9, weight decay 1e-4."""
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+def unchanged(inputs: Tensor) -> Tensor:
+    """The inputs as they are."""
+    return inputs
+
+
+def train(
+    make_model: Callable[[], nn.Module],
+    data: Any,
+    *,
+    num_members: int = 5,
+    num_epochs: int,
+    batch_size: int = 64,
+    rule: Rule | Callable[[Length], Rule] | None = None,
+    loss: Loss = F.cross_entropy,
+    metric: Metric = accuracy,
+    make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
+    schedule: Schedule = cosine(),  # noqa: B008
+    augment: Augment | Sequence[Augment] | None = None,
+    prepare: Callable[[Tensor], Tensor] = unchanged,
+    seed: int = 1,
+    device: torch.device | str = "cpu",
+    numerics: Numerics = Numerics(),  # noqa: B008
+    eval_batch_size: int = 512,
+    hooks: Sequence[Hook] = (),
+) -> Outcome:
+    """Train a population and hand back its soups and scores.
+
+    Each member has its own initial weights and its own order of the data, both functions of (seed, member) alone.
+
+    Example:
+        >>> inputs = torch.randn(200, 4)
+        >>> targets = (inputs.sum(dim=1) > 0).long()
+        >>> outcome = train(lambda: nn.Linear(4, 2), (inputs, targets), num_members=3, num_epochs=2, batch_size=20)
+        >>> network = outcome.average_soup
+
+    Args:
+        make_model: makes one member; called once for each, with torch's generators seeded for it.
+        data: a pair of tensors (inputs, targets) or a torch dataset, of which 2% are held out for the greedy soup; or
+            a `papa.data.Data` that names training, validation and test data.
+        num_members: the size of the population.
+        num_epochs: passes over the data.
+        batch_size: examples per step; the last incomplete batch of an epoch is left out.
+        rule: how members are averaged, or a function from the training's `Length` to it. By default a `Push` whose
+            half-life is 2% of training.
+        loss: from outputs and targets to the mean loss of a batch.
+        metric: from outputs and targets to the mean score of a batch, higher is better.
+        make_optimizer: makes one member's optimizer from the member.
+        schedule: the learning rate as a share of the optimizer's, from steps taken and steps in all.
+        augment: from a batch of raw inputs, its targets and a generator to what a member trains on; one for all, or
+            one for each member. It replaces `prepare` during training.
+        prepare: from a batch of raw inputs to what a network takes, with nothing random in it.
+        seed: where every random stream starts.
+        device: where to train.
+        numerics: precision, memory format, gradient clipping.
+        eval_batch_size: examples per batch when scoring.
+        hooks: told of every step, averaging and epoch.
+
+    Returns:
+        The population, its average and greedy soups, and their scores.
+    """
+    training = Training(
+        make_model,
+        data,
+        num_members=num_members,
+        num_epochs=num_epochs,
+        batch_size=batch_size,
+        rule=rule,
+        loss=loss,
+        metric=metric,
+        make_optimizer=make_optimizer,
+        schedule=schedule,
+        augment=augment,
+        prepare=prepare,
+        seed=seed,
+        device=device,
+        numerics=numerics,
+        eval_batch_size=eval_batch_size,
+        group=None,
+    )
+    training.run(hooks)
+    return harvest(training)

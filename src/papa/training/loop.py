@@ -1,0 +1,330 @@
+"""The loop: Algorithm 1 of the paper, with every random stream a function of the step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from papa import checkpoint
+from papa.averager import Averager, Averaging
+from papa.data.source import Data, Source, as_source, batches_of, hold_out
+from papa.errors import ConfigError, DataError, RunError
+from papa.evaluate import Batch, Evaluation, Loss, Metric, evaluate_together
+from papa.group import Group, Local
+from papa.population import Population
+from papa.rules import Push, Rule
+from papa.schedules import Schedule
+from papa.streams import derive, global_stream, stream
+
+Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
+"""From raw inputs, targets and a generator to what a network trains on."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a training is, for rules whose cadence depends on it."""
+
+    num_steps: int
+    """Optimizer steps in all."""
+    steps_per_epoch: int
+    """Optimizer steps in an epoch."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What is known of the population after an epoch."""
+
+    epoch: int
+    """Epochs done."""
+    step: int
+    """Optimizer steps taken."""
+    lr: float
+    """The learning rate of the next step."""
+    losses: list[float]
+    """Each member's mean training loss over the epoch."""
+    validation: list[Evaluation]
+    """Each member on the validation data."""
+    validation_ensemble: Evaluation
+    """All members together on the validation data."""
+    distances: list[float]
+    """Each member's distance to the mean."""
+
+
+class Hook:
+    """What may be told of a training while it runs. Override what you need."""
+
+    def on_start(self, training: Training) -> None:
+        """Before the first step, or the first after a resume."""
+
+    def before_step(self, training: Training) -> None:
+        """Before members take a step."""
+
+    def on_averaging(self, training: Training, averaging: Averaging) -> None:
+        """After members were averaged."""
+
+    def after_step(self, training: Training) -> None:
+        """After a step, its averaging included."""
+
+    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+        """After an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How numbers are computed."""
+
+    autocast: torch.dtype | None = None
+    """Run forward passes in this dtype (bfloat16, or float16 with a gradient scaler per member); None for float32."""
+    channels_last: bool = False
+    """Keep images and convolutions in the memory order most convolution kernels are fastest in."""
+    clip_norm: float | None = None
+    """The largest norm a member's gradient may have; None for any."""
+
+
+class Training:
+    """A population, its optimizers and averager, and the step they are at."""
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        data: Any,
+        *,
+        num_members: int,
+        num_epochs: int,
+        batch_size: int,
+        rule: Rule | Callable[[Length], Rule] | None,
+        loss: Loss,
+        metric: Metric,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        schedule: Schedule,
+        augment: Augment | Sequence[Augment] | None,
+        prepare: Callable[[Tensor], Tensor],
+        seed: int,
+        device: torch.device | str,
+        numerics: Numerics,
+        eval_batch_size: int,
+        group: Group | None,
+    ) -> None:
+        _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
+        self.data = as_data(data, seed=seed)
+        if batch_size > len(self.data.train):
+            available = len(self.data.train)
+            raise DataError(f"batch_size is {batch_size}, expected at most the {available} training examples")
+        steps_per_epoch = len(self.data.train) // batch_size
+        self.length = Length(num_steps=num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
+        self.num_epochs, self.batch_size, self.eval_batch_size = num_epochs, batch_size, eval_batch_size
+        self.loss, self.metric, self.prepare, self.schedule = loss, metric, prepare, schedule
+        self.seed, self.device, self.numerics = seed, torch.device(device), numerics
+        self.group = group if group is not None else Local()
+        self.members = self.group.share(num_members)
+        self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
+        self.optimizers = [make_optimizer(model) for model in self.population]
+        self.scalers = [torch.amp.GradScaler(self.device.type) if self._needs_scaler else None for _ in self.members]
+        self.augments = [_augment_of(augment, member, prepare) for member in self.members]
+        self.step = 0
+        self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
+        self._loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
+        self._orders: dict[int, Tensor] = {}
+        self.set_lr_()
+        self.averager = Averager(
+            self.population, _rule_of(rule, self.length), self.optimizers, num_steps=self.length.num_steps
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs done."""
+        return self.step // self.length.steps_per_epoch
+
+    @property
+    def _needs_scaler(self) -> bool:
+        return self.numerics.autocast is torch.float16
+
+    def _make_member(self, make_model: Callable[[], nn.Module], member: int) -> nn.Module:
+        with global_stream(self.seed, "init", member):
+            model = make_model().to(self.device)
+        return model.to(memory_format=torch.channels_last) if self.numerics.channels_last else model
+
+    def set_lr_(self) -> float:
+        """Set the learning rate that belongs to the current step, and return that of the first group."""
+        share = self.schedule(self.step, self.length.num_steps)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def run(self, hooks: Sequence[Hook] = ()) -> None:
+        """Train from the current step to the end."""
+        for hook in hooks:
+            hook.on_start(self)
+        with torch.random.fork_rng():  # member_step seeds the global generators, which are the caller's
+            while self.step < self.length.num_steps:
+                self._one_step(hooks)
+                if self.step % self.length.steps_per_epoch == 0:
+                    record = self._finish_epoch()
+                    for hook in hooks:
+                        hook.on_epoch(self, record)
+
+    def _one_step(self, hooks: Sequence[Hook]) -> None:
+        for hook in hooks:
+            hook.before_step(self)
+        with self._timed("train"):
+            for index in range(len(self.population)):
+                self._member_step(index)
+            self.step += 1
+            self.set_lr_()
+        with self._timed("average"):
+            averaging = self.averager.step()
+        if averaging is not None:
+            for hook in hooks:
+                hook.on_averaging(self, averaging)
+        for hook in hooks:
+            hook.after_step(self)
+
+    def _member_step(self, index: int) -> None:
+        member, model, optimizer, scaler = (
+            self.members[index],
+            self.population[index],
+            self.optimizers[index],
+            self.scalers[index],
+        )
+        generator = stream(self.seed, "augment", member, self.step)
+        inputs, targets = self.augments[index](*self._batch(member), generator)
+        # Dropout and drop-path draw from the global generator and offer no other.
+        torch.manual_seed(derive(self.seed, "forward", member, self.step))
+        optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            loss = self.loss(model(self._formatted(inputs)), targets)
+        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        if self.numerics.clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), self.numerics.clip_norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        self._loss_sums[index] += loss.detach()
+
+    def _batch(self, member: int) -> Batch:
+        epoch, position = divmod(self.step, self.length.steps_per_epoch)
+        if position == 0 or member not in self._orders:
+            self._orders[member] = torch.randperm(
+                len(self.data.train), generator=stream(self.seed, "order", member, epoch)
+            )
+        start = position * self.batch_size
+        inputs, targets = self.data.train.batch(self._orders[member][start : start + self.batch_size])
+        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def _formatted(self, inputs: Tensor) -> Tensor:
+        if self.numerics.channels_last and inputs.dim() == 4:
+            return inputs.to(memory_format=torch.channels_last)
+        return inputs
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.numerics.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.numerics.autocast)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - start
+
+    def _finish_epoch(self) -> EpochRecord:
+        losses = (self._loss_sums / self.length.steps_per_epoch).tolist()
+        self._loss_sums.zero_()
+        validation, ensemble = self.evaluate_population(self.data.validation)
+        return EpochRecord(
+            epoch=self.epoch,
+            step=self.step,
+            lr=float(self.optimizers[0].param_groups[0]["lr"]),
+            losses=self.group.gather(losses),
+            validation=validation,
+            validation_ensemble=ensemble,
+            distances=self.population.distances().tolist(),
+        )
+
+    def evaluate_population(self, source: Source) -> tuple[list[Evaluation], Evaluation]:
+        """Every member of the whole population, and their ensemble, on a source."""
+        return self.evaluate(list(self.population), source, gather=self.group.gather)
+
+    def evaluate(
+        self, models: Sequence[nn.Module], source: Source, *, gather: Callable[[list[Any]], list[Any]] = list
+    ) -> tuple[list[Evaluation], Evaluation]:
+        """Some networks, and their ensemble, on a source, without augmentation."""
+        with self._timed("evaluate"), self._autocast():
+            return evaluate_together(models, self._prepared(source), loss=self.loss, metric=self.metric, gather=gather)
+
+    def _prepared(self, source: Source) -> Iterator[Batch]:
+        for inputs, targets in batches_of(source, self.eval_batch_size):
+            yield self._formatted(self.prepare(inputs.to(self.device))), targets.to(self.device)
+
+    def member_states(self) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
+        """The state of the members held here, for a checkpoint."""
+        states = {}
+        for index, member in enumerate(self.members):
+            tensors, numbers = checkpoint.member_state(self.population[index], self.optimizers[index])
+            scaler = self.scalers[index]
+            numbers["scaler"] = None if scaler is None else scaler.state_dict()
+            numbers["loss_sum"] = float(self._loss_sums[index])
+            states[member] = (tensors, numbers)
+        return states
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else a checkpoint needs; a JSON value."""
+        return {"averager": self.averager.state_dict(), "seconds": dict(self.seconds)}
+
+    def load_checkpoint_(
+        self, step: int, state: dict[str, Any], members: dict[int, tuple[dict[str, Tensor], dict[str, Any]]]
+    ) -> None:
+        """Go on where a checkpoint was taken."""
+        for index, member in enumerate(self.members):
+            if member not in members:
+                raise RunError(f"the checkpoint has members {sorted(members)}, but no {member}: it is of another run")
+            tensors, numbers = members[member]
+            checkpoint.load_member_state_(self.population[index], self.optimizers[index], tensors, numbers)
+            scaler = self.scalers[index]
+            if scaler is not None and numbers["scaler"] is not None:
+                scaler.load_state_dict(numbers["scaler"])
+            self._loss_sums[index] = numbers["loss_sum"]
+        self.step = step
+        self.seconds.update(state["seconds"])
+        self.averager.load_state_dict(state["averager"])
+        self.set_lr_()
+
+
+def as_data(data: Any, *, seed: int) -> Data:
+    """Whatever the user gave as data, split into training and validation."""
+    if isinstance(data, Data):
+        return data
+    train, validation = hold_out(as_source(data), 0.02, seed=seed)
+    return Data(train=train, validation=validation)
+
+
+def _augment_of(
+    augment: Augment | Sequence[Augment] | None, member: int, prepare: Callable[[Tensor], Tensor]
+) -> Augment:
+    if augment is None:
+        return lambda inputs, targets, generator: (prepare(inputs), targets)
+    return augment if callable(augment) else augment[member % len(augment)]
+
+
+def _rule_of(rule: Rule | Callable[[Length], Rule] | None, length: Length) -> Rule:
+    if rule is None:
+        return Push(half_life=max(1.0, 0.02 * length.num_steps))
+    return rule if isinstance(rule, Rule) else rule(length)
+
+
+def _check_whole(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")

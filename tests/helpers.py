@@ -1,0 +1,131 @@
+"""What several tests share: small networks of every kind that could go wrong, and slow, obvious references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCES = {
+    torch.float64: 1e-13,
+    torch.complex128: 1e-13,
+    torch.float32: 5e-7,
+    torch.complex64: 5e-7,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
+"""How far a mixed tensor may be from its float64 reference, relative to the largest number in it."""
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the output layer's, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+class MixedDtypes(nn.Module):
+    """Three dtypes side by side, none of them dividing the others' alignment evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(3, 5)
+        self.double = nn.Linear(5, 3).double()
+        self.brain = nn.Linear(3, 7).bfloat16()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.brain(self.double(self.single(inputs).double()).bfloat16())
+
+
+class Oddities(nn.Module):
+    """Complex weights, integer buffers, a scalar, an empty tensor, a transposed weight and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.transposed = nn.Parameter(torch.randn(4, 6).t())
+        self.register_buffer("count", torch.randint(100, (3,)))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("table", torch.randn(4), persistent=False)
+        self.register_buffer("shift", torch.randn(5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale
+
+
+def conv_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
+    "conv_batch_norm": conv_batch_norm,
+    "channels_last": lambda: conv_batch_norm().to(memory_format=torch.channels_last),
+    "group_norm": lambda: nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4)),
+    "tied": Tied,
+    "mixed_dtypes": MixedDtypes,
+    "oddities": Oddities,
+}
+
+
+def make_network(kind: str, seed: int) -> nn.Module:
+    """A network of one kind whose parameters and running statistics are its seed's own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = NETWORKS[kind]()
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2.0)
+                module.num_batches_tracked.random_(100)
+    return network
+
+
+def make_networks(kind: str, size: int, seed: int = 0) -> list[nn.Module]:
+    return [make_network(kind, 1000 * seed + index) for index in range(size)]
+
+
+def snapshot(network: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a network, whether persistent or not, as an independent copy."""
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def reference_mix(states: list[dict[str, Tensor]], matrix: Tensor, name: str) -> list[Tensor]:
+    """`A @ W` for one tensor, as a loop anybody can check, in double precision."""
+    wide = torch.complex128 if states[0][name].is_complex() else torch.float64
+    wide_states = [state[name].to(wide) for state in states]
+    return [sum(weight * state for weight, state in zip(row, wide_states, strict=True)) for row in matrix.tolist()]
+
+
+def random_stochastic(size: int, seed: int) -> Tensor:
+    """A dense row-stochastic matrix."""
+    return torch.softmax(2 * torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).double(), dim=1)
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """Equal up to what the dtype of `found` can hold, relative to the largest number."""
+    bound = TOLERANCES[found.dtype] if tolerance is None else tolerance
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    difference = (found.detach().to(expected.dtype) - expected).abs()
+    assert found.shape == expected.shape
+    assert not difference.numel() or float(difference.max()) <= bound * scale, float(difference.max())
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], names: Iterable[str] | None = None) -> None:
+    """Equal bit for bit, signs of zeros and payloads of NaNs included."""
+    for name in expected if names is None else names:
+        one, other = found[name].contiguous(), expected[name].contiguous()
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8)), name

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from helpers import make_networks
+from papa.ensemble import Ensemble
+from papa.errors import DataError
+from papa.evaluate import Evaluation, accuracy, evaluate, evaluate_together, evaluating
+
+
+def uneven_batches() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(size, 2, 4, 4), torch.randint(3, (size,))) for size in (5, 2, 1)]
+
+
+def whole(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+
+
+def expected_evaluation(network: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Evaluation:
+    inputs, targets = whole(batches)
+    outputs = network.eval()(inputs)
+    correct = (outputs.argmax(dim=1) == targets).float().mean()
+    return Evaluation(100 * correct.item(), F.cross_entropy(outputs, targets).item())
+
+
+def test_accuracy_is_a_percentage() -> None:
+    outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    assert accuracy(outputs, torch.tensor([0, 1, 1, 1])).item() == 75.0
+
+
+def test_batches_count_by_their_size() -> None:
+    batches = uneven_batches()
+    (network,) = make_networks("conv_batch_norm", 1)
+    assert evaluate(network, batches) == pytest.approx(expected_evaluation(network, batches), rel=1e-5)
+
+
+def test_each_network_and_the_ensemble_in_one_pass() -> None:
+    batches = uneven_batches()
+    networks = make_networks("conv_batch_norm", 3)
+    each, together = evaluate_together(networks, iter(batches))
+    for network, evaluation in zip(networks, each, strict=True):
+        assert evaluation == pytest.approx(expected_evaluation(network, batches), rel=1e-5)
+    assert together == pytest.approx(expected_evaluation(Ensemble(networks), batches), rel=1e-5)
+
+
+def test_other_losses_and_metrics() -> None:
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(2)]
+    (network,) = make_networks("linear", 1)
+
+    def closeness(outputs: Tensor, targets: Tensor) -> Tensor:
+        return -(outputs - targets).abs().mean()
+
+    found = evaluate(network, batches, loss=F.mse_loss, metric=closeness)
+    inputs, targets = whole(batches)
+    assert found.loss == pytest.approx(F.mse_loss(network(inputs), targets).item(), rel=1e-5)
+    assert found.score == pytest.approx(closeness(network(inputs), targets).item(), rel=1e-5)
+
+
+def test_modes_statistics_and_gradients_are_left_as_found() -> None:
+    (network,) = make_networks("conv_batch_norm", 1)
+    network.train()
+    network.get_submodule("1").eval()
+    modes = [module.training for module in network.modules()]
+    statistics = network.get_buffer("1.running_mean").clone()
+    network.get_submodule("1").train()
+    modes[2] = True
+    evaluate(network, uneven_batches())
+    assert [module.training for module in network.modules()] == modes
+    assert torch.equal(network.get_buffer("1.running_mean"), statistics)
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_evaluating_restores_every_submodules_own_mode_after_an_error() -> None:
+    (network,) = make_networks("conv_batch_norm", 1)
+    network.get_submodule("1").eval()
+    modes = [module.training for module in network.modules()]
+    inside: list[bool] = []
+    with pytest.raises(ZeroDivisionError):
+        fail_while_evaluating(network, inside)
+    assert inside == [False] * len(modes)
+    assert [module.training for module in network.modules()] == modes
+    assert True in modes
+    assert False in modes
+
+
+def fail_while_evaluating(network: nn.Module, inside: list[bool]) -> None:
+    with evaluating(network):
+        inside.extend(module.training for module in network.modules())
+        raise ZeroDivisionError
+
+
+def test_half_precision_outputs_are_averaged_in_single() -> None:
+    networks = [nn.Linear(4, 3).bfloat16() for _ in range(2)]
+    inputs, targets = torch.randn(8, 4).bfloat16(), torch.randint(3, (8,))
+    _, together = evaluate_together(networks, [(inputs, targets)])
+    with torch.no_grad():
+        mean = (networks[0](inputs).float() + networks[1](inputs).float()) / 2
+    assert together.loss == pytest.approx(F.cross_entropy(mean, targets).item(), rel=1e-6)
+
+
+def test_no_batches_are_refused() -> None:
+    with pytest.raises(DataError, match="there was no batch to evaluate on: the data is empty"):
+        evaluate(nn.Linear(2, 2), [])
+
+
+def test_batches_without_examples_are_refused() -> None:
+    empty = (torch.empty(0, 2), torch.empty(0, dtype=torch.long))
+    with pytest.raises(DataError, match="there was no batch to evaluate on: the data is empty"):
+        evaluate(nn.Linear(2, 2), [empty])

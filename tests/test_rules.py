@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from helpers import assert_same_bits, make_networks, random_stochastic, snapshot
+from papa import mixing
+from papa.averager import Averager
+from papa.errors import MixingError
+from papa.population import Population
+from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
+
+
+def weights_of_the_moment(moment: Moment) -> Tensor:
+    return random_stochastic(moment.size, seed=moment.step)
+
+
+RULES = {
+    "Independent": lambda size, **cadence: Independent(**cadence),
+    "Push": lambda size, **cadence: Push(**cadence),
+    "Push by half-life": lambda size, **cadence: Push(half_life=50, **cadence),
+    "Push unscaled": lambda size, **cadence: Push(alpha=0.5, scale_by_lr=False, **cadence),
+    "MergeAll": lambda size, **cadence: MergeAll(**cadence),
+    "MergePairs": lambda size, **cadence: MergePairs(seed=3, **cadence),
+    "MergePairs 75": lambda size, **cadence: MergePairs(share=0.75, seed=3, **cadence),
+    "MergeMany": lambda size, **cadence: MergeMany(**cadence),
+    "MergeMany 75": lambda size, **cadence: MergeMany(share=0.75, **cadence),
+    "Mix by a matrix": lambda size, **cadence: Mix(random_stochastic(size, seed=0), **cadence),
+    "Mix by lists": lambda size, **cadence: Mix(random_stochastic(size, seed=0).tolist(), **cadence),
+    "Mix by a function": lambda size, **cadence: Mix(weights_of_the_moment, **cadence),
+}
+PUSHES = {name for name in RULES if name.startswith("Push")}
+
+
+def moment(step: int = 10, size: int = 5, lr_ratio: float = 1.0) -> Moment:
+    return Moment(step=step, size=size, lr_ratio=lr_ratio)
+
+
+@pytest.mark.parametrize("name", RULES)
+class TestEveryRule:
+    @pytest.mark.parametrize("size", range(1, 11))
+    def test_asks_for_a_row_stochastic_matrix(self, name: str, size: int) -> None:
+        for step, lr_ratio in ((1, 1.0), (10, 0.5), (999, 0.0)):
+            matrix = RULES[name](size).matrix(moment(step, size, lr_ratio))
+            assert matrix.dtype == torch.float64
+            assert torch.equal(mixing.check_rows(matrix, size), matrix)
+            assert torch.allclose(matrix.sum(dim=1), torch.ones(size).double(), rtol=0, atol=1e-14)
+
+    def test_keeps_every_bit_of_a_population_of_one(self, name: str) -> None:
+        population = Population(make_networks("conv_batch_norm", 1))
+        before = snapshot(population[0])
+        averager = Averager(population, RULES[name](1, every_steps=1))
+        for _ in range(3):
+            averager.step()
+        assert_same_bits(snapshot(population[0]), before)
+
+    def test_is_due_at_its_cadence(self, name: str) -> None:
+        rule = RULES[name](5, every_steps=3)
+        due = [step for step in range(13) if rule.is_due(step)]
+        assert due == ([] if name == "Independent" else [3, 6, 9, 12])
+
+    def test_is_due_within_a_half_open_window(self, name: str) -> None:
+        rule = RULES[name](5, every_steps=2, start=4, stop=10)
+        due = [step for step in range(20) if rule.is_due(step)]
+        assert due == ([] if name == "Independent" else [4, 6, 8])
+
+    def test_counts_its_cadence_from_the_first_step_of_training_not_of_its_window(self, name: str) -> None:
+        rule = RULES[name](5, every_steps=4, start=5)
+        due = [step for step in range(14) if rule.is_due(step)]
+        assert due == ([] if name == "Independent" else [8, 12])
+
+    def test_is_never_due_before_the_first_step_or_in_an_empty_window(self, name: str) -> None:
+        assert not RULES[name](5, every_steps=1).is_due(0)
+        assert not any(RULES[name](5, every_steps=1, start=4, stop=4).is_due(step) for step in range(10))
+
+    def test_is_due_at_the_last_step_only_when_it_is_a_push(self, name: str) -> None:
+        rule = RULES[name](5, every_steps=5)
+        assert rule.is_due(10, num_steps=10) == (name in PUSHES)
+        assert rule.is_due(10, num_steps=15) == rule.is_due(10, num_steps=None) == (name != "Independent")
+
+    def test_is_frozen(self, name: str) -> None:
+        rule = RULES[name](5)
+        for field in dataclasses.fields(rule):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(rule, field.name, 7)
+
+    def test_is_a_function_of_the_moment(self, name: str) -> None:
+        rule = RULES[name](5)
+        for step in (3, 8):
+            first = rule.matrix(moment(step))
+            torch.rand(3)
+            rule.matrix(moment(step + 1))
+            for twin in (rule, copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
+                assert torch.equal(twin.matrix(moment(step)), first)
+
+    def test_leaves_the_global_generator_alone(self, name: str) -> None:
+        state = torch.get_rng_state()
+        RULES[name](5).matrix(moment())
+        assert torch.equal(torch.get_rng_state(), state)
+
+    @pytest.mark.parametrize("value", [0, -1, 2.5, True, "ten"])
+    def test_refuses_a_cadence_that_is_no_positive_whole_number(self, name: str, value: object) -> None:
+        message = f"every_steps is {value!r}, expected a whole number of steps, at least 1"
+        with pytest.raises(MixingError, match=message):
+            RULES[name](5, every_steps=value)
+
+    def test_refuses_a_window_that_makes_no_sense(self, name: str) -> None:
+        with pytest.raises(MixingError, match="start is -1, expected a whole number of steps, at least 0"):
+            RULES[name](5, start=-1)
+        with pytest.raises(MixingError, match="stop is 3, expected a whole number of steps, at least 4"):
+            RULES[name](5, start=4, stop=3)
+        with pytest.raises(MixingError, match=r"stop is 9.5, expected a whole number of steps, at least 4"):
+            RULES[name](5, start=4, stop=9.5)
+
+
+def test_every_rule_class_is_in_the_common_suite() -> None:
+    tested = {type(make(2)) for make in RULES.values()}
+    assert tested == set(Rule.__subclasses__())
+
+
+class TestPush:
+    def test_its_defaults_are_the_papers(self) -> None:
+        assert (Push().effective_alpha, Push().every_steps, Push().scale_by_lr) == (0.99, 10, True)
+
+    def test_its_matrix_is_the_equation(self) -> None:
+        kept = 1 - (1 - 0.9) * 0.5
+        expected = kept * torch.eye(5) + (1 - kept) / 5
+        assert torch.allclose(Push(0.9).matrix(moment(lr_ratio=0.5)), expected.double(), rtol=0, atol=1e-7)
+
+    def test_it_is_the_identity_at_one_and_merges_all_at_zero(self) -> None:
+        assert torch.equal(Push(1.0).matrix(moment()), mixing.identity(5))
+        assert torch.equal(Push(0.0).matrix(moment()), mixing.merge_all(5))
+
+    def test_it_weakens_with_the_learning_rate_unless_told_not_to(self) -> None:
+        assert [Push(0.8).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8, 0.9, 1.0])
+        assert [Push(0.8, scale_by_lr=False).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8] * 3)
+
+    def test_the_papers_strength_as_a_half_life(self) -> None:
+        assert Push(alpha=0.99, every_steps=10).half_life_in_steps == pytest.approx(689.676, abs=0.001)
+
+    @pytest.mark.parametrize("every_steps", [1, 10, 37])
+    @pytest.mark.parametrize("half_life", [0.5, 100.0, 5000.0])
+    def test_half_life_and_alpha_say_the_same(self, half_life: float, every_steps: int) -> None:
+        rule = Push(half_life=half_life, every_steps=every_steps)
+        assert rule.half_life_in_steps == pytest.approx(half_life)
+        assert rule.effective_alpha ** (half_life / every_steps) == pytest.approx(0.5)
+
+    def test_half_lives_at_the_ends(self) -> None:
+        assert Push(alpha=1.0).half_life_in_steps == math.inf
+        assert Push(alpha=0.0).half_life_in_steps == 0.0
+        assert Push(half_life=math.inf).effective_alpha == 1.0
+
+    @pytest.mark.parametrize("alpha", [-0.01, 1.01, math.nan, math.inf])
+    def test_it_refuses_an_alpha_outside_the_unit_interval(self, alpha: float) -> None:
+        message = rf"Push got alpha={alpha}, expected a number from 0 \(merge\) to 1 \(never push\)"
+        with pytest.raises(MixingError, match=message):
+            Push(alpha=alpha)
+
+    @pytest.mark.parametrize("half_life", [0.0, -5, math.nan])
+    def test_it_refuses_a_half_life_that_is_not_positive(self, half_life: float) -> None:
+        with pytest.raises(MixingError, match=f"Push got half_life={half_life}, expected a positive number of steps"):
+            Push(half_life=half_life)
+
+    def test_it_refuses_two_strengths(self) -> None:
+        with pytest.raises(MixingError, match=r"Push got alpha=0.9 and half_life=100: give one of the two"):
+            Push(alpha=0.9, half_life=100)
+
+
+class TestMergePairs:
+    @pytest.mark.parametrize(("share", "num_outcomes"), [(0.5, 6), (0.75, 12)])
+    def test_pairs_are_uniform_over_steps(self, share: float, num_outcomes: int) -> None:
+        rule = MergePairs(share=share, seed=11)
+        for child in range(4):
+            rows = [tuple(rule.matrix(moment(step, size=4))[child].tolist()) for step in range(600)]
+            counts = collections.Counter(rows)
+            assert len(counts) == num_outcomes
+            assert scipy.stats.chisquare(list(counts.values())).pvalue > 0.01
+
+    def test_pairs_are_drawn_afresh_at_each_step_and_for_each_seed(self) -> None:
+        drawn = [MergePairs(seed=seed).matrix(moment(step, size=8)) for seed in (0, 1) for step in (5, 10)]
+        assert all(not torch.equal(one, other) for i, one in enumerate(drawn) for other in drawn[:i])
+
+    def test_two_members_always_become_their_mean(self) -> None:
+        assert MergePairs().matrix(moment(size=2)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("rule", [MergePairs, MergeMany])
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_shares_lie_in_the_unit_interval(rule: type[Rule], share: float) -> None:
+    with pytest.raises(MixingError, match=f"share is {share}, expected a number from 0 to 1"):
+        rule(share=share)
+
+
+class TestMix:
+    def test_a_function_sees_the_moment(self) -> None:
+        seen = []
+
+        def weights(now: Moment) -> Tensor:
+            seen.append(now)
+            return mixing.identity(now.size)
+
+        Mix(weights).matrix(moment(step=7, size=3, lr_ratio=0.25))
+        assert seen == [Moment(step=7, size=3, lr_ratio=0.25)]
+
+    @pytest.mark.parametrize(
+        ("weights", "message"),
+        [
+            ([[1.0]], r"mixing matrix has shape \(1, 1\), expected \(2, 2\)"),
+            ([[0.5, 0.6], [0.5, 0.5]], r"row 0 of the mixing matrix sums to 1.1, expected 1: divide it by its sum"),
+            ([[1.0, 0.0], [-0.1, 1.1]], "row 1 of the mixing matrix is .* expected no negative weight"),
+            ([[math.nan, 0.0], [0.0, 1.0]], "row 0 of the mixing matrix is .* expected finite weights"),
+        ],
+    )
+    def test_it_refuses_weights_that_cannot_mix(self, weights: object, message: str) -> None:
+        for rule in (Mix(weights), Mix(lambda _: weights)):
+            with pytest.raises(MixingError, match=message):
+                rule.matrix(moment(size=2))
+
+
+def test_a_rule_without_a_matrix_says_so() -> None:
+    with pytest.raises(TypeError, match="Rule has no `matrix` method: a rule must say which matrix it wants"):
+        Rule().matrix(moment())

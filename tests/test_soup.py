@@ -48,7 +48,9 @@ class TestAverageSoup:
         self, kind: str, size: int, seed: int, is_weighted: bool
     ) -> None:
         networks = make_networks(kind, size, seed)
-        weights = random_stochastic(size, seed)[0] if is_weighted else torch.full((size,), 1 / size).double()
+        weights = (
+            random_stochastic(size, seed)[0] if is_weighted else torch.full((size,), 1 / size, dtype=torch.float64)
+        )
         states = [{name: tensor.clone() for name, tensor in network.state_dict().items()} for network in networks]
         for members in in_every_form(networks).values():
             soup = state_of(average_soup(members, weights if is_weighted else None))

@@ -12,9 +12,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from papa._version import __version__
 from papa.errors import RunError
+from papa.group import Group
 
 FORMAT = 1
 
@@ -111,44 +112,56 @@ def load_member_state_(
     optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+MemberState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+
+
 def save_checkpoint(
     directory: Path,
     step: int,
-    members: Mapping[int, tuple[dict[str, Tensor], dict[str, Any]]],
+    members: Mapping[int, MemberState],
     state: Mapping[str, Any],
     *,
+    group: Group,
     keep: int = 2,
 ) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`.
+    """Write a checkpoint together, each process its own members, and remove all but the newest `keep`.
 
     Args:
         directory: where the run keeps its checkpoints.
         step: optimizer steps taken.
-        members: each member's tensors and numbers, as `member_state` gives them.
+        members: the tensors and numbers of each member held here, as `member_state` gives them.
         state: what else must be known to go on; any JSON value.
+        group: the processes that hold the population.
+        keep: how many checkpoints stay.
     """
-    final = directory / f"step-{step:08d}"
-    partial = directory / f".step-{step:08d}.partial"
+    final, partial = directory / f"step-{step:08d}", directory / f".step-{step:08d}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        files = {}
-        for member, (tensors, numbers) in members.items():
-            path = partial / f"member-{member:03d}.safetensors"
-            save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
-            files[path.name] = {"member": member, "sha256": digest(path), "numbers": numbers}
-            _flush(path)
-        manifest = {"format": FORMAT, "papa": __version__, "step": step, "state": state, "files": files}
-        write_json(partial / "manifest.json", manifest)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        _flush(directory)
+        if group.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        group.wait()
+        entries = group.gather([_write_member(partial, member, *content) for member, content in members.items()])
+        if group.leads:
+            manifest = {"format": FORMAT, "papa": __version__, "step": step, "state": state, "files": dict(entries)}
+            write_json(partial / "manifest.json", manifest)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            _flush(directory)
+            for old in sorted(directory.glob("step-*"))[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunError(f"cannot write the checkpoint {final}: {error}") from error
-    for old in sorted(directory.glob("step-*"))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _write_member(
+    directory: Path, member: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    path = directory / f"member-{member:03d}.safetensors"
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+    _flush(path)
+    return path.name, {"member": member, "sha256": digest(path), "numbers": numbers}
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
@@ -156,20 +169,23 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return max(directory.glob("step-*"), default=None)
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[int, tuple[dict[str, Tensor], dict[str, Any]]]]:
-    """The manifest, and each member's tensors and numbers; every file is compared with its digest first."""
+def load_checkpoint(path: Path, members: Iterable[int]) -> tuple[dict[str, Any], dict[int, MemberState]]:
+    """The manifest, and the tensors and numbers of some members; each file is compared with its digest first."""
     manifest = read_json(path / "manifest.json")
     if manifest.get("format") != FORMAT:
         raise RunError(f"{path} has checkpoint format {manifest.get('format')}, this papa reads {FORMAT}")
-    members = {}
+    wanted = set(members)
+    states = {}
     for name, entry in manifest["files"].items():
+        if int(entry["member"]) not in wanted:
+            continue
         file = path / Path(name).name
         if not file.is_file():
             raise RunError(f"{path} names the file {name}, which is not there: use an older checkpoint")
         if digest(file) != entry["sha256"]:
             raise RunError(f"{file} does not match the digest in its manifest: it was altered or damaged")
-        members[int(entry["member"])] = (load_file(file), entry["numbers"])
-    return manifest, members
+        states[int(entry["member"])] = (load_file(file), entry["numbers"])
+    return manifest, states
 
 
 def digest(path: Path) -> str:

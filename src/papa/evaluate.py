@@ -77,7 +77,7 @@ def evaluate_together(
             ]
             totals = torch.stack(values) * len(targets) + (0.0 if totals is None else totals)
             num_examples += len(targets)
-    if totals is None:
+    if totals is None or not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
     evaluations = [Evaluation(*row) for row in (totals / num_examples).tolist()]
     return evaluations[:-1], evaluations[-1]

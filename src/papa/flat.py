@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from papa.errors import MemberError
-from papa.mixing import exact_in_float32
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts on a cache line, as torch's own allocations do."""
@@ -147,7 +147,7 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
 
 
 def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, UninitializedTensorMixin):
         raise MemberError(f"member {member} has '{name}' uninitialised: run one forward pass through it first")
     if type(tensor.detach()) is not Tensor or tensor.layout is not torch.strided:
         kind = type(tensor.detach()).__name__ if tensor.layout is torch.strided else str(tensor.layout)
@@ -310,17 +310,19 @@ def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
         rows: the matrix of all members, `(p, columns)`.
         matrix: `(p, p)` in float64, row-stochastic.
     """
-    compute_dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-    if compute_dtype not in (torch.float64, torch.complex128):
-        matrix = exact_in_float32(matrix)
-    if torch.equal(matrix, matrix.diagonal().diag()):
-        return  # every member keeps itself alone, down to the last bit
-    mix_block_ = _cheapest_product(matrix, compute_dtype, rows.device)
-    for block in column_blocks(rows):
-        if block.dtype == compute_dtype:
+    mix_blocks_(column_blocks(rows), matrix)
+
+
+def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
+    """`block <- matrix @ block` for some blocks of columns of one matrix."""
+    mix_block_: Callable[[Tensor], object] | None = None
+    for block in blocks:
+        wide_dtype = block.dtype if block.element_size() >= 4 else torch.float32
+        mix_block_ = mix_block_ or _cheapest_product(matrix, wide_dtype, block.device)
+        if block.dtype == wide_dtype:
             mix_block_(block)
         else:
-            wide = block.to(compute_dtype)
+            wide = block.to(wide_dtype)
             mix_block_(wide)
             block.copy_(wide)
 
@@ -386,11 +388,16 @@ def _two_parents(row: list[float]) -> tuple[int, int, float]:
 
 def squared_distances(rows: Tensor) -> Tensor:
     """The squared Euclidean distance of each row to the mean row, in float64 on the CPU."""
-    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for block in column_blocks(rows):
+    return squared_distances_by_block(column_blocks(rows)).sum(dim=0)
+
+
+def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
+    """The part that each block of columns has in the squared distances: `(blocks, p)`, in float64 on the CPU."""
+    parts = []
+    for block in blocks:
         wide = block if block.element_size() >= 4 else block.float()
-        squares += torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square()
-    return squares.cpu()
+        parts.append(torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square())
+    return torch.stack(parts).cpu() if parts else torch.zeros(0)
 
 
 def column_blocks(rows: Tensor) -> Iterator[Tensor]:
@@ -398,4 +405,4 @@ def column_blocks(rows: Tensor) -> Iterator[Tensor]:
     limit = BLOCK_BYTES_CPU if rows.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
     step = ALIGNMENT_BYTES // rows.element_size()
     width = max(step, limit // (rows.shape[0] * rows.element_size()) // step * step)
-    yield from rows.split(width, dim=1)
+    yield from torch.split(rows, width, dim=1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,39 +18,86 @@ from papa._version import __version__
 from papa.averager import Averaging
 from papa.checkpoint import load_checkpoint, read_json, save_checkpoint, write_atomically, write_json
 from papa.config import Config
-from papa.errors import RunError
-from papa.recipes.build import build, policies_for
+from papa.errors import ConfigError, RunError
+from papa.group import Group, Local, start_workers
+from papa.recipes.build import build, find_device, policies_for, sizes
 from papa.report import run_page
 from papa.runs import RunDirectory
 from papa.training import EpochRecord, Hook, Training, harvest
 
+Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
+"""Makes something that looks on while the leading process trains."""
+
+WORK_FOR_MORE_WORKERS = 1e10
+"""Examples seen times parameters, below which starting a second process costs more than it saves."""
+
 
 def execute(
-    config: Config, path: Path, *, overwrite: bool = False, resume: bool = False, hooks: Sequence[Hook] = ()
+    config: Config,
+    path: Path,
+    *,
+    workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Run a config in a directory and return what its `result.json` holds.
 
     Args:
         config: what to run.
         path: where its files go.
+        workers: how many processes hold the members; None for as many as help. The result does not depend on it.
         overwrite: replace a run that is there.
         resume: continue a run that is there; a finished one is not run again.
-        hooks: told of the training while it runs.
+        watch: makes a hook for the leading process; it must be possible to pickle it.
     """
     config.check()
+    num_workers = useful_workers(config) if workers is None else workers
+    if not 1 <= num_workers <= config.members:
+        raise ConfigError(
+            f"--workers is {num_workers}, expected 1 to {config.members}: a worker holds at least one of the members"
+        )
+    arguments = (config, path, overwrite, resume, watch)
+    if num_workers == 1:
+        return _job(Local(), *arguments)
+    result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
+    return result
+
+
+def useful_workers(config: Config) -> int:
+    """One process per core, up to one per member; one in all where the work is tiny or done by an accelerator."""
+    most = min(config.members, os.cpu_count() or 1)
+    if most == 1 or find_device(config.device).type != "cpu":
+        return 1
+    num_parameters, num_examples = sizes(config)
+    work = float(num_parameters) * num_examples * config.train.epochs * config.members
+    return most if work >= WORK_FOR_MORE_WORKERS else 1
+
+
+def _job(
+    group: Group, config: Config, path: Path, overwrite: bool, resume: bool, watch: Watch | None
+) -> dict[str, Any]:
+    """What every process does; all return the result."""
     run = RunDirectory(path)
-    if resume and run.holds_run:
+    is_there, is_finished = run.holds_run, run.is_finished
+    group.wait()  # nobody writes before everybody has looked
+    if resume and is_there:
         _check_same(config, Config.from_json(run.read_config()), path)
-        if run.is_finished:
+        if is_finished:
             finished: dict[str, Any] = read_json(run.result)
             return finished
+        training = build(config, group)
+        _continue(run, training)
     else:
-        training = build(config)  # whatever is wrong shows before anything is written or removed
-        run.create(config.to_json(), overwrite=overwrite)
+        training = build(config, group)  # whatever is wrong shows before anything is written or removed
+        if group.leads:
+            run.create(config.to_json(), overwrite=overwrite)
+        group.wait()
+    with contextlib.ExitStack() as stack:
+        hooks: list[Hook] = [Recorder(run)]
+        if watch is not None and group.leads:
+            hooks.append(stack.enter_context(watch()))
         return _train(config, run, training, hooks)
-    training = build(config)
-    _continue(run, training)
-    return _train(config, run, training, hooks)
 
 
 def _check_same(config: Config, found: Config, path: Path) -> None:
@@ -73,20 +122,19 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _continue(run: RunDirectory, training: Training) -> None:
     checkpoint = run.latest_checkpoint()
-    if checkpoint is None:
-        run.rewind(0)
-        return
-    manifest, members = load_checkpoint(checkpoint)
-    training.load_checkpoint_(manifest["step"], manifest["state"], members)
-    run.rewind(training.step)
+    if checkpoint is not None:
+        manifest, members = load_checkpoint(checkpoint, training.members)
+        training.load_checkpoint_(manifest["step"], manifest["state"], members)
+    training.group.wait()
+    if training.group.leads:
+        run.rewind(training.step)
 
 
 def _train(config: Config, run: RunDirectory, training: Training, hooks: Sequence[Hook]) -> dict[str, Any]:
-    training.run([Recorder(run), *hooks])
+    training.run(hooks)
     outcome = harvest(training)
     for member, network in zip(training.members, training.population, strict=True):
         run.save_member(member, network)
-    run.save_soups(outcome.average_soup, outcome.greedy.network)
     result = {
         "recipe": config.recipe,
         "method": config.method,
@@ -96,8 +144,11 @@ def _train(config: Config, run: RunDirectory, training: Training, hooks: Sequenc
         **outcome.to_json(),
         "policies": [policy.to_dict() for policy in policies_for(config)],
     }
-    write_atomically(run.report, run_page(result, run.read_metrics()))
-    write_json(run.result, result)
+    training.group.wait()
+    if training.group.leads:
+        run.save_soups(outcome.average_soup, outcome.greedy.network)
+        write_atomically(run.report, run_page(result, run.read_metrics()))
+        write_json(run.result, result)
     return result
 
 
@@ -110,7 +161,8 @@ class Recorder(Hook):
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         """One line per averaging."""
         before, after = averaging.distances_before, averaging.distances_after
-        self.run.log(
+        self._log(
+            training,
             {
                 "event": "average",
                 "step": averaging.step,
@@ -118,12 +170,13 @@ class Recorder(Hook):
                 "alpha": averaging.alpha,
                 "distance_before": None if before is None else sum(before) / len(before),
                 "distance_after": None if after is None else sum(after) / len(after),
-            }
+            },
         )
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         """One line per epoch, and a checkpoint."""
-        self.run.log(
+        self._log(
+            training,
             {
                 "event": "epoch",
                 "step": record.step,
@@ -133,9 +186,19 @@ class Recorder(Hook):
                 "validation": [member.score for member in record.validation],
                 "validation_ensemble": record.validation_ensemble.score,
                 "distances": record.distances,
-            }
+            },
         )
-        save_checkpoint(self.run.checkpoints, training.step, training.member_states(), training.state_dict())
+        save_checkpoint(
+            self.run.checkpoints,
+            training.step,
+            training.member_states(),
+            training.state_dict(),
+            group=training.group,
+        )
+
+    def _log(self, training: Training, event: dict[str, Any]) -> None:
+        if training.group.leads:
+            self.run.log(event)
 
 
 def environment(training: Training) -> dict[str, Any]:
@@ -148,6 +211,7 @@ def environment(training: Training) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(training.device),
+        "workers": training.group.num_ranks,
         "command": " ".join(["papa", *sys.argv[1:]]),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

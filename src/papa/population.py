@@ -61,9 +61,15 @@ class Population:
             dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
             for dtype, columns in self._layout.num_columns.items()
         }
+        first_visible = self.group.visible(len(self)).start
         self._bound = [
-            flat.BoundMember(model, self._layout, {dtype: rows[index] for dtype, rows in self.matrices.items()}, index)
-            for index, model in enumerate(self._models)
+            flat.BoundMember(
+                model,
+                self._layout,
+                {dtype: rows[member - first_visible] for dtype, rows in self.matrices.items()},
+                member,
+            )
+            for member, model in zip(self.members, self._models, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -100,7 +106,7 @@ class Population:
 
     @property
     def matrix(self) -> Tensor:
-        """The rows of the members held here, in the dtype that most numbers have (all dtypes: `matrices`)."""
+        """The rows of the members visible here, in the dtype that most numbers have (all dtypes: `matrices`)."""
         return self.matrices[self._layout.main_dtype]
 
     @property
@@ -108,9 +114,10 @@ class Population:
         """The names of the tensors that are averaged; tied tensors are named once."""
         return tuple(slot.name for slot in self._layout.slots)
 
-    def averaged_tensors(self, index: int) -> dict[str, Tensor]:
-        """The tensors of the `index`-th member held here that are averaged, by name."""
-        return dict(zip(self.averaged, self._bound[index].tensors, strict=True))
+    def averaged_tensors(self, member: int) -> dict[str, Tensor]:
+        """The averaged tensors of any member whose row is visible here, by name; they share the row's memory."""
+        row = member - self.group.visible(len(self)).start
+        return {slot.name: flat.alias(self.matrices[slot.dtype][row], slot) for slot in self._layout.slots}
 
     def mix_(self, matrix: Any) -> None:
         """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.

@@ -19,6 +19,7 @@ StateDict: TypeAlias = Mapping[str, Any]
 Network = TypeVar("Network", nn.Module, dict[str, Any])
 Score: TypeAlias = Callable[[Any], Any]
 Weights: TypeAlias = Sequence[float] | Tensor
+Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 @overload
@@ -104,7 +105,8 @@ def greedy_soup(members: Any, score: Score) -> Any:
         The soup, who went in, and every score tried. One extra network is held in memory.
     """
     pot = _pot(members)
-    readings = [_reading(score(pot.member(index)), f"member {index}") for index in range(pot.size)]
+    values = pot.gather([score(member) for member in pot.members_here])
+    readings = [_reading(value, f"member {index}") for index, value in enumerate(values)]
     order = sorted(range(pot.size), key=lambda index: (-readings[index][0], readings[index][1], index))
     chosen, best = order[:1], readings[order[0]][0]
     trials = []
@@ -123,15 +125,20 @@ def greedy_soup(members: Any, score: Score) -> Any:
 class _Pot:
     """The network a soup is cooked in, and the tensors that go into it."""
 
-    def __init__(self, network: Any, target: dict[str, Tensor], sources: list[dict[str, Tensor]], members: Any) -> None:
+    def __init__(
+        self,
+        network: Any,
+        target: dict[str, Tensor],
+        sources: list[dict[str, Tensor]],
+        members_here: Sequence[Any],
+        gather: Gather = list,
+    ) -> None:
         self.network = network
         self.size = len(sources)
+        self.members_here = members_here
+        self.gather = gather
         self._target = target
         self._sources = sources
-        self._members = members
-
-    def member(self, index: int) -> Any:
-        return self._members[index]
 
     @torch.no_grad()
     def fill_(self, row: Tensor) -> None:
@@ -148,8 +155,9 @@ class _Pot:
 def _pot(members: Any) -> _Pot:
     if isinstance(members, Population):
         members.refresh_()
-        sources = [members.averaged_tensors(index) for index in range(len(members))]
-        return _module_pot(list(members), members.averaged, sources)
+        members.group.wait()
+        sources = [members.averaged_tensors(member) for member in range(members.size)]
+        return _module_pot(list(members), members.averaged, sources, members.group.gather)
     members = list(members)
     if not members:
         raise SoupError("a soup needs at least one network, got none")
@@ -162,9 +170,11 @@ def _pot(members: Any) -> _Pot:
     raise SoupError(f"a soup is made of a population, of modules or of state dicts, got {kinds}")
 
 
-def _module_pot(models: list[nn.Module], names: Sequence[str], sources: list[dict[str, Tensor]]) -> _Pot:
+def _module_pot(
+    models: list[nn.Module], names: Sequence[str], sources: list[dict[str, Tensor]], gather: Gather = list
+) -> _Pot:
     network = copy.deepcopy(models[0])
-    return _Pot(network, flat.named_tensors(network, names), sources, models)
+    return _Pot(network, flat.named_tensors(network, names), sources, models, gather)
 
 
 def _state_dict_pot(states: list[StateDict]) -> _Pot:

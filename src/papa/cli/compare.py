@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,8 @@ class CompareOptions:
     """Which seeds, separated by commas."""
     out: Path | None = None
     """Where the runs go, a directory for each; by default runs/compare-RECIPE."""
+    workers: int | None = None
+    """How many processes hold the members of a run; None for as many as help."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run again what is there."""
 
@@ -65,10 +68,15 @@ def main(arguments: Sequence[str]) -> int:
     for method in methods:
         for seed in seeds:
             config = replace(options.config, method=method, seed=seed)
-            with Progress(f"{recipe.name} {method} seed {seed}") as progress:
-                path = out / f"{method}-seed{seed}"
-                overwrite, resume = options.overwrite, not options.overwrite
-                results.append(execute(config, path, overwrite=overwrite, resume=resume, hooks=[progress]))
+            result = execute(
+                config,
+                out / f"{method}-seed{seed}",
+                workers=options.workers,
+                overwrite=options.overwrite,
+                resume=not options.overwrite,
+                watch=partial(Progress, f"{recipe.name} {method} seed {seed}"),
+            )
+            results.append(result)
     write_atomically(out / "report.html", compare_page(results))
     console = Console(highlight=False)
     console.print(plain_table(("method", *COLUMNS), compare_rows(results)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,8 @@ class RunOptions:
     config: Annotated[Config, tyro.conf.arg(name="")]
     out: Path | None = None
     """Where the run's files go; by default runs/RECIPE-METHOD-seedN."""
+    workers: int | None = None
+    """How many processes hold the members; None for as many as help. The result does not depend on it."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a run that is there."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -60,8 +63,14 @@ def main(arguments: Sequence[str]) -> int:
     use_one_thread()
     config = options.config
     path = options.out or Path("runs") / f"{config.recipe}-{config.method}-seed{config.seed}"
-    with Progress(f"{config.recipe} {config.method} seed {config.seed}") as progress:
-        result = execute(config, path, overwrite=options.overwrite, resume=options.resume, hooks=[progress])
+    result = execute(
+        config,
+        path,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
+    )
     console = Console(highlight=False)
     console.print(result_table(result))
     run = RunDirectory(path)

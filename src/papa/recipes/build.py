@@ -50,14 +50,7 @@ def build(config: Config, group: Group | None = None) -> Training:
     images = load_images(config.data.name)
     prepare = partial(normalize, mean=images.mean, std=images.std)
     return Training(
-        partial(
-            make_model,
-            config.model.name,
-            num_classes=images.num_classes,
-            in_channels=images.channels,
-            image_size=images.image_size,
-            width=config.model.width,
-        ),
+        _make_model(config, images),
         images.split(config.data.validation, seed=config.seed),
         num_members=config.members,
         num_epochs=config.train.epochs,
@@ -74,6 +67,24 @@ def build(config: Config, group: Group | None = None) -> Training:
         numerics=numerics_for(config),
         eval_batch_size=512,
         group=group,
+    )
+
+
+def sizes(config: Config) -> tuple[int, int]:
+    """The number of parameters of a member, and of training examples."""
+    images = load_images(config.data.name)
+    model = _make_model(config, images)()
+    return sum(parameter.numel() for parameter in model.parameters()), len(images.train)
+
+
+def _make_model(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
+    return partial(
+        make_model,
+        config.model.name,
+        num_classes=images.num_classes,
+        in_channels=images.channels,
+        image_size=images.image_size,
+        width=config.model.width,
     )
 
 

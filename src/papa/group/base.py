@@ -1,4 +1,4 @@
-"""Where the rows of a population live. A population in one process has a `Local` group.
+"""What a population needs to know of the processes that hold it, and the simplest case: one process.
 
 Everything that could depend on how members are spread goes through the group, so that no other room ever asks how many
 processes there are.
@@ -17,7 +17,12 @@ T = TypeVar("T")
 
 
 class Group(Protocol):
-    """What a population needs to know of the processes that hold it."""
+    """The processes that hold a population."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes, for the record."""
+        ...
 
     @property
     def leads(self) -> bool:
@@ -36,8 +41,12 @@ class Group(Protocol):
         """The number of members of the whole population."""
         ...
 
-    def allocate(self, num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed memory for the rows of the members held here."""
+    def visible(self, num_here: int) -> range:
+        """The members whose rows are in the memory that `allocate` gives."""
+        ...
+
+    def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeroed memory for the rows of the visible members."""
         ...
 
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
@@ -56,10 +65,15 @@ class Group(Protocol):
         """One value per member held here, turned into one value per member of the whole population."""
         ...
 
+    def wait(self) -> None:
+        """Return when all processes have come here."""
+        ...
+
 
 class Local:
     """One process holds every member."""
 
+    num_ranks = 1
     leads = True
 
     def share(self, size: int) -> range:
@@ -74,9 +88,13 @@ class Local:
         """As many as are here."""
         return num_here
 
-    def allocate(self, num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def visible(self, num_here: int) -> range:
+        """All of them."""
+        return range(num_here)
+
+    def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An ordinary zeroed tensor."""
-        return torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+        return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
 
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
         """The product, block by block."""
@@ -93,3 +111,6 @@ class Local:
     def gather(self, values: list[T]) -> list[T]:
         """They are all here already."""
         return list(values)
+
+    def wait(self) -> None:
+        """There is nobody to wait for."""

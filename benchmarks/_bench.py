@@ -1,0 +1,123 @@
+"""What every benchmark shares: alternating contenders, one table, JSON lines, a check of the targets."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One line of a benchmark: a time with its ratio to a yardstick, or an amount of memory."""
+
+    name: str
+    seconds: float | None = None
+    """The best time of all rounds; None when no time was measured."""
+    ratio: float | None = None
+    """That time divided by the yardstick's; lower is better."""
+    megabytes: float | None = None
+    """Memory, where memory is what was measured."""
+    target: float | None = None
+    """What the ratio, or else the megabytes, may be at most; None when nothing is promised."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the promise was kept; true when there was none."""
+        measured = self.ratio if self.megabytes is None else self.megabytes
+        return self.target is None or (measured is not None and measured <= self.target)
+
+    def as_json(self) -> str:
+        """The result as one line of JSON."""
+        values: dict[str, object] = {"name": self.name, "seconds": self.seconds, "ratio": self.ratio}
+        if self.megabytes is not None:
+            values["megabytes"] = self.megabytes
+        return json.dumps({**values, "target": self.target, "ok": self.ok})
+
+
+def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
+    """The best time of each contender over some rounds, in seconds.
+
+    All contenders run once per round, one after the other, so that a busy moment of the machine hits all alike; the
+    best round is the one the machine disturbed least. One round goes first that is not counted.
+    """
+    best = dict.fromkeys(contenders, float("inf"))
+    for counted in [False, *[True] * rounds]:
+        for name, run in contenders.items():
+            gc.collect()
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            if counted:
+                best[name] = min(best[name], elapsed)
+    return best
+
+
+def peak_extra_megabytes(run: Callable[[], object]) -> float:
+    """How much more memory torch's CPU allocator held at the worst moment of `run` than before it, in MB (10^6)."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler tells standard error when it starts and stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    allocations = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    held = peak = 0
+    for _, num_bytes in allocations:
+        held += num_bytes
+        peak = max(peak, held)
+    return peak / 1e6
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark understands."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    options.add_argument("--check", action="store_true", help="exit with status 1 when a target is missed")
+    options.add_argument("--rounds", type=int, default=9, help="how often each contender runs; the best round counts")
+    return options
+
+
+def finish(results: Sequence[Result], options: argparse.Namespace, *, title: str) -> None:
+    """Print the results the way the options ask for, and leave with status 1 when a checked target was missed."""
+    if options.json:
+        for result in results:
+            print(result.as_json())
+    else:
+        print(f"{title} (torch {torch.__version__}, {torch.get_num_threads()} thread)\n")
+        print(table(results))
+    if options.check and not all(result.ok for result in results):
+        sys.exit(1)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results in aligned columns."""
+    rows = [("", "time", "ratio", "memory", "target", "")]
+    for result in results:
+        rows.append(
+            (
+                result.name,
+                "" if result.seconds is None else f"{1e3 * result.seconds:.1f} ms",
+                "" if result.ratio is None else f"{result.ratio:.3f}",
+                "" if result.megabytes is None else f"{result.megabytes:.2f} MB",
+                "" if result.target is None else f"<= {result.target:g}",
+                "" if result.target is None else ("ok" if result.ok else "MISSED"),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""Several processes of one machine that see one matrix: every row is mapped by all, each trains its own.
+
+To mix, each process multiplies its share of the *columns* of all rows between two barriers, in blocks whose
+boundaries do not depend on who holds what. So the result is the same, bit for bit, however members are spread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from papa.errors import ConfigError, MemberError
+from papa.flat import column_blocks, mix_blocks_, squared_distances_by_block
+
+T = TypeVar("T")
+
+
+def balanced_share(size: int, rank: int, num_ranks: int) -> range:
+    """The contiguous part of `size` things that belongs to a rank; parts differ by one at the most.
+
+    Example:
+        >>> [balanced_share(5, rank, 2) for rank in range(2)]
+        [range(0, 3), range(3, 5)]
+    """
+    least, more = divmod(size, num_ranks)
+    start = rank * least + min(rank, more)
+    return range(start, start + least + (rank < more))
+
+
+class Shared:
+    """The processes of one machine that hold a population together.
+
+    Args:
+        size: the number of members of the whole population.
+
+    Needs an initialised `torch.distributed` process group whose ranks are all on this machine.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank: int = dist.get_rank()
+        self.num_ranks: int = dist.get_world_size()
+        if self.num_ranks > size:
+            raise ConfigError(f"there are {self.num_ranks} workers for {size} members: use at most one for each")
+        self._size = size
+        self._mine = balanced_share(size, self.rank, self.num_ranks)
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 does."""
+        return self.rank == 0
+
+    def share(self, size: int) -> range:
+        """A contiguous, balanced part."""
+        return balanced_share(size, self.rank, self.num_ranks)
+
+    def members(self, num_here: int) -> range:
+        """This rank's part."""
+        if num_here != len(self._mine):
+            raise MemberError(f"rank {self.rank} holds {num_here} members, expected {len(self._mine)} of {self._size}")
+        return self._mine
+
+    def size(self, num_here: int) -> int:
+        """All members of all ranks."""
+        return self._size
+
+    def visible(self, num_here: int) -> range:
+        """All of them: there is one mapping."""
+        return range(self._size)
+
+    def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A file in memory that every rank maps; its name is gone as soon as all have."""
+        if device.type != "cpu":
+            raise ConfigError(f"workers that share one matrix train on the cpu, found {device}")
+        self.members(num_here)
+        self._check_agreement((num_columns, str(dtype)))
+        path = self._agree_on_path(self._size * num_columns * dtype.itemsize)
+        rows = torch.from_file(path, shared=True, size=self._size * num_columns, dtype=dtype)
+        self.wait()
+        if self.leads:
+            os.unlink(path)
+        return rows.view(self._size, num_columns)
+
+    def _check_agreement(self, layout: tuple[int, str]) -> None:
+        layouts: list[tuple[int, str]] = [layout] * self.num_ranks
+        dist.all_gather_object(layouts, layout)
+        for rank, other in enumerate(layouts):
+            if other != layouts[0]:
+                raise MemberError(
+                    f"rank {rank} has {other[0]} columns of {other[1]}, rank 0 has {layouts[0][0]} of {layouts[0][1]}: "
+                    "all members of a population must share one architecture"
+                )
+
+    def _agree_on_path(self, num_bytes: int) -> str:
+        paths = [""]
+        if self.leads:
+            handle, paths[0] = tempfile.mkstemp(prefix="papa-", dir=_memory_directory(num_bytes))
+            os.truncate(handle, num_bytes)
+            os.close(handle)
+        dist.broadcast_object_list(paths, src=0)
+        return paths[0]
+
+    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
+        """Each rank multiplies its share of the column blocks, between two barriers."""
+        self.wait()
+        mix_blocks_(self._my_blocks(rows), matrix)
+        self.wait()
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Every rank sees all rows and computes it alone."""
+        self.wait()
+        mean = torch.cat([block.mean(dim=0) for block in column_blocks(rows)])
+        self.wait()
+        return mean
+
+    def squared_distances(self, rows: Tensor) -> Tensor:
+        """Each rank's share of the blocks, added up in block order."""
+        self.wait()
+        parts: list[Tensor] = [torch.empty(0)] * self.num_ranks
+        dist.all_gather_object(parts, squared_distances_by_block(self._my_blocks(rows)))
+        return torch.cat(parts).sum(dim=0)
+
+    def _my_blocks(self, rows: Tensor) -> list[Tensor]:
+        blocks = list(column_blocks(rows))
+        mine = balanced_share(len(blocks), self.rank, self.num_ranks)
+        return blocks[mine.start : mine.stop]
+
+    def gather(self, values: list[T]) -> list[T]:
+        """Every rank's values, in member order."""
+        parts: list[list[T]] = [[]] * self.num_ranks
+        dist.all_gather_object(parts, values)
+        return [value for part in parts for value in part]
+
+    def wait(self) -> None:
+        """A barrier."""
+        dist.barrier()
+
+
+def _memory_directory(num_bytes: int) -> str:
+    """Memory-backed where there is room; else the directory for temporary files, whose pages stay in memory too."""
+    memory = Path("/dev/shm")
+    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > num_bytes:
+        return str(memory)
+    return tempfile.gettempdir()

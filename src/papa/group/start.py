@@ -1,0 +1,101 @@
+"""Starting worker processes on this machine, and ending them together."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from papa.errors import PapaError, RunError
+from papa.group.shared import Shared
+
+PATIENCE = datetime.timedelta(minutes=30)
+"""How long a worker waits for the others before it gives up: one may be scoring while the rest wait."""
+
+
+def start_workers(job: Callable[..., Any], num_workers: int, size: int, *arguments: Any) -> Any:
+    """Run `job(group, *arguments)` in that many processes of one thread each, and return what rank 0's returned.
+
+    When one fails, the others are ended and its error is raised here.
+
+    Args:
+        job: a function at the top level of a module, so that a new process can import it.
+        num_workers: how many processes.
+        size: the number of members of the population they hold together.
+        arguments: given to every one.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="papa-") as directory:
+        workers = []
+        for rank in range(num_workers):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work, args=(there, directory, rank, num_workers, size, job, arguments), daemon=True
+            )
+            process.start()
+            there.close()
+            workers.append((process, here))
+        try:
+            answers = [_answer(connection) for _, connection in _as_they_come(workers)]
+        finally:
+            for process, _ in workers:
+                process.terminate()
+            for process, _ in workers:
+                process.join()
+    return next(value for rank, value in answers if rank == 0)
+
+
+def _as_they_come(workers: list[Any]) -> Any:
+    waiting = {connection: process for process, connection in workers}
+    while waiting:
+        for connection in multiprocessing.connection.wait(list(waiting)):
+            yield waiting.pop(connection), connection
+
+
+def _answer(connection: Connection) -> tuple[int, Any]:
+    try:
+        kind, rank, value = connection.recv()
+    except EOFError:
+        raise RunError("a worker process died without a word: was it killed, or out of memory?") from None
+    if kind == "error":
+        raise value
+    return rank, value
+
+
+def _work(
+    connection: Connection,
+    directory: str,
+    rank: int,
+    num_workers: int,
+    size: int,
+    job: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    # Workers of one machine talk over loopback, whatever the machine's name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=num_workers, timeout=PATIENCE
+        )
+        value = job(Shared(size), *arguments)
+        dist.barrier()
+        connection.send(("value", rank, value))
+    except PapaError as error:
+        connection.send(("error", rank, error))
+    except BaseException:
+        connection.send(("error", rank, RunError(f"worker {rank} failed:\n{traceback.format_exc()}")))
+    finally:
+        connection.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+import papa
+
+PUBLIC_NAMES = [
+    "Averager",
+    "Averaging",
+    "Ensemble",
+    "Evaluation",
+    "GreedySoup",
+    "Independent",
+    "MergeAll",
+    "MergeMany",
+    "MergePairs",
+    "Mix",
+    "Moment",
+    "PapaError",
+    "Population",
+    "Push",
+    "Rule",
+    "__version__",
+    "average_soup",
+    "evaluate",
+    "greedy_soup",
+    "reset_batch_norm_",
+]
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert sorted(papa.__all__) == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", [name for name in papa.__all__ if name != "__version__"])
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    value = getattr(papa, name)
+    # A dataclass without a docstring gets one that merely repeats its signature.
+    assert value.__doc__
+    assert not value.__doc__.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize("name", [name for name in papa.__all__ if isinstance(getattr(papa, name), type)])
+def test_every_public_method_says_what_it_does(name: str) -> None:
+    for attribute, value in vars(getattr(papa, name)).items():
+        if not attribute.startswith("_") and (callable(value) or isinstance(value, property)):
+            assert value.__doc__, f"{name}.{attribute}"

@@ -65,7 +65,7 @@ def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -
 
 def peak_extra_megabytes(run: Callable[[], object]) -> float:
     """How much more memory torch's CPU allocator held at the worst moment of `run` than before it, in MB (10^6)."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else the profiler tells standard error when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells standard error of every start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ from papa.population import Population
 from papa.repair import reset_batch_norm_
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
 from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.training import Outcome, train
 
 __all__ = [
     "Averager",
@@ -25,6 +26,7 @@ __all__ = [
     "MergePairs",
     "Mix",
     "Moment",
+    "Outcome",
     "PapaError",
     "Population",
     "Push",
@@ -34,4 +36,5 @@ __all__ = [
     "evaluate",
     "greedy_soup",
     "reset_batch_norm_",
+    "train",
 ]

@@ -21,7 +21,7 @@ METHODS = {
     "many-75": "as many-half, with weights 3/4 and 1/4",
 }
 OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("cosine", "multistep", "constant")
+SCHEDULES = ("cosine", "restarts", "multistep", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -30,9 +30,17 @@ class DataConfig:
     """Which data."""
 
     name: str = "digits"
-    """The data set."""
+    """The data set: digits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for class folders of yours."""
+    root: str = "data"
+    """Where it lies, or is downloaded to."""
     validation: float = 0.02
     """The share of the training data held out for the greedy soup."""
+    image_size: int | None = None
+    """Resize images to this; None for what the network was made for."""
+    max_train: int | None = None
+    """Use only so many training images; None for all."""
+    max_test: int | None = None
+    """Use only so many test images; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,12 @@ class ModelConfig:
     """The network."""
     width: int | None = None
     """Channels of its first stage; None for the published width."""
+    pretrained: bool = False
+    """Start timm networks from the weights timm publishes."""
+    weights: str | None = None
+    """Start from the weights in this file."""
+    frozen: float = 0.0
+    """Train only the head for this share of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +76,11 @@ class TrainConfig:
     weight_decay: float = 1e-4
     """Weight decay."""
     schedule: str = "cosine"
-    """How the learning rate falls: cosine, multistep or constant."""
+    """How the learning rate falls: cosine, restarts, multistep or constant."""
     min_lr: float = 1e-4
     """Where a cosine ends."""
+    cycles: int = 1
+    """How many cosines `restarts` has."""
     milestones: tuple[float, ...] = (0.5, 0.75)
     """When multistep divides the rate by ten, as shares of training."""
     warmup_epochs: float = 0.0
@@ -102,7 +118,9 @@ class DiversityConfig:
     """How the members' data differs."""
 
     grid: str = "none"
-    """Which augmentations members draw from: none, default, imagenet or ablation."""
+    """Which augmentations and regularisations members draw from: none, default, imagenet, ablation or segmentation."""
+    per_batch: bool = False
+    """Draw anew for every mini-batch, instead of once for each member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +193,16 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("train.epochs", train.epochs, 1),
         ("train.batch-size", train.batch_size, 1),
         ("train.warmup-epochs", train.warmup_epochs, 0),
+        ("train.cycles", train.cycles, 1),
+        ("data.max-train", config.data.max_train or 1, 1),
+        ("data.max-test", config.data.max_test or 1, 1),
         ("average.every-steps", average.every_steps, 1),
         ("average.start", average.start, 0),
     ):
         if number < least:
             yield f"--{option} is {number}, expected at least {least}"
+    if not 0 <= config.model.frozen < 1:
+        yield f"--model.frozen is {config.model.frozen}, expected a share of training from 0 to below 1"
     if train.lr <= 0:
         yield f"--train.lr is {train.lr}, expected more than 0"
     if not 0 <= train.min_lr <= train.lr:

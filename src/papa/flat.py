@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from papa.errors import MemberError
+from papa.mixing import exact_in_float32
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts on a cache line, as torch's own allocations do."""
@@ -318,7 +319,12 @@ def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
     mix_block_: Callable[[Tensor], object] | None = None
     for block in blocks:
         wide_dtype = block.dtype if block.element_size() >= 4 else torch.float32
-        mix_block_ = mix_block_ or _cheapest_product(matrix, wide_dtype, block.device)
+        if mix_block_ is None:
+            is_double = wide_dtype in (torch.float64, torch.complex128)
+            weights = matrix if is_double else exact_in_float32(matrix)
+            if torch.equal(weights, weights.diagonal().diag()):
+                return  # every member keeps itself alone, down to the last bit
+            mix_block_ = _cheapest_product(weights, wide_dtype, block.device)
         if block.dtype == wide_dtype:
             mix_block_(block)
         else:

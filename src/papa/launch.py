@@ -20,7 +20,7 @@ from papa.checkpoint import load_checkpoint, read_json, save_checkpoint, write_a
 from papa.config import Config
 from papa.errors import ConfigError, RunError
 from papa.group import Group, Local, start_workers
-from papa.recipes.build import build, find_device, policies_for, sizes
+from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
 from papa.report import run_page
 from papa.runs import RunDirectory
 from papa.training import EpochRecord, Hook, Training, harvest
@@ -94,7 +94,7 @@ def _job(
             run.create(config.to_json(), overwrite=overwrite)
         group.wait()
     with contextlib.ExitStack() as stack:
-        hooks: list[Hook] = [Recorder(run)]
+        hooks: list[Hook] = [*hooks_for(config), Recorder(run)]
         if watch is not None and group.leads:
             hooks.append(stack.enter_context(watch()))
         return _train(config, run, training, hooks)

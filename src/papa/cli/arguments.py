@@ -9,7 +9,7 @@ import torch
 import tyro
 
 from papa.errors import ConfigError, did_you_mean
-from papa.recipes import RECIPES, Recipe, find
+from papa.recipes import BUDGETS, RECIPES, Recipe, find
 
 Options = TypeVar("Options")
 
@@ -30,6 +30,21 @@ def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe | None, li
     if name.startswith("-"):
         raise ConfigError(f"the recipe comes first, found {name}\n{usage}".rstrip())
     return find(name), rest
+
+
+def take_budget(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of --budget, which decides what the other options default to, and the rest of the arguments."""
+    rest = list(arguments)
+    for index, argument in enumerate(rest):
+        name, equals, value = argument.partition("=")
+        if name == "--budget":
+            if not equals:
+                if index + 1 >= len(rest):
+                    raise ConfigError(f"--budget needs a value, known: {', '.join(BUDGETS)}")
+                value = rest.pop(index + 1)
+            rest.pop(index)
+            return value, rest
+    return None, rest
 
 
 def parse(

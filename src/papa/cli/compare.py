@@ -12,17 +12,19 @@ import tyro
 from rich.console import Console
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import parse, split_names, split_numbers, take_recipe, use_one_thread
+from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import plain_table
 from papa.config import METHODS, Config
 from papa.launch import execute
-from papa.report import COLUMNS, compare_page, compare_rows
+from papa.recipes import Recipe
+from papa.report import COLUMNS, compare_page, compare_rows, paper_cells
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
 Trains a recipe with several methods and seeds, prints them side by side and writes one report over all.
 Runs that are already there are not run again; broken ones are continued.
+--budget full is the paper's setting, mini takes about ten minutes a run on two CPU cores, smoke takes seconds.
 
 examples:
   papa compare digits
@@ -53,9 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     recipe, rest = take_recipe(arguments, USAGE)
     if recipe is None:
         return 0
+    budget, rest = take_budget(rest)
     options = parse(
         CompareOptions,
-        CompareOptions(config=recipe.config()),
+        CompareOptions(config=recipe.config(budget)),
         rest,
         prog=f"papa compare {recipe.name}",
         description=f"Methods and seeds side by side: {recipe.summary}.",
@@ -79,6 +82,14 @@ def main(arguments: Sequence[str]) -> int:
             results.append(result)
     write_atomically(out / "report.html", compare_page(results))
     console = Console(highlight=False)
-    console.print(plain_table(("method", *COLUMNS), compare_rows(results)))
+    console.print(
+        plain_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(recipe, options.config, methods)])
+    )
     console.print(f"report: {out / 'report.html'}", soft_wrap=True)
     return 0
+
+
+def paper_rows(recipe: Recipe, config: Config, methods: Sequence[str]) -> list[tuple[str, ...]]:
+    """The paper's numbers for the same methods, where it has any."""
+    scores = {method: recipe.paper_scores(replace(config, method=method)) for method in methods}
+    return [(f"paper's {method}", *paper_cells(paper)) for method, paper in scores.items() if paper is not None]

@@ -18,6 +18,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments:
         raise ConfigError(f"papa ls takes no arguments, found {' '.join(arguments)}: try papa show {arguments[0]}")
-    rows = [(recipe.name, recipe.summary) for recipe in RECIPES.values()]
-    Console(highlight=False).print(plain_table(("recipe", "what it trains"), rows))
+    rows = [(recipe.name, recipe.table, recipe.summary) for recipe in RECIPES.values()]
+    Console(highlight=False).print(plain_table(("recipe", "table of the paper", "what it trains"), rows))
     return 0

@@ -12,24 +12,27 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from papa.cli.arguments import parse, take_recipe, use_one_thread
+from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import plain_table
 from papa.config import Config
 from papa.launch import execute
-from papa.report import COLUMNS, cells_of
+from papa.recipes.recipe import PaperScores
+from papa.report import COLUMNS, cells_of, paper_cells
 from papa.runs import RunDirectory
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
 
 Trains one population and writes its networks, scores and report.
 `papa ls` lists the recipes; `papa run RECIPE --help` lists every option.
+--budget full is the paper's setting, mini takes about ten minutes on two CPU cores, smoke takes seconds.
 
 examples:
   papa run digits
   papa run digits --method independent --seed 2 --out runs/alone
   papa run digits --train.epochs 60 --average.half-life 0.01
   papa run digits --out runs/mine --resume
+  papa run cifar10-vgg11 --budget mini --data.root ~/data
 """
 
 
@@ -53,9 +56,10 @@ def main(arguments: Sequence[str]) -> int:
     recipe, rest = take_recipe(arguments, USAGE)
     if recipe is None:
         return 0
+    budget, rest = take_budget(rest)
     options = parse(
         RunOptions,
-        RunOptions(config=recipe.config()),
+        RunOptions(config=recipe.config(budget)),
         rest,
         prog=f"papa run {recipe.name}",
         description=f"{recipe.summary[0].upper()}{recipe.summary[1:]}.",
@@ -72,13 +76,15 @@ def main(arguments: Sequence[str]) -> int:
         watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
     )
     console = Console(highlight=False)
-    console.print(result_table(result))
+    console.print(result_table(result, recipe.paper_scores(config)))
     run = RunDirectory(path)
     console.print(f"one network: {run.average_soup}\nreport:      {run.report}", soft_wrap=True)
     return 0
 
 
-def result_table(result: dict[str, Any]) -> Table:
-    """The table a run ends with."""
+def result_table(result: dict[str, Any], paper: PaperScores | None) -> Table:
+    """The table a run ends with, the paper's numbers below its own."""
     rows = [(name, *cells_of(result[name])) for name in ("test", "validation") if result[name] is not None]
+    if paper is not None:
+        rows.append(("paper's test", *paper_cells(paper)))
     return plain_table((result["method"], *COLUMNS), rows)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from papa.checkpoint import json_text
-from papa.cli.arguments import take_recipe
+from papa.cli.arguments import take_budget, take_recipe
 from papa.errors import ConfigError
 
-USAGE = """usage: papa show RECIPE
+USAGE = """usage: papa show RECIPE [--budget full|mini|smoke]
 
 Shows a recipe's configuration as JSON; every entry is an option of `papa run RECIPE`, such as --train.epochs.
 
 examples:
   papa show digits
+  papa show cifar100-resnet18 --budget mini
 """
 
 
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     recipe, rest = take_recipe(arguments, USAGE)
     if recipe is None:
         return 0
+    budget, rest = take_budget(rest)
     if rest:
-        raise ConfigError(f"papa show takes a recipe and nothing else, found {' '.join(rest)}")
-    print(json_text(recipe.config().to_json(), indent=2))
+        raise ConfigError(f"papa show takes a recipe and a budget, found {' '.join(rest)}")
+    print(json_text(recipe.config(budget).to_json(), indent=2))
     return 0

@@ -9,11 +9,11 @@ import torch
 from papa.data.source import Arrays
 from papa.streams import stream
 
-NUM_TRAIN = 1000
+NUM_TRAIN = 300
 
 
 def load_digits() -> tuple[Arrays, Arrays]:
-    """Train (1000) and test (797) images as uint8 of 0 to 255, and their labels.
+    """Train (300) and test (1497) images as uint8 of 0 to 255, and their labels.
 
     The split is a fixed shuffle, so that every seed and method is tested on the same images.
     """

@@ -5,7 +5,7 @@ Who draws which examples is decided elsewhere (`training`, from each member's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,15 @@ class Source(Protocol):
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the examples at these indices."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Source, Protocol):
+    """A source that augments while it reads, and so hands out training batches better than one at a time."""
+
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Augmented inputs and targets for one batch of indices after the other; see `stream_batches`."""
         ...
 
 
@@ -77,6 +86,10 @@ class Subset:
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The source's examples behind these indices."""
         return self.source.batch(self.indices[indices])
+
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The source's own training batches behind these indices."""
+        return stream_batches(self.source, (self.indices[indices] for indices in index_batches), seed=seed, start=start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +147,26 @@ def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Tensor, Tensor
     """All examples in their own order, the last batch as small as need be."""
     for indices in torch.arange(len(source)).split(batch_size):  # type: ignore[no-untyped-call]
         yield source.batch(indices)
+
+
+def stream_batches(
+    source: Source, index_batches: Iterable[Tensor], *, seed: int, start: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Training batches, one after the other: by the source's own `stream` when it has one, else by its `batch`.
+
+    Example:
+        >>> source = Arrays(torch.arange(6), torch.zeros(6))
+        >>> [inputs.tolist() for inputs, _ in stream_batches(source, torch.tensor([[5, 0], [2, 1]]), seed=1)]
+        [[5, 0], [2, 1]]
+
+    A streaming source reads ahead and augments: what it draws for batch `n` is a function of `seed` and `n` only.
+
+    Args:
+        source: where the examples come from.
+        index_batches: the indices of each batch; read lazily, a few batches ahead.
+        seed: of what the source draws, if it draws anything.
+        start: the number of the first batch, for a stream that goes on where another was stopped.
+    """
+    if isinstance(source, Streaming):
+        return source.stream(index_batches, seed=seed, start=start)
+    return (source.batch(indices) for indices in index_batches)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from papa import schedules
@@ -15,27 +15,28 @@ from papa.augment import (
     DEFAULT_GRID,
     IMAGENET_GRID,
     PLAIN,
+    SEGMENTATION_GRID,
     Grid,
     Policy,
     draw_policies,
-    normalize,
-    random_crop,
-    random_flip,
+    draw_policy_per_batch,
 )
 from papa.config import Config
-from papa.data.images import ImageSet, load_images
+from papa.data import ImageSet, load_images
 from papa.errors import ConfigError, did_you_mean
-from papa.evaluate import Batch, accuracy
+from papa.evaluate import accuracy
 from papa.group import Group
-from papa.models import make_model
+from papa.models import input_size_of, make_model, normalization_of
+from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
-from papa.training import Length, Numerics, Training
+from papa.training import Augment, FrozenBody, Hook, Length, Numerics, Training
 
 GRIDS: dict[str, Grid] = {
     "none": PLAIN,
     "default": DEFAULT_GRID,
     "imagenet": IMAGENET_GRID,
     "ablation": ABLATION_GRID,
+    "segmentation": SEGMENTATION_GRID,
 }
 
 
@@ -47,10 +48,10 @@ def build(config: Config, group: Group | None = None) -> Training:
         group: the processes that hold the population; None for this one alone.
     """
     config.check()
-    images = load_images(config.data.name)
-    prepare = partial(normalize, mean=images.mean, std=images.std)
+    images = images_for(config)
+    pipeline = pipeline_for(config, images)
     return Training(
-        _make_model(config, images),
+        model_for(config, images),
         images.split(config.data.validation, seed=config.seed),
         num_members=config.members,
         num_epochs=config.train.epochs,
@@ -60,8 +61,8 @@ def build(config: Config, group: Group | None = None) -> Training:
         metric=accuracy,
         make_optimizer=partial(make_optimizer, config),
         schedule=make_schedule(config),
-        augment=[partial(augment_images, images=images, policy=policy) for policy in policies_for(config)],
-        prepare=prepare,
+        augment=augments_for(config, pipeline),
+        prepare=pipeline.prepare,
         seed=config.seed,
         device=find_device(config.device),
         numerics=numerics_for(config),
@@ -70,40 +71,81 @@ def build(config: Config, group: Group | None = None) -> Training:
     )
 
 
+def hooks_for(config: Config) -> list[Hook]:
+    """What the config wants to happen besides training and averaging."""
+    return [FrozenBody(config.model.frozen)] if config.model.frozen else []
+
+
 def sizes(config: Config) -> tuple[int, int]:
     """The number of parameters of a member, and of training examples."""
-    images = load_images(config.data.name)
-    model = _make_model(config, images)()
+    images = images_for(config)
+    model = model_for(config, images)()
     return sum(parameter.numel() for parameter in model.parameters()), len(images.train)
 
 
-def _make_model(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
+def images_for(config: Config) -> ImageSet:
+    """The data set the config asks for."""
+    data = config.data
+    # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
+    size = wanted_image_size(config) if data.name in ("folder", "imagenet") else None
+    return load_images(data.name, root=data.root, image_size=size, max_train=data.max_train, max_test=data.max_test)
+
+
+def wanted_image_size(config: Config) -> int | None:
+    """How large images should be: as asked, else as timm's network wants, else None for as they are."""
+    if config.data.image_size is not None:
+        return config.data.image_size
+    return input_size_of(config.model.name) if config.model.name.startswith("timm:") else None
+
+
+def model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
+    """A function that makes one member."""
     return partial(
         make_model,
         config.model.name,
         num_classes=images.num_classes,
         in_channels=images.channels,
-        image_size=images.image_size,
+        image_size=wanted_image_size(config) or images.image_size,
         width=config.model.width,
+        pretrained=config.model.pretrained,
+        weights=config.model.weights,
     )
 
 
+def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
+    """What happens to images on their way into the network."""
+    mean, std = normalization_of(config.model.name) or (images.mean, images.std)
+    size = wanted_image_size(config) or images.image_size
+    return ImagePipeline(
+        num_classes=images.num_classes,
+        mean=mean,
+        std=std,
+        crop_padding=images.crop_padding,
+        flip=images.flip,
+        resize=None if size == images.image_size else size,
+    )
+
+
+def augments_for(config: Config, pipeline: ImagePipeline) -> list[Augment]:
+    """Each member's way from raw images to what it trains on."""
+    if config.diversity.per_batch:
+        return [partial(pipeline.augment, policy=partial(draw_policy_per_batch, grid_for(config)))]
+    return [partial(pipeline.augment, policy=policy) for policy in policies_for(config)]
+
+
 def policies_for(config: Config) -> tuple[Policy, ...]:
-    """Each member's augmentation and regularisation, drawn from the grid."""
-    if config.diversity.grid not in GRIDS:
-        raise ConfigError(f"--diversity.grid is {config.diversity.grid}: {did_you_mean(config.diversity.grid, GRIDS)}")
-    return draw_policies(GRIDS[config.diversity.grid], config.members, seed=config.seed)
+    """Each member's augmentation and regularisation, drawn from the grid; none where every batch draws its own."""
+    if config.diversity.per_batch:
+        return ()
+    return draw_policies(grid_for(config), config.members, seed=config.seed)
 
 
-def augment_images(
-    inputs: Tensor, targets: Tensor, generator: torch.Generator, *, images: ImageSet, policy: Policy
-) -> Batch:
-    """What happens to a member's batch: shift and mirror, then its policy around the normalisation."""
-    shifted = random_crop(inputs, padding=images.crop_padding, generator=generator)
-    if images.flip:
-        shifted = random_flip(shifted, generator=generator)
-    normalized = normalize(policy.on_images(shifted, generator), mean=images.mean, std=images.std)
-    return policy.on_batch(normalized, targets, num_classes=images.num_classes, generator=generator)
+def grid_for(config: Config) -> Grid:
+    """The grid the config names."""
+    name = config.diversity.grid
+    if name not in GRIDS:
+        raise ConfigError(f"--diversity.grid is {name}: {did_you_mean(name, GRIDS)}")
+    return GRIDS[name]
 
 
 def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
@@ -119,6 +161,7 @@ def make_schedule(config: Config) -> schedules.Schedule:
     train = config.train
     known: dict[str, Callable[[], schedules.Schedule]] = {
         "cosine": lambda: schedules.cosine(train.min_lr / train.lr),
+        "restarts": lambda: schedules.cosine_restarts(train.cycles, train.min_lr / train.lr),
         "multistep": lambda: schedules.multistep(train.milestones),
         "constant": schedules.constant,
     }

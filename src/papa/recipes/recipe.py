@@ -1,11 +1,22 @@
-"""What a recipe is: a name, a sentence, and a function that returns a config."""
+"""What a recipe is: a name, a sentence, a function from a budget to a config, and the paper's numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from papa.config import Config
+from papa.errors import ConfigError, did_you_mean
+
+BUDGETS = {
+    "full": "the paper's setting",
+    "mini": "about ten minutes on two CPU cores",
+    "smoke": "seconds: to see that everything works",
+}
+
+PaperScores: TypeAlias = Mapping[str, float]
+"""The paper's scores by the names of `result.json`: mean, ensemble, average_soup, greedy_soup."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +26,21 @@ class Recipe:
     name: str
     summary: str
     """One line for listings."""
-    make: Callable[[], Config]
+    table: str = ""
+    """The label of the paper's table that it belongs to."""
+    make: Callable[[str], Config]
+    """From a budget to the configuration."""
+    paper: Mapping[tuple[str, str, int], PaperScores] = field(default_factory=dict)
+    """The paper's scores by (method, grid, members)."""
+    default_budget: str = "full"
 
-    def config(self) -> Config:
-        """The recipe's configuration, with its name written into it."""
-        return replace(self.make(), recipe=self.name)
+    def config(self, budget: str | None = None) -> Config:
+        """The recipe's configuration under a budget, with its name written into it."""
+        budget = budget or self.default_budget
+        if budget not in BUDGETS:
+            raise ConfigError(f"--budget is {budget}: {did_you_mean(budget, BUDGETS)}")
+        return replace(self.make(budget), recipe=self.name)
+
+    def paper_scores(self, config: Config) -> PaperScores | None:
+        """What the paper reports for this configuration's method, grid and population size."""
+        return self.paper.get((config.method, config.diversity.grid, config.members))

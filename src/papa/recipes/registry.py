@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from papa.errors import ConfigError, did_you_mean
-from papa.recipes import digits
+from papa.recipes import digits, finetune, scratch
 from papa.recipes.recipe import Recipe
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in digits.RECIPES}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*digits.RECIPES, *scratch.RECIPES, *finetune.RECIPES)}
 
 
 def find(name: str) -> Recipe:

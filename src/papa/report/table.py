@@ -15,6 +15,12 @@ def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"{mean} [{low}, {high}]", *(_number(scores[key]) for key in ("ensemble", "average_soup", "greedy_soup")))
 
 
+def paper_cells(scores: Mapping[str, float]) -> tuple[str, ...]:
+    """The paper's cells under `COLUMNS`; empty where it gives no number."""
+    keys = ("mean", "ensemble", "average_soup", "greedy_soup")
+    return tuple(f"{scores[key]:.2f}" if key in scores else "" for key in keys)
+
+
 def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row per method, in order of appearance: its name and, under `COLUMNS`, means over its runs.
 

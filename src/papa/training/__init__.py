@@ -1,12 +1,14 @@
 """Training a population: the loop, what it ends with, and `papa.train`."""
 
 from papa.training.entry import sgd, train
+from papa.training.freezing import FrozenBody
 from papa.training.loop import Augment, EpochRecord, Hook, Length, Numerics, Training
 from papa.training.outcome import Outcome, Scores, harvest
 
 __all__ = [
     "Augment",
     "EpochRecord",
+    "FrozenBody",
     "Hook",
     "Length",
     "Numerics",

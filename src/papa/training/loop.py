@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from papa import checkpoint
 from papa.averager import Averager, Averaging
-from papa.data.source import Data, Source, as_source, batches_of, hold_out
+from papa.data.source import Data, Source, as_source, batches_of, hold_out, stream_batches
 from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Batch, Evaluation, Loss, Metric, evaluate_together
 from papa.group import Group, Local
@@ -70,7 +70,7 @@ class Hook:
         """After members were averaged."""
 
     def after_step(self, training: Training) -> None:
-        """After a step, its averaging included."""
+        """After a step and all that belongs to it: its averaging, the end of its epoch."""
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         """After an epoch."""
@@ -131,7 +131,7 @@ class Training:
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self._loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
-        self._orders: dict[int, Tensor] = {}
+        self._streams: dict[int, Iterator[Batch]] = {}
         self.set_lr_()
         self.averager = Averager(
             self.population, _rule_of(rule, self.length), self.optimizers, num_steps=self.length.num_steps
@@ -170,6 +170,8 @@ class Training:
                     record = self._finish_epoch()
                     for hook in hooks:
                         hook.on_epoch(self, record)
+                for hook in hooks:
+                    hook.after_step(self)
 
     def _one_step(self, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
@@ -184,8 +186,6 @@ class Training:
         if averaging is not None:
             for hook in hooks:
                 hook.on_averaging(self, averaging)
-        for hook in hooks:
-            hook.after_step(self)
 
     def _member_step(self, index: int) -> None:
         member, model, optimizer, scaler = (
@@ -215,12 +215,16 @@ class Training:
 
     def _batch(self, member: int) -> Batch:
         epoch, position = divmod(self.step, self.length.steps_per_epoch)
-        if position == 0 or member not in self._orders:
-            self._orders[member] = torch.randperm(
-                len(self.data.train), generator=stream(self.seed, "order", member, epoch)
+        if position == 0 or member not in self._streams:
+            order = torch.randperm(len(self.data.train), generator=stream(self.seed, "order", member, epoch))
+            used = order[position * self.batch_size : self.length.steps_per_epoch * self.batch_size]
+            self._streams[member] = stream_batches(
+                self.data.train,
+                torch.split(used, self.batch_size),
+                seed=derive(self.seed, "decode", member, epoch),
+                start=position,
             )
-        start = position * self.batch_size
-        inputs, targets = self.data.train.batch(self._orders[member][start : start + self.batch_size])
+        inputs, targets = next(self._streams[member])
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _formatted(self, inputs: Tensor) -> Tensor:
@@ -297,6 +301,7 @@ class Training:
                 scaler.load_state_dict(numbers["scaler"])
             self._loss_sums[index] = numbers["loss_sum"]
         self.step = step
+        self._streams.clear()
         self.seconds.update(state["seconds"])
         self.averager.load_state_dict(state["averager"])
         self.set_lr_()

@@ -1,0 +1,163 @@
+"""From image files to bytes: reading, resizing, cropping."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from papa.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""Images as bytes, of shape (N, channels, height, width)."""
+
+CHUNK = 512
+MAX_THREADS = 16
+_WORTH_A_THREAD = 96 * 96  # pixels; below, most of the work is Python's, and threads wait for each other
+
+
+def pillow() -> Any:
+    """The module `PIL.Image`, which comes with torchvision."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("images need Pillow, which is not installed: pip install 'papa-torch[vision]'") from error
+    return Image
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_image(path: str) -> Image.Image:
+    """An image file as RGB."""
+    try:
+        with pillow().open(path) as image:
+            image.load()
+            rgb: Image.Image = image if image.mode == "RGB" else image.convert("RGB")
+            return rgb
+    except ConfigError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
+        raise _cannot_decode(path, error) from error
+
+
+def read_size(path: str) -> tuple[int, int]:
+    """Width and height of an image file, from its first bytes."""
+    try:
+        with pillow().open(path) as image:
+            width, height = image.size
+            return width, height
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _cannot_decode(path, error) from error
+
+
+def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resample: int) -> Image.Image:
+    """The middle square of an image whose shorter side was resized first (antialiased)."""
+    width, height = image.size
+    if min(width, height) != shorter_side:
+        if width <= height:
+            width, height = shorter_side, int(shorter_side * height / width)
+        else:
+            width, height = int(shorter_side * width / height), shorter_side
+        image = image.resize((width, height), resample)
+    if (width, height) == (size, size):
+        return image
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
+
+
+def to_pixels(image: Image.Image, out: Pixels) -> None:
+    """Write an image into its place in a batch."""
+    array = np.asarray(image)
+    out[...] = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixels]:
+    """All images of one square size, a chunk after the other, in their order.
+
+    Args:
+        paths: the image files.
+        image_size: resize the shorter side to this (bicubic) and keep the middle; None to keep the images as they are,
+            which must then be squares of one size.
+    """
+    width, height = read_size(paths[0])
+    if image_size is None and width != height:
+        raise DataError(
+            f"the image {paths[0]} is {width} x {height}, expected a square: set image_size to resize all images"
+        )
+    chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
+    native = None if image_size is not None else (paths[0], width)
+
+    def decode(chunk: Sequence[str]) -> Pixels:
+        return _decode_chunk(chunk, image_size, native)
+
+    if len(chunks) == 1 or width * height < _WORTH_A_THREAD:
+        yield from map(decode, chunks)
+        return
+    # Threads, not processes, which cannot be started from everywhere: Pillow lets go of the interpreter while it works.
+    pool = ThreadPoolExecutor(min(num_cores(), MAX_THREADS))
+    try:
+        yield from pool.map(decode, chunks)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def resize_arrays(images: npt.NDArray[np.uint8], image_size: int | None) -> Iterator[Pixels]:
+    """Images that are in memory as (N, height, width) or (N, height, width, channels), resized like files."""
+    planar = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    for start in range(0, len(images), CHUNK):
+        if image_size is None or image_size == images.shape[1] == images.shape[2]:
+            yield np.ascontiguousarray(planar[start : start + CHUNK])
+            continue
+        module = pillow()
+        chunk = images[start : start + CHUNK]
+        resized = np.empty((len(chunk), planar.shape[1], image_size, image_size), dtype=np.uint8)
+        for array, out in zip(chunk, resized, strict=True):
+            image = module.fromarray(array)
+            to_pixels(resize_and_crop(image, shorter_side=image_size, size=image_size, resample=module.BICUBIC), out)
+        yield resized
+
+
+def in_threads(function: Callable[[int], None], count: int) -> None:
+    """Call a function that mostly waits for Pillow with 0, 1, ..., and raise its first error."""
+    if count == 1:
+        function(0)
+        return
+    with ThreadPoolExecutor(min(count, num_cores(), MAX_THREADS)) as pool:
+        for _ in pool.map(function, range(count)):
+            pass
+
+
+def _decode_chunk(paths: Sequence[str], image_size: int | None, native: tuple[str, int] | None) -> Pixels:
+    bicubic = pillow().BICUBIC
+    side = image_size if native is None else native[1]
+    assert side is not None
+    pixels = np.empty((len(paths), 3, side, side), dtype=np.uint8)
+    for path, out in zip(paths, pixels, strict=True):
+        image = read_image(path)
+        if native is not None and image.size != (side, side):
+            width, height = image.size
+            raise DataError(
+                f"the images differ in size: {native[0]} is {side} x {side}, {path} is {width} x {height}. "
+                "Expected one size: set image_size to resize all images"
+            )
+        to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
+    return pixels
+
+
+def _cannot_decode(path: str, error: Exception) -> DataError:
+    return DataError(
+        f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a whole image file: "
+        "replace it, or remove it"
+    )

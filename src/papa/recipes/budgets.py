@@ -1,0 +1,36 @@
+"""Smaller versions of a configuration: the same experiment with fewer images, fewer epochs and a narrower network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from papa.config import Config
+
+
+def mini(config: Config, *, width: int | None, epochs: int = 20, max_train: int = 10_000) -> Config:
+    """About ten minutes on two CPU cores.
+
+    What the paper says in epochs and steps of its long training is scaled to the short one: a push with a half-life
+    of 690 steps would never bring members together in 3,000.
+    """
+    return replace(
+        config,
+        members=min(config.members, 5),
+        data=replace(config.data, max_train=max_train),
+        model=replace(config.model, width=width),
+        train=replace(config.train, epochs=epochs, precision="bfloat16", channels_last=True),
+        average=replace(config.average, alpha=None, half_life=0.02, every_epochs=1.0),
+    )
+
+
+def smoke(config: Config, *, width: int | None, batch_size: int = 16, num_batches: int = 2) -> Config:
+    """A few steps, to see that everything works."""
+    num_images = round(batch_size * num_batches / (1.0 - 0.25)) + 1
+    return replace(
+        config,
+        members=min(config.members, 2),
+        data=replace(config.data, max_train=num_images, max_test=batch_size, validation=0.25),
+        model=replace(config.model, width=width),
+        train=replace(config.train, epochs=2, batch_size=batch_size),
+        average=replace(config.average, every_steps=1, every_epochs=1.0),
+    )

@@ -1,0 +1,109 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from papa.cli import main
+
+SHORT = ["--train.epochs", "1", "--train.batch-size", "64", "--members", "2"]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "papa compare digits" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("papa 0.")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "run", "compare"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: papa {command}" in capsys.readouterr().out
+
+
+def test_every_option_of_a_recipe_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "digits", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--average.half-life" in shown
+    assert "--resume" in shown
+
+
+def test_ls_names_every_recipe_and_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    shown = capsys.readouterr().out
+    assert "digits" in shown
+    assert "cifar100_res_gradual" in shown
+
+
+def test_show_prints_a_config_that_json_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "cifar100-resnet18"]) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert (full["members"], full["train"]["epochs"], full["average"]["alpha"]) == (10, 300, 0.99)
+    assert main(["show", "cifar100-resnet18", "--budget", "mini"]) == 0
+    assert json.loads(capsys.readouterr().out)["train"]["epochs"] < 300
+
+
+def test_run_prints_the_table_and_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "digits", *SHORT, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for part in ("mean [min, max]", "ensemble", "average soup", "greedy soup", "test", str(out / "soup.safetensors")):
+        assert part in shown
+    assert main(["run", "digits", *SHORT, "--out", str(out), "--resume"]) == 0
+
+
+def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "digits", *SHORT, "--methods", "independent,papa", "--out", str(tmp_path)]
+    assert main([*arguments, "--seeds", "1"]) == 0
+    first = (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns
+    assert main([*arguments, "--seeds", "1,2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("independent") == shown.count("papa-seed") + 2
+    assert (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns == first
+    assert (tmp_path / "papa-seed2" / "result.json").exists()
+    assert "papa, seed 2" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu"], "there is no command rnu: did you mean run?"),
+        (["run", "digit"], "there is no recipe digit: did you mean digits?"),
+        (["run"], "a recipe is missing"),
+        (["run", "--members", "3"], "the recipe comes first, found --members"),
+        (["run", "digits", "--method", "papa-al"], "did you mean papa-all?"),
+        (["run", "digits", "--budget", "mni"], "--budget is mni: did you mean mini?"),
+        (["run", "digits", "--data.name", "digts"], "did you mean digits?"),
+        (["run", "digits", "--diversity.grid", "defalt"], "did you mean default?"),
+        (["run", "digits", "--model.name", "resnet19"], "did you mean resnet18?"),
+        (["compare", "digits", "--methods", "papa,paap"], "did you mean papa?"),
+        (["compare", "digits", "--seeds", "one"], "expected whole numbers such as 1,2,3"),
+        (["show", "digits", "more"], "takes a recipe and a budget"),
+        (["ls", "digits"], "takes no arguments"),
+        (["run", "digits", "--device", "cuda:7"], "--device is cuda:7, which cannot be used here"),
+    ],
+)
+def test_mistakes_get_one_readable_message_and_code_2(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert message in " ".join(shown.err.split())
+    assert "Traceback" not in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "digits", "--train.epoch", "3"])
+    assert caught.value.code == 2
+    assert "--train.epochs" in capsys.readouterr().err

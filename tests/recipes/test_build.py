@@ -1,0 +1,58 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from papa import Independent, MergeAll, MergeMany, MergePairs, Push
+from papa.augment import draw_policies
+from papa.config import METHODS, AverageConfig, Config
+from papa.recipes.build import GRIDS, build, policies_for, rule_for
+from papa.recipes.registry import find
+from papa.training import Length
+
+LENGTH = Length(num_steps=3000, steps_per_epoch=100)
+
+
+def test_every_method_has_its_rule() -> None:
+    kinds = {method: type(rule_for(Config(method=method), LENGTH)) for method in METHODS}
+    assert kinds == {
+        "independent": Independent,
+        "papa": Push,
+        "papa-all": MergeAll,
+        "papa-2": MergePairs,
+        "pair-75": MergePairs,
+        "many-half": MergeMany,
+        "many-75": MergeMany,
+    }
+
+
+def test_epochs_become_steps_and_shares_become_half_lives() -> None:
+    average = AverageConfig(half_life=0.02, every_steps=10, every_epochs=5, start=10, stop=20)
+    merge = rule_for(Config(method="papa-all", average=average), LENGTH)
+    assert (merge.every_steps, merge.start, merge.stop) == (500, 1000, 2000)
+    push = rule_for(Config(average=average), LENGTH)
+    assert isinstance(push, Push)
+    assert math.isclose(push.half_life_in_steps, 60)
+    with_alpha = rule_for(Config(average=replace(average, alpha=0.9)), LENGTH)
+    assert isinstance(with_alpha, Push)
+    assert with_alpha.effective_alpha == 0.9
+
+
+def test_the_papers_push_is_the_papers() -> None:
+    push = rule_for(find("cifar100-resnet18").config(), LENGTH)
+    assert push == Push(alpha=0.99, every_steps=10)
+    assert rule_for(find("cifar100-finetune-convit").config(), LENGTH) == Push(alpha=0.9995, every_steps=10)
+
+
+def test_members_draw_their_policies_from_the_grid() -> None:
+    config = find("digits").config()
+    assert policies_for(config) == draw_policies(GRIDS["ablation"], 5, seed=1)
+    assert len(set(policies_for(config))) == 5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_digits_takes_steps_under_every_method(method: str) -> None:
+    config = replace(find("digits").config("smoke"), method=method, members=2)
+    training = build(config)
+    training.run()
+    assert training.step == training.length.num_steps

@@ -16,6 +16,7 @@ PUBLIC_NAMES = [
     "MergePairs",
     "Mix",
     "Moment",
+    "Outcome",
     "PapaError",
     "Population",
     "Push",
@@ -25,6 +26,7 @@ PUBLIC_NAMES = [
     "evaluate",
     "greedy_soup",
     "reset_batch_norm_",
+    "train",
 ]
 
 

@@ -399,11 +399,15 @@ def squared_distances(rows: Tensor) -> Tensor:
 
 def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
     """The part that each block of columns has in the squared distances: `(blocks, p)`, in float64 on the CPU."""
-    parts = []
-    for block in blocks:
+    views = list(blocks)
+    if not views:
+        return torch.zeros(0)
+    # One tensor for all parts: small ones that stay between large ones that go would keep the heap from being reused.
+    parts = torch.empty(len(views), len(views[0]), dtype=torch.float64, device=views[0].device)
+    for part, block in zip(parts.unbind(), views, strict=True):
         wide = block if block.element_size() >= 4 else block.float()
-        parts.append(torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square())
-    return torch.stack(parts).cpu() if parts else torch.zeros(0)
+        part.copy_(torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square())
+    return parts.cpu()
 
 
 def column_blocks(rows: Tensor) -> Iterator[Tensor]:

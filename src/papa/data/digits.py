@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import sklearn.datasets
 import torch
 
 from papa.data.source import Arrays
@@ -17,6 +16,8 @@ def load_digits() -> tuple[Arrays, Arrays]:
 
     The split is a fixed shuffle, so that every seed and method is tested on the same images.
     """
+    import sklearn.datasets  # takes longer to import than all of papa, and nothing else here needs it
+
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     pixels = torch.from_numpy(np.rint(images * (255.0 / 16.0)).astype(np.uint8)).reshape(-1, 1, 8, 8)
     targets = torch.from_numpy(labels.astype(np.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +92,10 @@ def _source(name: str, files: ImageFiles, root: Path, image_size: int | None, la
     if large:
         assert image_size is not None
         return DecodedFolder(files, image_size=image_size)
-    paths = files.paths()
     source, _ = cached_images(
         f"{name}-{image_size or 'native'}",
         folder=root,
-        digest=digest_of(Path(), paths, image_size=image_size),
-        decode=lambda: Decoded(files.labels, files.classes, decode_files(paths, image_size)),
+        digest=digest_of(files.folder, map(os.fsdecode, files.names), image_size=image_size),
+        decode=lambda: Decoded(files.labels, files.classes, decode_files(files.paths(), image_size)),
     )
     return source

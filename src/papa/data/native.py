@@ -51,8 +51,8 @@ class Native:
                     self._dataset()(root=str(root), train=True, download=True)
         except Exception as error:  # network, disk and archive errors of many kinds
             raise DataError(
-                f"{self.name} is not in {root} and could not be downloaded ({type(error).__name__}: {error}): "
-                f"{self.expected_files(root)}"
+                f"{self.name} is not in {root} and could not be downloaded ({type(error).__name__}: "
+                f"{_one_line(error)}): {self.expected_files(root)}"
             ) from error
 
     def expected_files(self, root: Path) -> str:
@@ -112,6 +112,10 @@ class Native:
                 f"{self.name} needs torchvision, which is not installed: pip install 'papa-torch[vision]'"
             ) from error
         return getattr(datasets, self.dataset)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 NATIVE = {

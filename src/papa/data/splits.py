@@ -36,6 +36,7 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
     """At most `maximum` examples, drawn at random, as many of each class as can be; the same ones on every run.
 
     Example:
+        >>> from papa.data import Arrays
         >>> few = limit(Arrays(torch.arange(8), torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])), 4, part="train")
         >>> targets_of(few).sort().values
         tensor([0, 0, 1, 1])

@@ -5,176 +5,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from helpers import NETWORKS, TOLERANCES, assert_close, assert_same_bits, make_networks, random_stochastic
+from helpers import NETWORKS, assert_close, make_networks
 from papa import flat, mixing
 from papa.errors import MemberError
 from papa.population import Population
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def ring(size: int) -> Tensor:
-    """Every member becomes half itself and half its neighbour."""
-    return (mixing.identity(size) + mixing.identity(size).roll(1, dims=1)) / 2
-
-
-MATRICES = {
-    "identity": mixing.identity,
-    "push": lambda size: mixing.push(size, 0.99),
-    "strong push": lambda size: mixing.push(size, 0.1),
-    "merge all": mixing.merge_all,
-    "merge many": lambda size: mixing.merge_many(size, share=0.5),
-    "merge many 75": lambda size: mixing.merge_many(size, share=0.75),
-    "merge many, itself least": lambda size: mixing.merge_many(size, share=0.0),
-    "merge pairs": lambda size: mixing.merge_pairs(size, generator()),
-    "merge pairs 75": lambda size: mixing.merge_pairs(size, generator(), share=0.75),
-    "ring": ring,
-    "permutation": lambda size: mixing.identity(size)[torch.randperm(size, generator=generator(3))],
-    "soup of some": lambda size: mixing.soup_row(size, range(0, size, 2)).repeat(size, 1),
-    "soup of one": lambda size: mixing.soup_row(size, [size - 1]).repeat(size, 1),
-    "dense": lambda size: random_stochastic(size, seed=1),
-    "with holes": lambda size: (lambda holey: holey / holey.sum(dim=1, keepdim=True))(
-        random_stochastic(size, seed=2) * (torch.arange(size * size).reshape(size, size) % 3 != 1)
-        + mixing.identity(size) * 0.1
-    ),
-}
-
-DTYPES = list(TOLERANCES)
-
-
-def random_rows(size: int, columns: int, dtype: torch.dtype) -> Tensor:
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(size, columns, dtype=wide, generator=generator(columns)).to(dtype)
-
-
-def reference(rows: Tensor, matrix: Tensor) -> Tensor:
-    wide = torch.complex128 if rows.is_complex() else torch.float64
-    return matrix.to(wide) @ rows.to(wide)
-
-
-def columns_per_block(size: int, dtype: torch.dtype) -> int:
-    return next(flat.column_blocks(torch.empty(1, 1 << 22, dtype=dtype).expand(size, -1))).shape[1]
-
-
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mixing_equals_the_plain_product(name: str, size: int, dtype: torch.dtype) -> None:
-    matrix = MATRICES[name](size)
-    for columns in (1, 16, 77):
-        rows = random_rows(size, columns, dtype)
-        expected = reference(rows, matrix)
-        flat.mix_rows_(rows, matrix)
-        assert_close(rows, expected)
-
-
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_mixing_equals_the_plain_product_over_several_blocks_and_a_partial_last_one(
-    name: str, dtype: torch.dtype
-) -> None:
-    matrix, width = MATRICES[name](5), columns_per_block(5, dtype)
-    rows = random_rows(5, 2 * width + 37, dtype)
-    expected = reference(rows, matrix)
-    flat.mix_rows_(rows, matrix)
-    assert_close(rows, expected)
-
-
-@given(size=st.integers(1, 7), columns=st.integers(0, 300), seed=st.integers(0, 2**31), zeros=st.floats(0.0, 0.9))
-def test_mixing_equals_the_plain_product_for_any_matrix(size: int, columns: int, seed: int, zeros: float) -> None:
-    holes = torch.rand(size, size, generator=generator(seed)) < zeros
-    matrix = random_stochastic(size, seed).masked_fill(holes & ~torch.eye(size, dtype=torch.bool), 0.0)
-    matrix /= matrix.sum(dim=1, keepdim=True)
-    for dtype in (torch.float32, torch.float64):
-        rows = random_rows(size, columns, dtype)
-        expected = reference(rows, matrix)
-        flat.mix_rows_(rows, matrix)
-        assert_close(rows, expected)
-
-
-@pytest.mark.parametrize("name", MATRICES)
-def test_a_weight_of_zero_excludes_a_sick_member(name: str) -> None:
-    matrix = MATRICES[name](5)
-    for sick, value in ((0, float("nan")), (2, float("inf")), (4, float("nan"))):
-        rows = random_rows(5, 40, torch.float32)
-        expected = reference(rows, matrix)
-        healthy = matrix[:, sick] == 0
-        rows[sick] = value
-        flat.mix_rows_(rows, matrix)
-        assert_close(rows[healthy], expected[healthy])
-        assert not bool(torch.isfinite(rows[~healthy]).any())
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_identity_keeps_every_bit(size: int, dtype: torch.dtype) -> None:
-    rows = random_rows(size, 50, dtype)
-    rows[0, 1], rows[0, 2], rows[0, 3] = -0.0, float("inf"), float("nan")
-    before = rows.clone()
-    flat.mix_rows_(rows, mixing.push(size, 1.0))
-    assert_same_bits({"rows": rows}, {"rows": before})
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [2, 3, 5, 7])
-def test_merging_all_makes_rows_bitwise_equal(size: int, dtype: torch.dtype) -> None:
-    rows = random_rows(size, 5000, dtype)
-    flat.mix_rows_(rows, mixing.merge_all(size))
-    assert_same_bits({"rows": rows}, {"rows": rows[:1].expand(size, -1)})
-
-
-@pytest.mark.parametrize("keep", [0.999, 0.99, 0.9])
-@pytest.mark.parametrize("size", [2, 3, 5, 10])
-def test_a_consensus_does_not_drift_in_float32(size: int, keep: float) -> None:
-    consensus = torch.randn(3000, generator=generator(size))
-    rows = consensus.repeat(size, 1)
-    matrix = mixing.push(size, keep)
-    for _ in range(3000):
-        flat.mix_rows_(rows, matrix)
-    assert torch.equal(rows, consensus.expand(size, -1))
-
-
-def test_a_consensus_stays_within_rounding_under_strong_pushes() -> None:
-    consensus = torch.randn(3000, generator=generator())
-    rows = consensus.repeat(7, 1)
-    for _ in range(3000):
-        flat.mix_rows_(rows, mixing.push(7, 0.5))
-    relative = (rows.double() / consensus.double() - 1).mean()
-    assert abs(float(relative)) < 1e-8
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 77), (5, 1_000_003), (200_000, 40)])
-def test_blocks_cover_every_column_once_and_in_order(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    rows = torch.empty(1, shape[1], dtype=dtype).expand(shape)
-    blocks = list(flat.column_blocks(rows))
-    assert [block.shape[0] for block in blocks] == [shape[0]] * len(blocks)
-    assert sum(block.shape[1] for block in blocks) == shape[1]
-    offset = 0
-    for block in blocks:
-        assert block.storage_offset() == offset
-        assert block.data_ptr() % flat.ALIGNMENT_BYTES == rows.data_ptr() % flat.ALIGNMENT_BYTES
-        offset += block.shape[1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_distances_equal_their_definition(dtype: torch.dtype) -> None:
-    rows = random_rows(4, columns_per_block(4, dtype) + 11, dtype)
-    wide = rows.to(torch.complex128 if dtype.is_complex else torch.float64)
-    expected = (wide - wide.mean(dim=0)).abs().square().sum(dim=1)
-    found = flat.squared_distances(rows)
-    assert found.dtype == torch.float64
-    assert torch.allclose(found, expected, rtol=1e-5)
-
-
-def test_squared_distances_of_no_columns_are_zero() -> None:
-    assert flat.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -275,3 +111,29 @@ def test_networks_without_numbers_are_refused() -> None:
 def test_members_on_two_devices_are_refused() -> None:
     with pytest.raises(MemberError, match="member 1 has 'weight' on cuda:0, member 0 is on cpu: move all members"):
         flat.plan([nn.Linear(2, 2), nn.Linear(2, 2, device="cuda")], {})
+
+
+def test_a_replaced_layer_is_noticed() -> None:
+    nets = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2)]
+    population = Population(nets)
+    nets[1][1] = nn.Linear(4, 2)
+    with pytest.raises(MemberError, match=r"member 1 has another module as .* rebuild population and optimizers"):
+        population.mix_(mixing.merge_all(2))
+
+
+def test_a_transposed_tensor_is_brought_home_by_value() -> None:
+    nets = [nn.Linear(3, 3, bias=False) for _ in range(2)]
+    expected = sum(net.weight.detach().clone().t() for net in nets) / 2
+    population = Population(nets)
+    for net in nets:
+        net.weight.data = net.weight.data.t()
+    population.mix_(mixing.merge_all(2))
+    for net in nets:
+        assert_close(net.weight.detach(), expected)
+
+
+def test_tensors_that_share_memory_without_being_tied_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight.data = net[0].weight.data
+    with pytest.raises(MemberError, match=r"member 0 has '1\.weight' in the memory of '0\.weight'"):
+        Population([net])

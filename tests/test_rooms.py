@@ -16,6 +16,7 @@ ROOMS = [
     "streams",
     "mixing",
     "flat",
+    "product",
     "group",
     "population",
     "rules",

@@ -87,7 +87,9 @@ class Averager:
         self._note_lrs()
         if not self.rule.is_due(self.num_steps_taken, self.num_steps):
             return None
-        ratio = self._lr_ratio() if lr_ratio is None else _clamped(lr_ratio)
+        if lr_ratio is None:
+            lr_ratio = self._lr_ratio() if self.rule.uses_lr else 1.0
+        ratio = _clamped(lr_ratio)
         return self._average(Moment(step=self.num_steps_taken, size=self.population.size, lr_ratio=ratio))
 
     def _average(self, moment: Moment) -> Averaging:

@@ -37,6 +37,8 @@ class DataConfig:
     """The share of the training data held out for the greedy soup."""
     image_size: int | None = None
     """Resize images to this; None for what the network was made for."""
+    test_share: float | None = None
+    """For a folder without test images: the share of its images set aside as such."""
     max_train: int | None = None
     """Use only so many training images; None for all."""
     max_test: int | None = None

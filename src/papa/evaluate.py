@@ -70,6 +70,8 @@ def evaluate_together(
         for model in models:
             modes.enter_context(evaluating(model))
         for inputs, targets in batches:
+            if not len(targets):
+                continue
             outputs = torch.stack(gather([model(inputs).float() for model in models]))
             values = [
                 torch.stack([metric(output, targets).double(), loss(output, targets).double()])
@@ -77,7 +79,7 @@ def evaluate_together(
             ]
             totals = torch.stack(values) * len(targets) + (0.0 if totals is None else totals)
             num_examples += len(targets)
-    if totals is None or not num_examples:
+    if totals is None:
         raise DataError("there was no batch to evaluate on: the data is empty")
     evaluations = [Evaluation(*row) for row in (totals / num_examples).tolist()]
     return evaluations[:-1], evaluations[-1]

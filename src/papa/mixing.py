@@ -71,7 +71,11 @@ def soup_row(size: int, chosen: Sequence[int]) -> Tensor:
 
 def check_rows(matrix: Any, size: int) -> Tensor:
     """`matrix` as float64, or a `MixingError` that says why it cannot mix a population of `size`."""
-    checked = torch.as_tensor(matrix, dtype=torch.float64).detach().cpu()
+    try:
+        checked = torch.as_tensor(matrix, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError) as error:
+        expected = f"{size} rows of {size} numbers"
+        raise MixingError(f"mixing matrix cannot be read ({error}), expected {expected}") from error
     if checked.shape != (size, size):
         raise MixingError(
             f"mixing matrix has shape {tuple(checked.shape)}, expected ({size}, {size}): "
@@ -79,7 +83,9 @@ def check_rows(matrix: Any, size: int) -> Tensor:
         )
     for row, weights in enumerate(checked):
         check_row(weights, subject=f"row {row} of the mixing matrix")
-    return checked
+    sums = checked.sum(dim=1, keepdim=True)
+    # Rows that are off by more than rounding would scale the weights a little at every mix.
+    return checked if (sums - 1.0).abs().max() < 1e-12 else checked / sums
 
 
 def check_row(weights: Tensor, *, subject: str) -> None:

@@ -59,6 +59,8 @@ def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[An
         layer.train()
     for batch in batches:
         inputs: Tensor = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if not len(inputs):
+            continue
         num_examples += len(inputs)
         for layer in layers:
             layer.momentum = len(inputs) / num_examples

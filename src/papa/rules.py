@@ -46,6 +46,11 @@ class Rule:
     is_merge: ClassVar[bool] = True
     """Merges replace members, and so never fire on the last step of training."""
 
+    @property
+    def uses_lr(self) -> bool:
+        """Whether its matrix depends on the learning rate."""
+        return False
+
     def __post_init__(self) -> None:
         _check_whole("every_steps", self.every_steps, at_least=1)
         _check_whole("start", self.start, at_least=0)
@@ -134,6 +139,11 @@ class Push(Rule):
             return 0.0 if alpha == 0.0 else math.inf
         return self.every_steps * math.log(0.5) / math.log(alpha)
 
+    @property
+    def uses_lr(self) -> bool:
+        """Unless told not to."""
+        return self.scale_by_lr
+
     def keep(self, lr_ratio: float) -> float:
         """`a`: how much of itself a member keeps when the learning rate is `lr_ratio` of its initial value."""
         strength = (1.0 - self.effective_alpha) * (lr_ratio if self.scale_by_lr else 1.0)
@@ -190,7 +200,7 @@ class MergeMany(Rule):
         return mixing.merge_many(moment.size, share=self.share)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mix(Rule):
     """Your own weighting: a fixed row-stochastic matrix, or a function that makes one for the moment.
 
@@ -202,6 +212,11 @@ class Mix(Rule):
     """
 
     weights: Any | Callable[[Moment], Any]
+
+    @property
+    def uses_lr(self) -> bool:
+        """A function may look at it."""
+        return callable(self.weights)
 
     def matrix(self, moment: Moment) -> Tensor:
         """The matrix, checked."""

@@ -200,19 +200,25 @@ def _check_states(states: list[StateDict]) -> None:
                 "a soup needs networks of one architecture"
             )
         for key, value in first.items():
-            if isinstance(value, Tensor) and value.shape != state[key].shape:
+            found, expected = _shape_of(state[key]), _shape_of(value)
+            if found != expected:
                 raise SoupError(
-                    f"state dict {index} has '{key}' of shape {tuple(state[key].shape)}, state dict 0 has "
-                    f"{tuple(value.shape)}: a soup needs networks of one architecture"
+                    f"state dict {index} has '{key}' of shape {found}, state dict 0 has {expected}: "
+                    "a soup needs networks of one architecture"
                 )
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """None for what is not a tensor."""
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _checked_weights(weights: Weights, size: int) -> Tensor:
     row = torch.as_tensor(weights, dtype=torch.float64)
     if row.shape != (size,):
         raise SoupError(f"weights have shape {tuple(row.shape)}, expected ({size},): one for each network")
-    mixing.check_row(row, subject="the soup's weights")
-    return row
+    mixing.check_row(row, subject="the row of the soup's weights")
+    return row / row.sum()
 
 
 def _reading(value: Any, subject: str) -> tuple[float, float]:

@@ -46,6 +46,11 @@ def global_stream(seed: int, purpose: str, member: int | None = None, position: 
 
     For code that draws from the global generator and offers no other: `nn.init`, dropout, drop-path.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=accelerators_in_use()):
         torch.manual_seed(derive(seed, purpose, member, position))
         yield
+
+
+def accelerators_in_use() -> list[int]:
+    """The CUDA devices whose generators may have been drawn from; none where CUDA was not used."""
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,22 @@ def test_the_same_stream_with_any_number_of_workers(folder: Path) -> None:
     assert [tuple(inputs.shape) for inputs, _ in alone] == [(n, 3, 28, 28) for n in (3, 2, 3, 3)]
     assert [targets.tolist() for _, targets in alone] == [[0, 1, 1], [0, 0], [1, 1, 1], [0, 1, 1]]
     assert same(alone, streamed(source(folder, num_workers=2)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_daemon_decodes_by_threads(folder: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = streamed(source(folder))
+    # papa's own workers are daemons, which may not start processes.
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    files = source(folder, num_workers=num_workers)
+    assert same(expected, streamed(files))
+    stream = stream_batches(files, BATCHES, seed=1)
+    next(stream)
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
+    (folder / "dog" / "001.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"^the image .*dog/001\.png cannot be decoded"):
+        streamed(files)
 
 
 def test_what_is_drawn_depends_on_seed_and_number(folder: Path) -> None:

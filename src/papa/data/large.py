@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +42,8 @@ class DecodedFolder:
     Args:
         files: the images and their classes. A sample of them is opened at once, to tell damaged files before training.
         image_size: the side of the squares handed out.
-        num_workers: processes that decode for a stream, 0 for none; by default one per core, at most 8.
+        num_workers: processes that decode for each stream, 0 for none; by default one per core, at most 8. Threads
+            decode where no process may be started.
     """
 
     def __init__(self, files: ImageFiles, *, image_size: int, num_workers: int | None = None) -> None:
@@ -77,16 +81,10 @@ class DecodedFolder:
             seed: of the random parts and flips.
             start: the number of the first batch, for a stream that goes on where another was stopped.
         """
-        # Arrays go through a pipe, which costs little beside decoding; tensors would need room in /dev/shm.
-        loader = DataLoader(
-            _RandomParts(self, seed),
-            batch_size=None,
-            sampler=((number, indices.numpy()) for number, indices in enumerate(index_batches, start=start)),
-            num_workers=0 if multiprocessing.current_process().daemon else self.num_workers,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # else the loader draws a seed of its own from the caller's generator
-        )
-        for result in loader:
+        requests = ((number, indices.numpy()) for number, indices in enumerate(index_batches, start=start))
+        # A daemon, as papa's own workers are, may start threads but no processes.
+        decode = _by_threads if multiprocessing.current_process().daemon else _by_processes
+        for result in decode(_RandomParts(self, seed), requests, self.num_workers):
             if isinstance(result, DataError):
                 raise result
             pixels, places = result
@@ -135,18 +133,48 @@ def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[i
     return left, top, left + box_width, top + box_height
 
 
-class _RandomParts(Dataset[object]):
+_Request: TypeAlias = tuple[int, npt.NDArray[np.int64]]
+_Result: TypeAlias = tuple[Pixels, npt.NDArray[np.int64]] | DataError
+
+
+class _RandomParts(Dataset[_Result]):
     """What a worker process is asked for: a whole batch by its number and indices."""
 
     def __init__(self, source: DecodedFolder, seed: int) -> None:
         self.source, self.seed = source, seed
 
-    def __getitem__(self, request: tuple[int, npt.NDArray[np.int64]]) -> object:
+    def __getitem__(self, request: _Request) -> _Result:
         number, places = request
         try:
             return self.source.random_batch(places, seed=self.seed, number=number), places
         except DataError as error:
             return error  # as a value: the loader would bury the message in a worker's traceback
+
+
+def _by_processes(parts: _RandomParts, requests: Iterator[_Request], num_workers: int) -> Iterator[_Result]:
+    # Arrays go through a pipe, which costs little beside decoding; tensors would need room in /dev/shm.
+    return iter(
+        DataLoader(
+            parts,
+            batch_size=None,
+            sampler=requests,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else the loader draws a seed of its own from the caller's generator
+        )
+    )
+
+
+def _by_threads(parts: _RandomParts, requests: Iterator[_Request], num_workers: int) -> Iterator[_Result]:
+    pool = ThreadPoolExecutor(max(1, num_workers))
+    try:
+        ahead = deque(pool.submit(parts.__getitem__, request) for request in islice(requests, 2 * num_workers + 1))
+        while ahead:
+            result = ahead.popleft().result()
+            ahead.extend(pool.submit(parts.__getitem__, request) for request in islice(requests, 1))
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _check(path: str) -> None:

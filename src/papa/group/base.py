@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from papa.flat import column_blocks, mix_rows_, squared_distances
+from papa.product import column_blocks, mix_rows_, squared_distances
 
 T = TypeVar("T")
 

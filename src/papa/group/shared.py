@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.errors import ConfigError, MemberError
-from papa.flat import column_blocks, mix_blocks_, squared_distances_by_block
+from papa.product import column_blocks, mix_blocks_, squared_distances_by_block
 
 T = TypeVar("T")
 

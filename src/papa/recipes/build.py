@@ -88,7 +88,14 @@ def images_for(config: Config) -> ImageSet:
     data = config.data
     # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
     size = wanted_image_size(config) if data.name in ("folder", "imagenet") else None
-    return load_images(data.name, root=data.root, image_size=size, max_train=data.max_train, max_test=data.max_test)
+    return load_images(
+        data.name,
+        root=data.root,
+        image_size=size,
+        max_train=data.max_train,
+        max_test=data.max_test,
+        test_share=data.test_share,
+    )
 
 
 def wanted_image_size(config: Config) -> int | None:

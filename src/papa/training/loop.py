@@ -21,7 +21,7 @@ from papa.group import Group, Local
 from papa.population import Population
 from papa.rules import Push, Rule
 from papa.schedules import Schedule
-from papa.streams import derive, global_stream, stream
+from papa.streams import accelerators_in_use, derive, global_stream, stream
 
 Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
 """From raw inputs, targets and a generator to what a network trains on."""
@@ -163,7 +163,9 @@ class Training:
         """Train from the current step to the end."""
         for hook in hooks:
             hook.on_start(self)
-        with torch.random.fork_rng():  # member_step seeds the global generators, which are the caller's
+        with torch.random.fork_rng(
+            devices=accelerators_in_use()
+        ):  # member_step seeds the global generators, which are the caller's
             while self.step < self.length.num_steps:
                 self._one_step(hooks)
                 if self.step % self.length.steps_per_epoch == 0:

@@ -1,0 +1,132 @@
+"""Multiplying a matrix of many columns from the left by a small one, a block of columns at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from papa.mixing import exact_in_float32
+
+BLOCK_BYTES_CPU = 3 << 19
+"""How much of the matrix is mixed at once: a block that is read, multiplied and written back stays in cache."""
+
+BLOCK_BYTES_ACCELERATOR = 1 << 26
+
+ALIGNMENT_BYTES = 64
+"""Blocks begin on cache lines, as rows do."""
+
+
+def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
+    """`rows <- matrix @ rows`, a block of columns at a time, so that each block is read and written once.
+
+    Args:
+        rows: the matrix of all members, `(p, columns)`.
+        matrix: `(p, p)` in float64, row-stochastic.
+    """
+    mix_blocks_(column_blocks(rows), matrix)
+
+
+def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
+    """`block <- matrix @ block` for some blocks of columns of one matrix."""
+    mix_block_: Callable[[Tensor], object] | None = None
+    for block in blocks:
+        wide_dtype = block.dtype if block.element_size() >= 4 else torch.float32
+        if mix_block_ is None:
+            is_double = wide_dtype in (torch.float64, torch.complex128)
+            weights = matrix if is_double else exact_in_float32(matrix)
+            if torch.equal(weights, weights.diagonal().diag()):
+                return  # every member keeps itself alone, down to the last bit
+            mix_block_ = _cheapest_product(weights, wide_dtype, block.device)
+        if block.dtype == wide_dtype:
+            mix_block_(block)
+        else:
+            wide = block.to(wide_dtype)
+            mix_block_(wide)
+            block.copy_(wide)
+
+
+def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], object]:
+    """How to multiply a block by `matrix` in place.
+
+    Two shapes of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (a push, a merge of all)
+    is one weighted sum and one addition; rows with at most two weights (a merge of pairs) are one interpolation each.
+    Members of weight zero are left out by index, since 0 x NaN is NaN.
+    """
+    own, common = _own_and_common(matrix)
+    if common is not None:
+        used = _used(common)
+        row = common[used].to(device=device, dtype=dtype)
+        if own == 0.0:
+            return lambda block: block.copy_(row @ block[used])
+        return lambda block: torch.add(row @ block[used], block, alpha=own, out=block)
+    if int((matrix != 0).sum(dim=1).max()) <= 2:
+        parents = [_two_parents(row) for row in matrix.tolist()]
+        return lambda block: _interpolate_(block, parents)
+    weights = matrix.to(device=device, dtype=dtype)
+    if bool(weights.all()):
+        return lambda block: block.copy_(weights @ block)
+    sums = [(used, row[used]) for used, row in ((_used(row), row) for row in weights)]
+    return lambda block: block.copy_(torch.stack([row @ block[used] for used, row in sums]))
+
+
+def _used(row: Tensor) -> slice | list[int]:
+    """The members with a weight: all of them as a slice, which copies nothing, or else their indices."""
+    return slice(None) if bool(row.all()) else row.nonzero().flatten().tolist()
+
+
+def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]]) -> None:
+    rows, children = block.unbind(), torch.empty_like(block, memory_format=torch.contiguous_format)
+    for (first, second, share), child in zip(parents, children.unbind(), strict=True):
+        if first == second:
+            child.copy_(rows[first])
+        else:
+            torch.lerp(rows[first], rows[second], share, out=child)
+    block.copy_(children)
+
+
+def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
+    """`d` and `c` such that the matrix is `d I + 1 c^T`; `c` is None when there are none.
+
+    There are none either where `d` and `c` would cancel: 0 x NaN is not 0.
+    """
+    size = len(matrix)
+    common = matrix[torch.arange(1, size + 1) % size, torch.arange(size)] if size > 1 else matrix[0] * 0
+    own = float(matrix[0, 0] - common[0])
+    rebuilt = own * torch.eye(size, dtype=matrix.dtype) + common
+    cancels = bool(((rebuilt.diagonal() == 0) & (common != 0)).any())
+    return (own, common) if torch.equal(rebuilt, matrix) and not cancels else (own, None)
+
+
+def _two_parents(row: list[float]) -> tuple[int, int, float]:
+    """The two members of a row with at most two weights, and the weight of the second."""
+    first, *rest = [member for member, weight in enumerate(row) if weight]
+    second = rest[0] if rest else first
+    return first, second, row[second] if rest else 0.0
+
+
+def squared_distances(rows: Tensor) -> Tensor:
+    """The squared Euclidean distance of each row to the mean row, in float64 on the CPU."""
+    return squared_distances_by_block(column_blocks(rows)).sum(dim=0)
+
+
+def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
+    """The part that each block of columns has in the squared distances: `(blocks, p)`, in float64 on the CPU."""
+    views = list(blocks)
+    if not views:
+        return torch.zeros(0)
+    # One tensor for all parts: small ones that stay between large ones that go would keep the heap from being reused.
+    parts = torch.empty(len(views), len(views[0]), dtype=torch.float64, device=views[0].device)
+    for part, block in zip(parts.unbind(), views, strict=True):
+        wide = block if block.element_size() >= 4 else block.float()
+        part.copy_(torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square())
+    return parts.cpu()
+
+
+def column_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """The matrix in blocks of columns; boundaries depend on its shape and dtype only, never on who asks."""
+    limit = BLOCK_BYTES_CPU if rows.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
+    step = ALIGNMENT_BYTES // rows.element_size()
+    width = max(step, limit // (rows.shape[0] * rows.element_size()) // step * step)
+    yield from torch.split(rows, width, dim=1)

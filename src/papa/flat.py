@@ -261,7 +261,7 @@ class BoundMember:
 
     def _bring_home(self, number: int) -> None:
         tensor, home = self.tensors[number], self._homes[number]
-        home.copy_(tensor.detach())
+        home.copy_(tensor.detach().clone())  # it may overlap its home, as a transposed view does
         tensor.data = home
 
     def refresh_(self) -> None:

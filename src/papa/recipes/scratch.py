@@ -26,9 +26,9 @@ class _Row:
 
 
 CIFAR_ROWS = (
-    _Row("cifar10", "vgg11", "cifar10_gradual", mini_width=16, smoke_width=4),
+    _Row("cifar10", "vgg11", "cifar10_gradual", mini_width=12, smoke_width=4),
     _Row("cifar10", "resnet18", "cifar10_res_gradual", mini_width=8, smoke_width=4),
-    _Row("cifar100", "vgg16", "cifar100_gradual", mini_width=16, smoke_width=4),
+    _Row("cifar100", "vgg16", "cifar100_gradual", mini_width=8, smoke_width=4),
     _Row("cifar100", "resnet18", "cifar100_res_gradual", mini_width=8, smoke_width=4),
 )
 

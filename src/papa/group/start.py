@@ -8,6 +8,7 @@ import multiprocessing.connection
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -72,6 +73,14 @@ def _answer(connection: Connection) -> tuple[int, Any]:
     return rank, value
 
 
+def _end_with_parent() -> None:
+    """Leave at once when the process that started us is gone, so that nobody trains on for no one."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
 def _work(
     connection: Connection,
     directory: str,
@@ -82,6 +91,7 @@ def _work(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Workers of one machine talk over loopback, whatever the machine's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:

@@ -45,7 +45,7 @@ def finetune(row: _Row, budget: str) -> Config:
         return replace(small, data=replace(small.data, max_test=200), train=replace(small.train, batch_size=16))
     if budget == "smoke":
         small = smoke(config, width=None, batch_size=2, num_batches=1)
-        return replace(small, model=replace(small.model, pretrained=False))
+        return replace(small, data=replace(small.data, image_size=112), model=replace(small.model, pretrained=False))
     return config
 
 

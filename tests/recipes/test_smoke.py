@@ -1,0 +1,107 @@
+"""Every recipe builds and takes steps under the smoke budget, on tiny data of the same form."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from papa.config import Config
+from papa.launch import execute
+from papa.models import head_parameters, make_model
+from papa.recipes import RECIPES
+from papa.recipes.build import build, hooks_for
+from papa.recipes.recipe import Recipe
+from papa.training import Hook, Training
+
+
+def write_images(root: Path, num_classes: int, images_per_class: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for label in range(num_classes):
+        folder = root / f"class{label:03d}"
+        folder.mkdir(parents=True)
+        for number in range(images_per_class):
+            pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for part in ("train", "test"):
+        write_images(root / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
+        write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
+    for part in ("train", "val"):
+        write_images(root / "imagenet" / part, num_classes=3, images_per_class=6, size=120)
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
+    folder = tmp_path_factory.mktemp("weights")
+
+    def make(config: Config) -> str:
+        path = folder / f"{config.model.name.removeprefix('timm:')}.safetensors"
+        image_size = config.data.image_size or 224
+        save_file(make_model(config.model.name, num_classes=7, image_size=image_size).state_dict(), path)
+        return str(path)
+
+    return make
+
+
+def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
+    config = recipe.config("smoke")
+    root = data_root / "imagenet" if config.data.name == "imagenet" else data_root
+    config = replace(config, data=replace(config.data, root=str(root)))
+    if "finetune" in recipe.name:
+        config = replace(config, model=replace(config.model, weights=weights_of(config)))  # type: ignore[operator]
+    return config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_runs(name: str, data_root: Path, weights_of: object, tmp_path: Path) -> None:
+    config = smoke_config(RECIPES[name], data_root, weights_of)
+    result = execute(config, tmp_path / "run", workers=1)
+    assert len(result["test"]["members"]) == config.members
+    assert all(loss is not None for loss in result["test"]["loss"]["members"])
+
+
+@pytest.mark.parametrize("method", ["independent", "papa-all", "papa-2"])
+def test_every_method_runs_on_images(method: str, data_root: Path, weights_of: object, tmp_path: Path) -> None:
+    config = replace(smoke_config(RECIPES["cifar10-vgg11"], data_root, weights_of), method=method)
+    assert execute(config, tmp_path / "run", workers=1)["method"] == method
+
+
+def test_the_body_is_frozen_first_and_then_trained(data_root: Path, weights_of: object) -> None:
+    config = smoke_config(RECIPES["cifar10-vgg11"], data_root, weights_of)
+    config = replace(config, method="independent", members=1, model=replace(config.model, frozen=0.5))
+    training = build(config)
+    start = {name: value.clone() for name, value in training.population[0].named_parameters()}
+    head = {id(parameter) for parameter in head_parameters(training.population[0])}
+    moved: list[set[bool]] = []
+
+    class Look(Hook):
+        def after_step(self, training: Training) -> None:
+            named = training.population[0].named_parameters()
+            body = [not torch.equal(value, start[name]) for name, value in named if id(value) not in head]
+            moved.append(set(body))
+
+    training.run([*hooks_for(config), Look()])
+    half = training.length.num_steps // 2
+    assert moved[half - 1] == {False}
+    assert True in moved[-1]
+
+
+def test_recipes_belong_to_the_papers_tables_and_know_its_numbers() -> None:
+    vgg = RECIPES["cifar100-vgg16"]
+    assert vgg.table == "cifar100_gradual"
+    config = vgg.config()
+    assert vgg.paper_scores(config) == {"ensemble": 79.88, "average_soup": 79.65, "greedy_soup": 79.08}
+    assert vgg.paper_scores(replace(config, members=4)) is None
+    baseline = replace(RECIPES["imagenet-resnet50"].config(), method="independent")
+    assert RECIPES["imagenet-resnet50"].paper_scores(baseline) == {"ensemble": 78.7, "greedy_soup": 76.8}
+    long = RECIPES["cifar100-resnet18-long"]
+    assert long.paper_scores(long.config()) == {"mean": 79.88}
+    assert long.config().train.epochs == 3000

@@ -1,0 +1,225 @@
+"""How fast a population trains: papa as it ships, against the script one would write.
+
+Four ResNet-20, batches of 64 images of 32x32 pixels. The script is one process in float32 with a `DataLoader` of PIL
+transforms for each member, members in a loop, and averaging by state dicts every 10 steps. papa is one worker process
+per core, each of one thread, images augmented a batch at a time, with a draw from the default grid for each member.
+Every contender trains in fresh processes, so that none inherits another's threads or caches.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from _bench import Result, finish, parser
+from papa.augment import DEFAULT_GRID, draw_policies
+from papa.data import Arrays, Data
+from papa.evaluate import accuracy
+from papa.group import Group, start_workers
+from papa.models import make_model
+from papa.recipes.budgets import fast_precision
+from papa.recipes.pipeline import ImagePipeline
+from papa.rules import Independent, Push, Rule
+from papa.schedules import cosine
+from papa.training import Hook, Numerics, Training, sgd
+
+NUM_MEMBERS = 4
+BATCH_SIZE = 64
+NUM_IMAGES = 10_000
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+WARM_UP_STEPS = 5
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Synthetic images of CIFAR's shape; speed does not depend on what they show."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (NUM_IMAGES, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return pixels, torch.randint(10, (NUM_IMAGES,), generator=generator)
+
+
+class Stopwatch(Hook):
+    """Times some steps after a warm-up, and ends the training."""
+
+    class Done(Exception):  # noqa: N818
+        """The steps are over."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.start = 0.0
+        self.seconds = 0.0
+        self.parts: dict[str, float] = {}
+
+    def before_step(self, training: Training) -> None:
+        """Start after the warm-up."""
+        if training.step == WARM_UP_STEPS:
+            training.group.wait()
+            training.seconds["average"] = 0.0
+            self.parts.clear()
+            self.start = time.perf_counter()
+
+    def after_step(self, training: Training) -> None:
+        """Stop after the steps."""
+        if training.step == WARM_UP_STEPS + self.num_steps:
+            training.group.wait()
+            self.seconds = time.perf_counter() - self.start
+            self.parts["averaging"] = training.seconds["average"]
+            raise self.Done
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time added to a part's."""
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - start
+            return result
+
+        return wrapper
+
+
+def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[str, float]]:
+    """Seconds for some steps of a population as recipes train it, and where they went in this process."""
+    pipeline = ImagePipeline(num_classes=10, mean=MEAN, std=STD, crop_padding=4, flip=True)
+    watch = Stopwatch(num_steps)
+    source = Arrays(*images())
+    source.batch = watch.timed("data", source.batch)  # type: ignore[method-assign]
+    policies = draw_policies(DEFAULT_GRID, NUM_MEMBERS, seed=1)
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(model)
+        optimizer.step = watch.timed("optimizer", optimizer.step)  # type: ignore[method-assign]
+        return optimizer
+
+    training = Training(
+        partial(make_model, "resnet20", num_classes=10),
+        Data(train=source, validation=source),
+        num_members=NUM_MEMBERS,
+        num_epochs=1,
+        batch_size=BATCH_SIZE,
+        rule=rule,
+        loss=F.cross_entropy,
+        metric=accuracy,
+        make_optimizer=make_optimizer,
+        schedule=cosine(),
+        augment=[watch.timed("augmentation", partial(pipeline.augment, policy=policy)) for policy in policies],
+        prepare=pipeline.prepare,
+        seed=1,
+        device="cpu",
+        numerics=Numerics(autocast=torch.bfloat16 if fast_precision() == "bfloat16" else None, channels_last=True),
+        eval_batch_size=512,
+        group=group,
+    )
+    try:
+        training.run([watch])
+    except Stopwatch.Done:
+        return watch.seconds, watch.parts
+    raise AssertionError("the training ended before the steps were over")
+
+
+class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """What the script reads: an image at a time, through PIL."""
+
+    def __init__(self) -> None:
+        from torchvision import transforms
+
+        pixels, targets = images()
+        self.pixels, self.targets = pixels.permute(0, 2, 3, 1).numpy(), targets.tolist()
+        self.transform = transforms.Compose(
+            [
+                transforms.RandomCrop(32, padding=4),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(MEAN, STD),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        return self.transform(Image.fromarray(self.pixels[index])), self.targets[index]
+
+
+def train_script(num_steps: int) -> float:
+    """Seconds for some steps of the script one would write."""
+    dataset = PilImages()
+    loaders = [torch.utils.data.DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True) for _ in range(NUM_MEMBERS)]
+    models = [make_model("resnet20", num_classes=10) for _ in range(NUM_MEMBERS)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4) for net in models]
+    iterators = [iter(loader) for loader in loaders]
+    start = 0.0
+    for step in range(WARM_UP_STEPS + num_steps):
+        if step == WARM_UP_STEPS:
+            start = time.perf_counter()
+        for model, optimizer, iterator in zip(models, optimizers, iterators, strict=True):
+            inputs, targets = next(iterator)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        if (step + 1) % 10 == 0:
+            states = [model.state_dict() for model in models]
+            names = [name for name, tensor in states[0].items() if tensor.is_floating_point()]
+            mean = {name: sum(state[name] for state in states) / len(states) for name in names}
+            for model, state in zip(models, states, strict=True):
+                model.load_state_dict({**state, **{name: 0.99 * state[name] + 0.01 * mean[name] for name in names}})
+    return time.perf_counter() - start
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function called in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options_parser = parser(__doc__.splitlines()[0])
+    options_parser.add_argument("--steps", type=int, default=20, help="steps that are timed in each round")
+    options_parser.set_defaults(rounds=3)
+    options = options_parser.parse_args()
+    push, steps = Push(alpha=0.99, every_steps=10), options.steps
+    contenders: dict[str, Callable[[], tuple[float, dict[str, float]]]] = {
+        "the script one would write": lambda: (in_new_process(train_script, steps), {}),
+        "papa, two workers": lambda: start_workers(train_papa, 2, NUM_MEMBERS, push, steps),
+        "papa, one worker": lambda: start_workers(train_papa, 1, NUM_MEMBERS, push, steps),
+        "independent, two workers": lambda: start_workers(train_papa, 2, NUM_MEMBERS, Independent(), steps),
+    }
+    best: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    for _ in range(options.rounds):
+        for name, run in contenders.items():
+            seconds, where = run()
+            if seconds < best.get(name, float("inf")):
+                best[name] = seconds
+                parts = where if name == "papa, one worker" else parts
+    script, two, one = (best[name] for name in list(contenders)[:3])
+    alone = best["independent, two workers"]
+    spent = {name: parts[name] for name in ("data", "augmentation", "optimizer", "averaging")}
+    num_images = NUM_MEMBERS * BATCH_SIZE * steps
+    results = [
+        *(
+            Result(name=f"{name}: {num_images / seconds:.0f} images/s", seconds=seconds)
+            for name, seconds in best.items()
+        ),
+        Result(name="papa against the script", ratio=two / script, target=1 / 2.5),
+        Result(name="two workers against one", ratio=two / one, target=1 / 1.85),
+        Result(name="papa against independent", ratio=two / alone, target=1.01),
+        Result(name="share of data and augmentation", ratio=(spent["data"] + spent["augmentation"]) / one, target=0.08),
+        Result(name="share of the optimizer", ratio=spent["optimizer"] / one),
+        Result(name="share of averaging", ratio=spent["averaging"] / one, target=0.01),
+        Result(name="share of forward, backward and the rest", ratio=1 - sum(spent.values()) / one),
+    ]
+    finish(results, options, title=f"Training {NUM_MEMBERS} ResNet-20 in {fast_precision()}, {steps} steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from papa.checkpoint import write_atomically
 from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
-from papa.cli.tables import plain_table
+from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.launch import execute
 from papa.recipes import Recipe
@@ -81,11 +80,8 @@ def main(arguments: Sequence[str]) -> int:
             )
             results.append(result)
     write_atomically(out / "report.html", compare_page(results))
-    console = Console(highlight=False)
-    console.print(
-        plain_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(recipe, options.config, methods)])
-    )
-    console.print(f"report: {out / 'report.html'}", soft_wrap=True)
+    print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(recipe, options.config, methods)])
+    print(f"report: {out / 'report.html'}")
     return 0
 
 

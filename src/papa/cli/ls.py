@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
-from papa.cli.tables import plain_table
+from papa.cli.tables import print_table
 from papa.errors import ConfigError
 from papa.recipes import RECIPES
 
@@ -19,5 +17,5 @@ def main(arguments: Sequence[str]) -> int:
     if arguments:
         raise ConfigError(f"papa ls takes no arguments, found {' '.join(arguments)}: try papa show {arguments[0]}")
     rows = [(recipe.name, recipe.table, recipe.summary) for recipe in RECIPES.values()]
-    Console(highlight=False).print(plain_table(("recipe", "table of the paper", "what it trains"), rows))
+    print_table(("recipe", "table of the paper", "what it trains"), rows)
     return 0

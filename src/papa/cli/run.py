@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
-from papa.cli.tables import plain_table
+from papa.cli.tables import print_table
 from papa.config import Config
 from papa.launch import execute
 from papa.recipes.recipe import PaperScores
@@ -75,16 +73,15 @@ def main(arguments: Sequence[str]) -> int:
         resume=options.resume,
         watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
     )
-    console = Console(highlight=False)
-    console.print(result_table(result, recipe.paper_scores(config)))
+    print_result(result, recipe.paper_scores(config))
     run = RunDirectory(path)
-    console.print(f"one network: {run.average_soup}\nreport:      {run.report}", soft_wrap=True)
+    print(f"one network: {run.average_soup}\nreport:      {run.report}")
     return 0
 
 
-def result_table(result: dict[str, Any], paper: PaperScores | None) -> Table:
-    """The table a run ends with, the paper's numbers below its own."""
+def print_result(result: dict[str, Any], paper: PaperScores | None) -> None:
+    """Print the table a run ends with, the paper's numbers below its own."""
     rows = [(name, *cells_of(result[name])) for name in ("test", "validation") if result[name] is not None]
     if paper is not None:
         rows.append(("paper's test", *paper_cells(paper)))
-    return plain_table((result["method"], *COLUMNS), rows)
+    print_table((result["method"], *COLUMNS), rows)

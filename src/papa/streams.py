@@ -47,8 +47,19 @@ def global_stream(seed: int, purpose: str, member: int | None = None, position: 
     For code that draws from the global generator and offers no other: `nn.init`, dropout, drop-path.
     """
     with torch.random.fork_rng(devices=accelerators_in_use()):
-        torch.manual_seed(derive(seed, purpose, member, position))
+        seed_global_(derive(seed, purpose, member, position))
         yield
+
+
+def seed_global_(seed: int) -> None:
+    """Seed the global generators in use.
+
+    Unlike `torch.manual_seed`, which on a machine without CUDA notes a traceback for every call in a list that grows,
+    this is cheap enough for every step.
+    """
+    torch.default_generator.manual_seed(seed)
+    if accelerators_in_use():
+        torch.cuda.manual_seed_all(seed)
 
 
 def accelerators_in_use() -> list[int]:

@@ -21,7 +21,7 @@ from papa.group import Group, Local
 from papa.population import Population
 from papa.rules import Push, Rule
 from papa.schedules import Schedule
-from papa.streams import accelerators_in_use, derive, global_stream, stream
+from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
 
 Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
 """From raw inputs, targets and a generator to what a network trains on."""
@@ -199,7 +199,7 @@ class Training:
         generator = stream(self.seed, "augment", member, self.step)
         inputs, targets = self.augments[index](*self._batch(member), generator)
         # Dropout and drop-path draw from the global generator and offer no other.
-        torch.manual_seed(derive(self.seed, "forward", member, self.step))
+        seed_global_(derive(self.seed, "forward", member, self.step))
         optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             loss = self.loss(model(self._formatted(inputs)), targets)

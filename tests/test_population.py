@@ -37,7 +37,7 @@ seeds = st.integers(0, 1000)
 
 def pairwise_distances(population: Population) -> Tensor:
     vectors = [
-        torch.cat([tensor.detach().flatten() for tensor in population.averaged_tensors(index).values()])
+        torch.cat([tensor.detach().flatten() for tensor in population.averaged_tensors()[index].values()])
         for index in range(len(population))
     ]
     return torch.cdist(torch.stack(vectors), torch.stack(vectors))
@@ -85,7 +85,7 @@ class TestLaws:
         population = Population(make_networks(kind, size, seed))
         population.mix_(mixing.merge_all(size))
         for index in range(size):
-            assert_same_bits(population.averaged_tensors(index), population.averaged_tensors(0))
+            assert_same_bits(population.averaged_tensors()[index], population.averaged_tensors()[0])
 
     @given(kinds, seeds, st.integers(0, 4))
     def test_a_population_of_one_keeps_every_bit(self, kind: str, seed: int, choice: int) -> None:
@@ -181,7 +181,7 @@ class TestInterface:
         for network, other in zip(population, twin, strict=True):
             assert_same_bits(snapshot(other), snapshot(network))
         twin.mix_(HALVES)
-        assert_same_bits(twin.averaged_tensors(0), twin.averaged_tensors(1))
+        assert_same_bits(twin.averaged_tensors()[0], twin.averaged_tensors()[1])
 
     def test_copies_keep_the_averaging_patterns(self) -> None:
         population = Population(make_networks("linear", 2), average={"2.*": False})
@@ -195,7 +195,7 @@ class TestInterface:
         assert set(population.matrices) == {torch.float64}
         population.mix_(HALVES)
         for name in population.averaged:
-            assert_close(population.averaged_tensors(0)[name], (before[0][name].double() + before[1][name]) / 2)
+            assert_close(population.averaged_tensors()[0][name], (before[0][name].double() + before[1][name]) / 2)
 
     def test_to_another_memory_format_keeps_it(self) -> None:
         population = Population(make_networks("conv_batch_norm", 2)).to(memory_format=torch.channels_last)
@@ -218,7 +218,7 @@ class TestInterface:
         population = Population(make_networks("conv_batch_norm", 2))
         with torch.inference_mode():
             population.mix_(HALVES)
-        assert_same_bits(population.averaged_tensors(0), population.averaged_tensors(1))
+        assert_same_bits(population.averaged_tensors()[0], population.averaged_tensors()[1])
         population[0](torch.randn(2, 2, 4, 4)).sum().backward()
 
 
@@ -321,7 +321,7 @@ class TestBinding:
         before = [snapshot(network) for network in population]
         population.mix_(HALVES)
         for name in population.averaged:
-            assert_close(population.averaged_tensors(1)[name], (before[0][name].double() + before[1][name]) / 2)
+            assert_close(population.averaged_tensors()[1][name], (before[0][name].double() + before[1][name]) / 2)
 
     def test_load_state_dict_by_assignment_is_refused_at_the_next_mix(self) -> None:
         population = Population(make_networks("linear", 2))
@@ -393,7 +393,7 @@ class TestBinding:
         population = Population(networks)
         population.mix_(mixing.merge_all(3))
         for name in population.averaged:
-            assert_close(population.averaged_tensors(0)[name], sum(state[name].double() for state in before) / 3)
+            assert_close(population.averaged_tensors()[0][name], sum(state[name].double() for state in before) / 3)
 
 
 class TestAutograd:

@@ -65,9 +65,11 @@ def execute(
 
 
 def useful_workers(config: Config) -> int:
-    """One process per core, up to one per member; one in all where the work is tiny or done by an accelerator."""
-    most = min(config.members, os.cpu_count() or 1)
-    if most == 1 or find_device(config.device).type != "cpu":
+    """One process per accelerator, or else per core, up to one per member; one in all where the work is tiny."""
+    device = find_device(config.device)
+    num_devices = torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
+    most = min(config.members, (os.cpu_count() or 1) if device.type == "cpu" else num_devices)
+    if most == 1:
         return 1
     num_parameters, num_examples = sizes(config)
     work = float(num_parameters) * num_examples * config.train.epochs * config.members

@@ -57,19 +57,23 @@ class Population:
 
     def _bind(self) -> None:
         self._layout = flat.plan(self._models, self._average)
+        self.group.check_same(
+            {slot.name: f"{slot.dtype} of shape {tuple(slot.shape)}" for slot in self._layout.slots},
+            cure="all members of a population must share one architecture",
+        )
         self.matrices: dict[torch.dtype, Tensor] = {
             dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
             for dtype, columns in self._layout.num_columns.items()
         }
-        first_visible = self.group.visible(len(self)).start
+        first = self.group.first_row(len(self), self._layout.device)
         self._bound = [
             flat.BoundMember(
                 model,
                 self._layout,
-                {dtype: rows[member - first_visible] for dtype, rows in self.matrices.items()},
-                member,
+                {dtype: rows[first + index] for dtype, rows in self.matrices.items()},
+                self.members[index],
             )
-            for member, model in zip(self.members, self._models, strict=True)
+            for index, model in enumerate(self._models)
         ]
 
     def __len__(self) -> int:
@@ -106,7 +110,7 @@ class Population:
 
     @property
     def matrix(self) -> Tensor:
-        """The rows of the members visible here, in the dtype that most numbers have (all dtypes: `matrices`)."""
+        """The rows in this process's memory, in the dtype that most numbers have (all dtypes: `matrices`)."""
         return self.matrices[self._layout.main_dtype]
 
     @property
@@ -114,10 +118,14 @@ class Population:
         """The names of the tensors that are averaged; tied tensors are named once."""
         return tuple(slot.name for slot in self._layout.slots)
 
-    def averaged_tensors(self, member: int) -> dict[str, Tensor]:
-        """The averaged tensors of any member whose row is visible here, by name; they share the row's memory."""
-        row = member - self.group.visible(len(self)).start
-        return {slot.name: flat.alias(self.matrices[slot.dtype][row], slot) for slot in self._layout.slots}
+    def averaged_tensors(self) -> list[dict[str, Tensor]]:
+        """The averaged tensors of every member of the whole population, by name, to read from until the next step."""
+        self.refresh_()
+        published = {dtype: self.group.publish(rows) for dtype, rows in self.matrices.items()}
+        return [
+            {slot.name: flat.alias(published[slot.dtype][member], slot) for slot in self._layout.slots}
+            for member in range(self.size)
+        ]
 
     def mix_(self, matrix: Any) -> None:
         """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.

@@ -154,10 +154,7 @@ class _Pot:
 
 def _pot(members: Any) -> _Pot:
     if isinstance(members, Population):
-        members.refresh_()
-        members.group.wait()
-        sources = [members.averaged_tensors(member) for member in range(members.size)]
-        return _module_pot(list(members), members.averaged, sources, members.group.gather)
+        return _module_pot(list(members), members.averaged, members.averaged_tensors(), members.group.gather)
     members = list(members)
     if not members:
         raise SoupError("a soup needs at least one network, got none")

@@ -6,6 +6,7 @@ processes there are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 import torch
@@ -41,12 +42,24 @@ class Group(Protocol):
         """The number of members of the whole population."""
         ...
 
-    def visible(self, num_here: int) -> range:
-        """The members whose rows are in the memory that `allocate` gives."""
+    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
+        """Raise a `MemberError` that names the first process and fact that differ between processes."""
+        ...
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where this process is to train when the run is to train on `device`."""
+        ...
+
+    def first_row(self, num_here: int, device: torch.device) -> int:
+        """Which row of what `allocate` gives belongs to the first member held here."""
         ...
 
     def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed memory for the rows of the visible members."""
+        """Zeroed memory for the rows of the members held here, and perhaps of more."""
+        ...
+
+    def publish(self, rows: Tensor) -> Tensor:
+        """All rows, as they are now, to read from until the next step; what `allocate` gave goes in."""
         ...
 
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
@@ -88,13 +101,24 @@ class Local:
         """As many as are here."""
         return num_here
 
-    def visible(self, num_here: int) -> range:
-        """All of them."""
-        return range(num_here)
+    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
+        """One process agrees with itself."""
+
+    def place(self, device: torch.device) -> torch.device:
+        """There."""
+        return device
+
+    def first_row(self, num_here: int, device: torch.device) -> int:
+        """The first."""
+        return 0
 
     def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An ordinary zeroed tensor."""
         return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
+
+    def publish(self, rows: Tensor) -> Tensor:
+        """They are all here already."""
+        return rows
 
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
         """The product, block by block."""

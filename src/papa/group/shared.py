@@ -1,7 +1,8 @@
 """Several processes of one machine that see one matrix: every row is mapped by all, each trains its own.
 
 To mix, each process multiplies its share of the *columns* of all rows between two barriers, in blocks whose
-boundaries do not depend on who holds what. So the result is the same, bit for bit, however members are spread.
+boundaries do not depend on who holds what. So the result is the same, bit for bit, however members are spread. Members
+on accelerators keep their rows there and copy them into the mapping and back around each product.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,6 +52,7 @@ class Shared:
             raise ConfigError(f"there are {self.num_ranks} workers for {size} members: use at most one for each")
         self._size = size
         self._mine = balanced_share(size, self.rank, self.num_ranks)
+        self._stages: dict[torch.dtype, Tensor] = {}
 
     @property
     def leads(self) -> bool:
@@ -70,32 +73,44 @@ class Shared:
         """All members of all ranks."""
         return self._size
 
-    def visible(self, num_here: int) -> range:
-        """All of them: there is one mapping."""
-        return range(self._size)
+    def place(self, device: torch.device) -> torch.device:
+        """An accelerator of its own for each rank; the CPU is shared."""
+        index: int | None = device.index
+        if device.type == "cpu" or index is not None:
+            return device
+        return torch.device(device.type, self.rank)
+
+    def is_staged(self, device: torch.device) -> bool:
+        """Whether rows live in the device's own memory, and meet in the mapping only to be mixed."""
+        return device.type != "cpu"
+
+    def first_row(self, num_here: int, device: torch.device) -> int:
+        """The mapping has all rows, an accelerator its own."""
+        return 0 if self.is_staged(device) else self._mine.start
 
     def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A file in memory that every rank maps; its name is gone as soon as all have."""
-        if device.type != "cpu":
-            raise ConfigError(f"workers that share one matrix train on the cpu, found {device}")
         self.members(num_here)
-        self._check_agreement((num_columns, str(dtype)))
         path = self._agree_on_path(self._size * num_columns * dtype.itemsize)
-        rows = torch.from_file(path, shared=True, size=self._size * num_columns, dtype=dtype)
+        flat = torch.from_file(path, shared=True, size=self._size * num_columns, dtype=dtype)
         self.wait()
         if self.leads:
             os.unlink(path)
-        return rows.view(self._size, num_columns)
+        mapping = flat.view(self._size, num_columns)
+        if not self.is_staged(device):
+            return mapping
+        self._stages[dtype] = mapping
+        return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
 
-    def _check_agreement(self, layout: tuple[int, str]) -> None:
-        layouts: list[tuple[int, str]] = [layout] * self.num_ranks
-        dist.all_gather_object(layouts, layout)
-        for rank, other in enumerate(layouts):
-            if other != layouts[0]:
-                raise MemberError(
-                    f"rank {rank} has {other[0]} columns of {other[1]}, rank 0 has {layouts[0][0]} of {layouts[0][1]}: "
-                    "all members of a population must share one architecture"
-                )
+    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
+        """Every rank compares all ranks' facts, so all raise together."""
+        everyone: list[dict[str, str]] = [{}] * self.num_ranks
+        dist.all_gather_object(everyone, dict(facts))
+        for rank, theirs in enumerate(everyone):
+            for name in sorted(everyone[0].keys() | theirs.keys()):
+                found, expected = theirs.get(name, "nothing"), everyone[0].get(name, "nothing")
+                if found != expected:
+                    raise MemberError(f"rank {rank} has {found} as '{name}', rank 0 has {expected}: {cure}")
 
     def _agree_on_path(self, num_bytes: int) -> str:
         paths = [""]
@@ -106,24 +121,35 @@ class Shared:
         dist.broadcast_object_list(paths, src=0)
         return paths[0]
 
+    def publish(self, rows: Tensor) -> Tensor:
+        """The mapping, once every rank has put its rows there."""
+        host = rows
+        if self.is_staged(rows.device):
+            host = self._stages[rows.dtype][:, : rows.shape[1]]
+            host[self._mine.start : self._mine.stop].copy_(rows)
+        self.wait()
+        return host
+
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
         """Each rank multiplies its share of the column blocks, between two barriers."""
+        host = self.publish(rows)
+        mix_blocks_(self._my_blocks(host), matrix)
         self.wait()
-        mix_blocks_(self._my_blocks(rows), matrix)
-        self.wait()
+        if host is not rows:
+            rows.copy_(host[self._mine.start : self._mine.stop])
 
     def mean(self, rows: Tensor) -> Tensor:
-        """Every rank sees all rows and computes it alone."""
+        """Every rank reads all rows and computes it alone."""
+        host = self.publish(rows)
+        mean = torch.cat([block.mean(dim=0) for block in column_blocks(host)])
         self.wait()
-        mean = torch.cat([block.mean(dim=0) for block in column_blocks(rows)])
-        self.wait()
-        return mean
+        return mean.to(rows.device)
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank's share of the blocks, added up in block order."""
-        self.wait()
+        host = self.publish(rows)
         parts: list[Tensor] = [torch.empty(0)] * self.num_ranks
-        dist.all_gather_object(parts, squared_distances_by_block(self._my_blocks(rows)))
+        dist.all_gather_object(parts, squared_distances_by_block(self._my_blocks(host)))
         return torch.cat(parts).sum(dim=0)
 
     def _my_blocks(self, rows: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -65,12 +66,17 @@ def _as_they_come(workers: list[Any]) -> Any:
 
 def _answer(connection: Connection) -> tuple[int, Any]:
     try:
-        kind, rank, value = connection.recv()
+        kind, rank, value = pickle.loads(connection.recv_bytes())
     except EOFError:
         raise RunError("a worker process died without a word: was it killed, or out of memory?") from None
     if kind == "error":
         raise value
     return rank, value
+
+
+def _send(connection: Connection, kind: str, rank: int, value: Any) -> None:
+    # By value: torch's own way to send tensors between processes needs the sender to stay alive.
+    connection.send_bytes(pickle.dumps((kind, rank, value)))
 
 
 def _end_with_parent() -> None:
@@ -100,11 +106,11 @@ def _work(
         )
         value = job(Shared(size), *arguments)
         dist.barrier()
-        connection.send(("value", rank, value))
+        _send(connection, "value", rank, value)
     except PapaError as error:
-        connection.send(("error", rank, error))
+        _send(connection, "error", rank, error)
     except BaseException:
-        connection.send(("error", rank, RunError(f"worker {rank} failed:\n{traceback.format_exc()}")))
+        _send(connection, "error", rank, RunError(f"worker {rank} failed:\n{traceback.format_exc()}"))
     finally:
         connection.close()
         if dist.is_initialized():

@@ -25,7 +25,7 @@ from papa.config import Config
 from papa.data import ImageSet, load_images
 from papa.errors import ConfigError, did_you_mean
 from papa.evaluate import accuracy
-from papa.group import Group
+from papa.group import Group, Local
 from papa.models import input_size_of, make_model, normalization_of
 from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
@@ -64,7 +64,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         augment=augments_for(config, pipeline),
         prepare=pipeline.prepare,
         seed=config.seed,
-        device=find_device(config.device),
+        device=(group or Local()).place(find_device(config.device)),
         numerics=numerics_for(config),
         eval_batch_size=512,
         group=group,

@@ -1,0 +1,115 @@
+"""What worker processes do in the tests of the group; in a module of its own, so that they can import it."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup
+from papa.errors import SoupError
+from papa.group import Group, Local, Shared, start_workers
+
+SIZE = 5
+
+
+class AlwaysStaged(Shared):
+    """Treats the CPU as an accelerator: rows of its own, and a mapping to meet in."""
+
+    def is_staged(self, device: torch.device) -> bool:
+        return True
+
+
+def make_member(member: int) -> nn.Module:
+    torch.manual_seed(member)
+    net = nn.Sequential(nn.Linear(300, 700), nn.BatchNorm1d(700), nn.Linear(700, 300)).double()
+    net[2].float()
+    return net
+
+
+def march(group: Group) -> dict[str, Any]:
+    """Every rule in turn on members that move apart in between; everything observable comes back."""
+    population = Population([make_member(member) for member in group.share(SIZE)], group)
+    rules = [
+        Push(alpha=0.9, every_steps=1),
+        MergePairs(every_steps=1),
+        Mix(lambda moment: torch.softmax(torch.arange(25.0).sin().view(5, 5), dim=1), every_steps=1),
+        Push(alpha=0.3, every_steps=1),
+        MergeAll(every_steps=1),
+    ]
+    logs = []
+    for number, rule in enumerate(rules):
+        for index, member in enumerate(population.members):
+            generator = torch.Generator().manual_seed(100 * number + member)
+            with torch.no_grad():
+                for parameter in population[index].parameters():
+                    parameter += torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        logs.append(Averager(population, rule).step())
+    for index, member in enumerate(population.members):
+        with torch.no_grad():
+            population[index][0].weight += member
+    greedy = greedy_soup(population, lambda net: -abs(float(net[0].weight.detach().mean()) - 1.2))
+    return {
+        "states": group.gather([net.state_dict() for net in population]),
+        "logs": logs,
+        "mean": population.mean(),
+        "soup": average_soup(population).state_dict(),
+        "greedy": (greedy.members, greedy.score, greedy.member_scores, greedy.network.state_dict()),
+        "size": population.size,
+    }
+
+
+def march_shared(group: Shared) -> dict[str, Any]:
+    return march(group)
+
+
+def march_staged(group: Shared) -> dict[str, Any]:
+    return march(AlwaysStaged(SIZE))
+
+
+def march_alone() -> dict[str, Any]:
+    return march(Local())
+
+
+def fail_on_rank_1(group: Shared) -> None:
+    if group.rank == 1:
+        raise SoupError("rank 1 has had enough")
+    group.wait()
+
+
+def stumble_on_rank_1(group: Shared) -> None:
+    if group.rank == 1:
+        raise ZeroDivisionError("not a papa error")
+    group.wait()
+
+
+def die_on_rank_1(group: Shared) -> None:
+    if group.rank == 1:
+        os._exit(3)
+    group.wait()
+
+
+def disagree(group: Shared) -> None:
+    Population([nn.Linear(3 + group.rank, 2)], group)
+
+
+def sleep_and_tell(group: Shared, path: str) -> None:
+    """Writes its process number, then waits to be left alone."""
+    with open(f"{path}/{group.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+
+
+def start_sleepers(path: str) -> None:
+    start_workers(sleep_and_tell, 2, 2, path)
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+    return bool(first == second)

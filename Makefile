@@ -52,4 +52,4 @@ bench: $(VENV)/.installed-dev
 	@for script in benchmarks/[a-z]*.py; do echo "papa: $$script"; $(BIN)/python $$script --check || exit 1; done
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -312,7 +312,7 @@ class TestState:
         averager = Averager(population, Push(), [sgd(network) for network in population])
         state = averager.state_dict()
         averager.step()
-        assert state == {"num_steps_taken": 0, "highest_lrs": [0.1, 0.1]}
+        assert state == {"num_steps_taken": 0, "num_averagings": 0, "highest_lrs": [0.1, 0.1]}
 
     def test_the_state_of_other_optimizers_is_refused(self) -> None:
         population = Population(make_networks("linear", 2))

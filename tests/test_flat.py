@@ -137,3 +137,46 @@ def test_tensors_that_share_memory_without_being_tied_are_refused() -> None:
     net[1].weight.data = net[0].weight.data
     with pytest.raises(MemberError, match=r"member 0 has '1\.weight' in the memory of '0\.weight'"):
         Population([net])
+
+
+def test_a_buffer_that_was_replaced_is_read_but_never_captured() -> None:
+    nets = [nn.BatchNorm1d(3) for _ in range(2)]
+    population = Population(nets)
+    constant = torch.tensor([1.0, 2.0, 3.0])
+    for net in nets:
+        net.running_mean = constant
+    nets[0].weight.data.fill_(5.0)
+    population.mix_(mixing.merge_all(2))
+    nets[0].running_mean.add_(1.0)
+    assert constant.tolist() == [1.0, 2.0, 3.0]
+    assert nets[1].running_mean.tolist() == [1.0, 2.0, 3.0]
+    population.mix_(mixing.merge_all(2))
+    assert nets[1].running_mean.tolist() == [1.5, 2.5, 3.5]
+
+
+def test_the_matrix_follows_when_all_members_change_their_memory_order() -> None:
+    nets = [nn.Conv2d(3, 4, 3) for _ in range(2)]
+    population = Population(nets)
+    mean = sum(net.weight.detach().clone() for net in nets) / 2
+    for net in nets:
+        net.to(memory_format=torch.channels_last)
+    population.mix_(mixing.merge_all(2))
+    for net in nets:
+        assert net.weight.is_contiguous(memory_format=torch.channels_last)
+        assert_close(net.weight.detach(), mean)
+
+
+def test_a_layer_added_after_binding_is_noticed() -> None:
+    nets = [nn.Sequential(nn.Linear(3, 3)) for _ in range(2)]
+    population = Population(nets)
+    nets[1].append(nn.Linear(3, 3))
+    with pytest.raises(MemberError, match="member 1 has gained parameters or layers since it was bound"):
+        population.mix_(mixing.merge_all(2))
+
+
+def test_buffers_that_are_not_averaged_may_differ_in_shape() -> None:
+    nets = [nn.Linear(3, 3) for _ in range(2)]
+    for size, net in enumerate(nets, start=1):
+        net.register_buffer("seen", torch.zeros(size, dtype=torch.long))
+    Population(nets).mix_(mixing.merge_all(2))
+    assert [len(net.seen) for net in nets] == [1, 2]

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,33 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kill_at: int, mon
     assert not RunDirectory(tmp_path / "broken").is_finished
     execute(config, tmp_path / "broken", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+@pytest.mark.parametrize("workers_after", [1, 2])
+def test_a_run_of_several_workers_resumes_with_any_number(tmp_path: Path, workers_after: int) -> None:
+    torch.set_num_threads(1)
+    config = small_config()
+    execute(config, tmp_path / "whole", workers=1)
+    execute(config, tmp_path / "broken", workers=2)
+    run = RunDirectory(tmp_path / "broken")
+    run.result.unlink()
+    newest = run.latest_checkpoint()
+    assert newest is not None
+    shutil.rmtree(newest)  # as if it had been stopped in the last epoch
+    execute(config, tmp_path / "broken", workers=workers_after, resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "mine.pt").write_text("precious")
+    with pytest.raises(RunError, match="holds no run of papa"):
+        execute(small_config(), tmp_path, overwrite=True)
+    shutil.move(tmp_path / "checkpoint", tmp_path / "aside")
+    execute(small_config(), tmp_path)
+    shutil.move(tmp_path / "aside" / "mine.pt", tmp_path / "checkpoint" / "mine.pt")
+    execute(small_config(), tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoint" / "mine.pt").read_text() == "precious"
 
 
 def test_a_finished_run_is_neither_overwritten_nor_run_again(tmp_path: Path) -> None:

@@ -170,3 +170,21 @@ def test_squared_distances_equal_their_definition(dtype: torch.dtype) -> None:
 
 def test_squared_distances_of_no_columns_are_zero() -> None:
     assert product.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_autocast_does_not_blunt_the_product() -> None:
+    rows, matrix = random_rows(5, 1000, torch.float32), random_stochastic(5, seed=3)
+    expected = reference(rows, matrix)
+    with torch.autocast("cpu", torch.bfloat16):
+        product.mix_rows_(rows, matrix)
+    assert (rows - expected).abs().max() < 1e-6
+
+
+def test_a_lower_matmul_precision_is_put_back_as_found() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        product.mix_rows_(random_rows(3, 100, torch.float32), mixing.push(3, 0.5))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

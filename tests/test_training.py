@@ -255,3 +255,48 @@ def test_bad_input_is_refused_before_training() -> None:
         train(make_net, make_data(), num_members=0, num_epochs=1)
     with pytest.raises(DataError, match="batch_size is 1000, expected at most the 80 training examples"):
         train(make_net, make_data(), num_members=1, num_epochs=1, batch_size=1000)
+
+
+class Noisy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """A dataset with a random transform that draws from the global generator."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((4,), float(index)) / 60 + torch.randn(4), torch.tensor(index % 3)
+
+
+def test_a_dataset_with_random_transforms_is_reproducible_whatever_was_drawn_before() -> None:
+    results = []
+    for junk, num_members in ((1, 2), (2, 3)):
+        torch.manual_seed(junk)
+        data = Data(train=Noisy(), validation=Noisy())  # type: ignore[arg-type]
+        outcome = train(make_net, data, num_members=num_members, num_epochs=2, batch_size=10, rule=Independent())
+        results.append(states_of(outcome.population)[:2])
+    assert all(same(first, second) for first, second in zip(*results, strict=True))
+
+
+def test_what_cannot_be_scored_shows_before_training() -> None:
+    inputs = torch.randn(100, 4)
+    never = lambda net: pytest.fail("training had begun")  # noqa: E731
+
+    class Tuple(nn.Linear):
+        def forward(self, inputs: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+            return (super().forward(inputs),)
+
+    class Never(Hook):
+        def before_step(self, training: Training) -> None:
+            never(training)
+
+    options = {"num_members": 2, "num_epochs": 1, "batch_size": 10, "hooks": [Never()]}
+    with pytest.raises(DataError, match=r"accuracy got outputs of shape \(2, 1\) for targets of shape \(2, 1\)"):
+        train(lambda: nn.Linear(4, 1), (inputs, inputs[:, :1]), loss=F.mse_loss, **options)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="Tuple returned a tuple, expected a tensor"):
+        train(lambda: Tuple(4, 2), (inputs, torch.zeros(100).long()), **options)  # type: ignore[arg-type]
+
+
+def test_augments_must_be_as_many_as_members() -> None:
+    plain = lambda inputs, targets, generator: (inputs, targets)  # noqa: E731
+    with pytest.raises(ConfigError, match="augment has 2 entries, expected one for each of 3 members"):
+        train(make_net, make_data(), num_members=3, num_epochs=1, augment=[plain, plain])

@@ -70,6 +70,7 @@ class Averager:
         self.num_steps = num_steps
         self.measure = measure
         self.num_steps_taken = 0
+        self.num_averagings = 0
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._highest_lrs = [0.0] * len(self._optimizers)
         self._note_lrs()
@@ -96,6 +97,7 @@ class Averager:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
         before = tuple(self.population.distances().tolist()) if self.measure else None
         self.population.mix_(self.rule.matrix(moment))
+        self.num_averagings += 1
         if before is None or alpha is None:
             after = tuple(self.population.distances().tolist()) if self.measure else None
         else:
@@ -125,7 +127,11 @@ class Averager:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to go on as if never stopped."""
-        return {"num_steps_taken": self.num_steps_taken, "highest_lrs": list(self._highest_lrs)}
+        return {
+            "num_steps_taken": self.num_steps_taken,
+            "num_averagings": self.num_averagings,
+            "highest_lrs": list(self._highest_lrs),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -133,6 +139,7 @@ class Averager:
         if len(lrs) != len(self._optimizers):
             raise MixingError(f"the state is of {len(lrs)} optimizers, this averager has {len(self._optimizers)}")
         self.num_steps_taken = int(state["num_steps_taken"])
+        self.num_averagings = int(state["num_averagings"])
         self._highest_lrs = lrs
 
 

@@ -102,7 +102,7 @@ class AverageConfig:
     alpha: float | None = None
     """papa: how much of itself a member keeps at each push."""
     half_life: float | None = None
-    """papa: instead of alpha, the half-life of the distance to the mean as a share of training."""
+    """papa: instead of alpha, the half-life of the distance to the mean, as a share of training."""
     every_steps: int = 10
     """papa: steps between pushes."""
     every_epochs: float = 5.0
@@ -138,7 +138,7 @@ class Config:
     seed: int = 1
     """Where every random stream starts."""
     device: str = "auto"
-    """Where to train: auto, cpu, cuda, cuda:1, mps."""
+    """Where to train: auto, cpu, cuda or cuda:1."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -209,12 +209,25 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"--train.lr is {train.lr}, expected more than 0"
     if not 0 <= train.min_lr <= train.lr:
         yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
+    if not 0 <= train.momentum < 1:
+        yield f"--train.momentum is {train.momentum}, expected 0 to below 1"
+    if train.weight_decay < 0:
+        yield f"--train.weight-decay is {train.weight_decay}, expected 0 or more"
+    if train.warmup_epochs > train.epochs:
+        yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
+    if train.clip_norm is not None and train.clip_norm <= 0:
+        yield f"--train.clip-norm is {train.clip_norm}, expected more than 0"
     if not 0 < config.data.validation < 1:
         yield f"--data.validation is {config.data.validation}, expected a share between 0 and 1"
     if average.alpha is not None and not 0 <= average.alpha <= 1:
         yield f"--average.alpha is {average.alpha}, expected 0 (merge) to 1 (never push)"
     if average.half_life is not None and not average.half_life > 0:
         yield f"--average.half-life is {average.half_life}, expected a share of training above 0"
+    if average.alpha is not None and average.half_life is not None:
+        yield (
+            f"--average.alpha is {average.alpha} and --average.half-life {average.half_life}, expected one of the two: "
+            "set the other to None"
+        )
     if average.every_epochs <= 0:
         yield f"--average.every-epochs is {average.every_epochs}, expected more than 0"
     if average.stop is not None and average.stop < average.start:

@@ -27,6 +27,11 @@ class Evaluation(NamedTuple):
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The percentage of examples whose highest output is the target class."""
+    if outputs.dim() < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        raise DataError(
+            f"accuracy got outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}, "
+            "expected a score for each class and a class for each example: pass a metric of your own for other tasks"
+        )
     return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
 
 
@@ -72,7 +77,7 @@ def evaluate_together(
         for inputs, targets in batches:
             if not len(targets):
                 continue
-            outputs = torch.stack(gather([model(inputs).float() for model in models]))
+            outputs = torch.stack(gather([_output(model, inputs).float() for model in models]))
             values = [
                 torch.stack([metric(output, targets).double(), loss(output, targets).double()])
                 for output in [*outputs, mean_logits(outputs)]
@@ -83,6 +88,16 @@ def evaluate_together(
         raise DataError("there was no batch to evaluate on: the data is empty")
     evaluations = [Evaluation(*row) for row in (totals / num_examples).tolist()]
     return evaluations[:-1], evaluations[-1]
+
+
+def _output(model: nn.Module, inputs: Tensor) -> Tensor:
+    output = model(inputs)
+    if not isinstance(output, Tensor):
+        raise DataError(
+            f"{type(model).__name__} returned a {type(output).__name__}, expected a tensor: wrap the network in a "
+            "module that returns its scores"
+        )
+    return output
 
 
 @contextlib.contextmanager

@@ -165,8 +165,10 @@ def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[S
         raise MemberError(f"member {member} has no '{name}', member 0 has: {cure}")
     for name in sorted(found.keys() - expected.keys()):
         raise MemberError(f"member {member} has '{name}', member 0 has not: {cure}")
-    for name, (slot, _) in expected.items():
-        other = found[name][0]
+    for name, (slot, is_averaged) in expected.items():
+        other, is_other_averaged = found[name]
+        if not (is_averaged or is_other_averaged):
+            continue
         if other.shape != slot.shape:
             found_shape, expected_shape = tuple(other.shape), tuple(slot.shape)
             raise MemberError(
@@ -256,8 +258,22 @@ class BoundMember:
         self._modules = [
             (parent._modules, key, child) for parent in model.modules() for key, child in parent._modules.items()
         ]
+        self._all_modules = list(model.modules())
+        self._num_parts = self._count_parts()
         for number in range(len(self._homes)):
             self._bring_home(number)
+
+    def _count_parts(self) -> int:
+        return sum(len(module._parameters) + len(module._modules) for module in self._all_modules)
+
+    def new_strides(self) -> dict[int, tuple[int, ...]]:
+        """The strides of those tensors that were moved out into another memory order, by their number."""
+        found = {}
+        for number, (tensor, home) in enumerate(zip(self.tensors, self._homes, strict=True)):
+            is_moved = tensor.data_ptr() != self._pointers[number] and tensor.stride() != self._strides[number]
+            if is_moved and (tensor.shape, tensor.dtype, tensor.device) == (home.shape, home.dtype, home.device):
+                found[number] = tensor.stride()
+        return found
 
     def _bring_home(self, number: int) -> None:
         tensor, home = self.tensors[number], self._homes[number]
@@ -281,8 +297,16 @@ class BoundMember:
                 continue
             self._check_can_come_home(place, number, current)
             assert current is not None
-            self.tensors[number] = current
-            self._bring_home(number)
+            if current is tensor:
+                self._bring_home(number)
+            else:  # the new tensor is somebody else's: its values move in, it does not
+                self._homes[number].copy_(current.detach())
+                place.registry[place.key] = tensor
+        if self._count_parts() != self._num_parts:
+            raise MemberError(
+                f"member {self._member} has gained parameters or layers since it was bound: rebuild population "
+                "and optimizers after changing a member's layers"
+            )
 
     def _check_can_come_home(self, place: Place, number: int, current: Tensor | None) -> None:
         subject, home = f"member {self._member} has '{place.slot_name}'", self._homes[number]

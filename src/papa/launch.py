@@ -20,6 +20,7 @@ from papa.checkpoint import load_checkpoint, read_json, save_checkpoint, write_a
 from papa.config import Config
 from papa.errors import ConfigError, RunError
 from papa.group import Group, Local, start_workers
+from papa.recipes import paper_scores
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
 from papa.report import run_page
 from papa.runs import RunDirectory
@@ -52,6 +53,8 @@ def execute(
         watch: makes a hook for the leading process; it must be possible to pickle it.
     """
     config.check()
+    if resume and RunDirectory(path).is_finished:
+        workers = 1
     num_workers = useful_workers(config) if workers is None else workers
     if not 1 <= num_workers <= config.members:
         raise ConfigError(
@@ -68,12 +71,17 @@ def useful_workers(config: Config) -> int:
     """One process per accelerator, or else per core, up to one per member; one in all where the work is tiny."""
     device = find_device(config.device)
     num_devices = torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
-    most = min(config.members, (os.cpu_count() or 1) if device.type == "cpu" else num_devices)
+    most = min(config.members, usable_cores() if device.type == "cpu" else num_devices)
     if most == 1:
         return 1
     num_parameters, num_examples = sizes(config)
     work = float(num_parameters) * num_examples * config.train.epochs * config.members
     return most if work >= WORK_FOR_MORE_WORKERS else 1
+
+
+def usable_cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _job(
@@ -144,7 +152,9 @@ def _train(config: Config, run: RunDirectory, training: Training, hooks: Sequenc
         "config": config.to_json(),
         "environment": environment(training),
         **outcome.to_json(),
+        "num_averagings": training.averager.num_averagings,
         "policies": [policy.to_dict() for policy in policies_for(config)],
+        "paper": paper_scores(config),
     }
     training.group.wait()
     if training.group.leads:

@@ -20,7 +20,7 @@ ROW_SUM_TOLERANCE = 1e-6
 
 def identity(size: int) -> Tensor:
     """Every member stays what it is."""
-    return torch.eye(size, dtype=torch.float64)
+    return torch.eye(size, dtype=torch.float64, device="cpu")
 
 
 def push(size: int, keep: float) -> Tensor:
@@ -33,7 +33,7 @@ def push(size: int, keep: float) -> Tensor:
 
 def merge_all(size: int) -> Tensor:
     """Every member becomes the mean of all: `1/p` everywhere (PAPA-all)."""
-    return torch.full((size, size), 1.0 / size, dtype=torch.float64)
+    return torch.full((size, size), 1.0 / size, dtype=torch.float64, device="cpu")
 
 
 def merge_pairs(size: int, generator: torch.Generator, *, share: float = 0.5) -> Tensor:
@@ -46,9 +46,9 @@ def merge_pairs(size: int, generator: torch.Generator, *, share: float = 0.5) ->
     """
     if size == 1:
         return identity(1)
-    matrix = torch.zeros(size, size, dtype=torch.float64)
+    matrix = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for child in range(size):
-        first, second = torch.randperm(size, generator=generator)[:2].tolist()
+        first, second = torch.randperm(size, generator=generator, device="cpu")[:2].tolist()
         matrix[child, first] = share
         matrix[child, second] = 1.0 - share
     return matrix
@@ -59,12 +59,12 @@ def merge_many(size: int, *, share: float = 0.5) -> Tensor:
     if size == 1:
         return identity(1)
     rest = (1.0 - share) / (size - 1)
-    return torch.full((size, size), rest, dtype=torch.float64) + (share - rest) * identity(size)
+    return torch.full((size, size), rest, dtype=torch.float64, device="cpu") + (share - rest) * identity(size)
 
 
 def soup_row(size: int, chosen: Sequence[int]) -> Tensor:
     """The row of a soup: `1/n` at the `n` chosen members."""
-    row = torch.zeros(size, dtype=torch.float64)
+    row = torch.zeros(size, dtype=torch.float64, device="cpu")
     row[list(chosen)] = 1.0 / len(chosen)
     return row
 

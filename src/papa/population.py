@@ -46,6 +46,10 @@ class Population:
         self._models = list(models)
         self._average = dict(average or {})
         self.group: Group = group if group is not None else Local()
+        if not hasattr(self.group, "check_same"):
+            raise MemberError(
+                f"group is a {type(group).__name__}, expected one of papa.group, such as papa.group.Local"
+            )
         if not self._models:
             raise MemberError("a population needs at least one member, got none: pass a list of modules")
         for member, model in enumerate(self._models):
@@ -145,6 +149,9 @@ class Population:
         `module.to(memory_format=...)`, `self.buffer = new` and the like unbind silently; every operation on the
         matrix calls this first. What cannot be brought back without hiding a mistake raises a `MemberError`.
         """
+        moved = [bound.new_strides() for bound in self._bound]
+        if self.group.is_alone and moved[0] and all(strides == moved[0] for strides in moved):
+            self._bind()  # all members were brought into another memory order: the matrix follows
         for bound in self._bound:
             bound.refresh_()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -30,21 +31,37 @@ def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
 
 def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
     """`block <- matrix @ block` for some blocks of columns of one matrix."""
-    mix_block_: Callable[[Tensor], object] | None = None
-    for block in blocks:
-        wide_dtype = block.dtype if block.element_size() >= 4 else torch.float32
-        if mix_block_ is None:
-            is_double = wide_dtype in (torch.float64, torch.complex128)
-            weights = matrix if is_double else exact_in_float32(matrix)
-            if torch.equal(weights, weights.diagonal().diag()):
-                return  # every member keeps itself alone, down to the last bit
-            mix_block_ = _cheapest_product(weights, wide_dtype, block.device)
-        if block.dtype == wide_dtype:
-            mix_block_(block)
-        else:
-            wide = block.to(wide_dtype)
-            mix_block_(wide)
-            block.copy_(wide)
+    views = list(blocks)
+    if not views:
+        return
+    dtype, device = views[0].dtype, views[0].device
+    wide_dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    weights = matrix if wide_dtype in (torch.float64, torch.complex128) else exact_in_float32(matrix)
+    if torch.equal(weights, weights.diagonal().diag()):
+        return  # every member keeps itself alone, down to the last bit
+    with full_precision(device):
+        mix_block_ = _cheapest_product(weights, wide_dtype, device)
+        for block in views:
+            if dtype == wide_dtype:
+                mix_block_(block)
+            else:
+                wide = block.to(wide_dtype)
+                mix_block_(wide)
+                block.copy_(wide)
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute products as precisely as their dtype says, whatever autocast or the matmul precision allow."""
+    precision = torch.get_float32_matmul_precision()
+    with torch.autocast(device.type, enabled=False):
+        try:
+            if precision != "highest":
+                torch.set_float32_matmul_precision("highest")
+            yield
+        finally:
+            if precision != "highest":
+                torch.set_float32_matmul_precision(precision)
 
 
 def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], object]:
@@ -92,9 +109,10 @@ def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
     There are none either where `d` and `c` would cancel: 0 x NaN is not 0.
     """
     size = len(matrix)
-    common = matrix[torch.arange(1, size + 1) % size, torch.arange(size)] if size > 1 else matrix[0] * 0
+    columns = torch.arange(size, device="cpu")
+    common = matrix[(columns + 1) % size, columns] if size > 1 else matrix[0] * 0
     own = float(matrix[0, 0] - common[0])
-    rebuilt = own * torch.eye(size, dtype=matrix.dtype) + common
+    rebuilt = own * torch.eye(size, dtype=matrix.dtype, device="cpu") + common
     cancels = bool(((rebuilt.diagonal() == 0) & (common != 0)).any())
     return (own, common) if torch.equal(rebuilt, matrix) and not cancels else (own, None)
 

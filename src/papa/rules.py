@@ -8,6 +8,7 @@ run draws what an unbroken one would have.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -225,7 +226,11 @@ class Mix(Rule):
 
 
 def _check_whole(name: str, value: int, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    try:
+        is_good = not isinstance(value, bool) and operator.index(value) >= at_least
+    except TypeError:
+        is_good = False
+    if not is_good:
         raise MixingError(f"{name} is {value!r}, expected a whole number of steps, at least {at_least}")
 
 

@@ -59,8 +59,7 @@ class RunDirectory:
                     f"{self.path} already holds {state}: choose another --out, continue it with --resume, "
                     "or replace it with --overwrite"
                 )
-            for file in self.files:
-                shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+            self._remove()
         try:
             self.members.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -69,10 +68,18 @@ class RunDirectory:
         write_json(self.config, dict(config))
         write_atomically(self.metrics, "")
 
+    def _remove(self) -> None:
+        """Remove a run, and nothing that a run does not write."""
+        self.read_config()  # a directory without a papa config is somebody else's
+        written = [file for file in self.files if not file.is_dir()]
+        written += [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
+        for file in written:
+            shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+
     def read_config(self) -> dict[str, Any]:
         """The config of the run here."""
         if not self.config.exists():
-            raise RunError(f"{self.path} holds no run: there is no config.json in it")
+            raise RunError(f"{self.path} holds no run of papa: there is no config.json in it")
         config: dict[str, Any] = read_json(self.config)
         return config
 

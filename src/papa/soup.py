@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from papa import flat, mixing
 from papa.errors import SoupError
+from papa.group import Group, Local
 from papa.population import Population
 
 StateDict: TypeAlias = Mapping[str, Any]
 Network = TypeVar("Network", nn.Module, dict[str, Any])
 Score: TypeAlias = Callable[[Any], Any]
 Weights: TypeAlias = Sequence[float] | Tensor
-Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 @overload
@@ -49,6 +49,7 @@ def average_soup(members: Any, weights: Weights | None = None) -> Any:
     pot = _pot(members)
     row = mixing.soup_row(pot.size, range(pot.size)) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
+    pot.close()
     return pot.network
 
 
@@ -105,7 +106,7 @@ def greedy_soup(members: Any, score: Score) -> Any:
         The soup, who went in, and every score tried. One extra network is held in memory.
     """
     pot = _pot(members)
-    values = pot.gather([score(member) for member in pot.members_here])
+    values = pot.group.gather([score(member) for member in pot.members_here])
     readings = [_reading(value, f"member {index}") for index, value in enumerate(values)]
     order = sorted(range(pot.size), key=lambda index: (-readings[index][0], readings[index][1], index))
     chosen, best = order[:1], readings[order[0]][0]
@@ -119,6 +120,7 @@ def greedy_soup(members: Any, score: Score) -> Any:
         if kept:
             chosen, best = candidate, result
     pot.fill_(mixing.soup_row(pot.size, chosen))
+    pot.close()
     return GreedySoup(pot.network, tuple(chosen), best, tuple(value for value, _ in readings), tuple(trials))
 
 
@@ -131,14 +133,18 @@ class _Pot:
         target: dict[str, Tensor],
         sources: list[dict[str, Tensor]],
         members_here: Sequence[Any],
-        gather: Gather = list,
+        group: Group | None = None,
     ) -> None:
         self.network = network
         self.size = len(sources)
         self.members_here = members_here
-        self.gather = gather
+        self.group: Group = group if group is not None else Local()
         self._target = target
         self._sources = sources
+
+    def close(self) -> None:
+        """Let the members move on: nobody reads their rows any more."""
+        self.group.wait()
 
     @torch.no_grad()
     def fill_(self, row: Tensor) -> None:
@@ -154,7 +160,7 @@ class _Pot:
 
 def _pot(members: Any) -> _Pot:
     if isinstance(members, Population):
-        return _module_pot(list(members), members.averaged, members.averaged_tensors(), members.group.gather)
+        return _module_pot(list(members), members.averaged, members.averaged_tensors(), members.group)
     members = list(members)
     if not members:
         raise SoupError("a soup needs at least one network, got none")
@@ -168,10 +174,15 @@ def _pot(members: Any) -> _Pot:
 
 
 def _module_pot(
-    models: list[nn.Module], names: Sequence[str], sources: list[dict[str, Tensor]], gather: Gather = list
+    models: list[nn.Module], names: Sequence[str], sources: list[dict[str, Tensor]], group: Group | None = None
 ) -> _Pot:
-    network = copy.deepcopy(models[0])
-    return _Pot(network, flat.named_tensors(network, names), sources, models, gather)
+    try:
+        network = copy.deepcopy(models[0])
+    except RuntimeError as error:
+        raise SoupError(
+            f"{type(models[0]).__name__} cannot be copied ({error}): make a soup of the members' state dicts instead"
+        ) from error
+    return _Pot(network, flat.named_tensors(network, names), sources, models, group)
 
 
 def _state_dict_pot(states: list[StateDict]) -> _Pot:

@@ -37,7 +37,7 @@ def stream(seed: int, purpose: str, member: int | None = None, position: int = 0
         member: the member it belongs to; None for what all members share.
         position: an epoch or a step.
     """
-    return torch.Generator().manual_seed(derive(seed, purpose, member, position))
+    return torch.Generator("cpu").manual_seed(derive(seed, purpose, member, position))
 
 
 @contextlib.contextmanager

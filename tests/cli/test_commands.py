@@ -51,7 +51,9 @@ def test_run_prints_the_table_and_where_the_files_are(tmp_path: Path, capsys: py
     shown = capsys.readouterr().out
     for part in ("mean [min, max]", "ensemble", "average soup", "greedy soup", "test", str(out / "soup.safetensors")):
         assert part in shown
-    assert main(["run", "digits", *SHORT, "--out", str(out), "--resume"]) == 0
+    assert main(["run", "digits", "--out", str(out), "--resume"]) == 0
+    assert main(["run", "digits", "--members", "3", "--out", str(out), "--resume"]) == 2
+    assert "members is 2, asked for 3" in capsys.readouterr().err
 
 
 def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
@@ -82,6 +84,9 @@ def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
         (["run", "digits", "--model.name", "resnet19"], "did you mean resnet18?"),
         (["compare", "digits", "--methods", "papa,paap"], "did you mean papa?"),
         (["compare", "digits", "--seeds", "one"], "expected whole numbers such as 1,2,3"),
+        (["compare", "digits", "--seed", "7"], "papa compare takes --methods and --seeds"),
+        (["run", "cifar10-vgg11", "--average.half-life", "0.02"], "expected one of the two"),
+        (["run", "digits", "--train.clip-norm", "-1"], "--train.clip-norm is -1.0, expected more than 0"),
         (["show", "digits", "more"], "takes a recipe and a budget"),
         (["ls", "digits"], "takes no arguments"),
         (["run", "digits", "--device", "cuda:7"], "--device is cuda:7, which cannot be used here"),

@@ -33,7 +33,7 @@ def test_epochs_become_steps_and_shares_become_half_lives() -> None:
     push = rule_for(Config(average=average), LENGTH)
     assert isinstance(push, Push)
     assert math.isclose(push.half_life_in_steps, 60)
-    with_alpha = rule_for(Config(average=replace(average, alpha=0.9)), LENGTH)
+    with_alpha = rule_for(Config(average=replace(average, alpha=0.9, half_life=None)), LENGTH)
     assert isinstance(with_alpha, Push)
     assert with_alpha.effective_alpha == 0.9
 

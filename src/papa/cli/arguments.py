@@ -47,6 +47,12 @@ def take_budget(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, rest
 
 
+def describe(recipe: Recipe) -> str:
+    """What a recipe's help begins with."""
+    budgets = "; ".join(f"{name}: {meaning}" for name, meaning in BUDGETS.items())
+    return f"{recipe.summary[0].upper()}{recipe.summary[1:]}.\n\n--budget sets what options default to ({budgets})."
+
+
 def parse(
     options: type[Options], default: Options, arguments: Sequence[str], *, prog: str, description: str
 ) -> Options:

@@ -11,13 +11,13 @@ from typing import Annotated
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import describe, parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
+from papa.errors import ConfigError
 from papa.launch import execute
-from papa.recipes import Recipe
-from papa.report import COLUMNS, compare_page, compare_rows, paper_cells
+from papa.report import COLUMNS, compare_page, compare_rows, paper_rows
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -60,8 +60,11 @@ def main(arguments: Sequence[str]) -> int:
         CompareOptions(config=recipe.config(budget)),
         rest,
         prog=f"papa compare {recipe.name}",
-        description=f"Methods and seeds side by side: {recipe.summary}.",
+        description=describe(recipe),
     )
+    default = recipe.config(budget)
+    if (options.config.method, options.config.seed) != (default.method, default.seed):
+        raise ConfigError("papa compare takes --methods and --seeds, found --method or --seed")
     methods = split_names("--methods", options.methods, list(METHODS))
     seeds = split_numbers("--seeds", options.seeds)
     use_one_thread()
@@ -80,12 +83,9 @@ def main(arguments: Sequence[str]) -> int:
             )
             results.append(result)
     write_atomically(out / "report.html", compare_page(results))
-    print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(recipe, options.config, methods)])
+    print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)])
+    for result in results:
+        if result["method"] != "independent" and not result["num_averagings"]:
+            print(f"{result['method']}, seed {result['seed']}: training was over before averaging was due")
     print(f"report: {out / 'report.html'}")
     return 0
-
-
-def paper_rows(recipe: Recipe, config: Config, methods: Sequence[str]) -> list[tuple[str, ...]]:
-    """The paper's numbers for the same methods, where it has any."""
-    scores = {method: recipe.paper_scores(replace(config, method=method)) for method in methods}
-    return [(f"paper's {method}", *paper_cells(paper)) for method, paper in scores.items() if paper is not None]

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: papa ls\n\nLists the recipes. `papa show RECIPE` shows one, `papa run RECIPE` runs it.")
         return 0
     if arguments:
-        raise ConfigError(f"papa ls takes no arguments, found {' '.join(arguments)}: try papa show {arguments[0]}")
+        raise ConfigError(f"papa ls takes no arguments, found {' '.join(arguments)}: see papa ls --help")
     rows = [(recipe.name, recipe.table, recipe.summary) for recipe in RECIPES.values()]
     print_table(("recipe", "table of the paper", "what it trains"), rows)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PapaError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {error}", markup=False, style="red")
         return 2
+    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         Console(stderr=True).print("papa: interrupted")
         return 130

@@ -22,14 +22,14 @@ class Progress(Hook):
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(bar_width=24),
-            rich.progress.TextColumn("{task.completed}/{task.total} steps"),
+            rich.progress.TextColumn("step {task.completed}"),
             rich.progress.TextColumn("{task.fields[news]}"),
             rich.progress.TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=None, news="")
+        self._task = self._bar.add_task(title, total=None, news="loading")
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -42,7 +42,8 @@ class Progress(Hook):
 
     def on_start(self, training: Training) -> None:
         """Learn how long it will be."""
-        self._bar.update(self._task, total=training.length.num_steps, completed=training.step)
+        news = f"epoch {training.epoch}/{training.num_epochs}"
+        self._bar.update(self._task, total=training.length.num_steps, completed=training.step, news=news)
 
     def after_step(self, training: Training) -> None:
         """One step further."""

@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import describe, parse, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import Config
 from papa.launch import execute
-from papa.recipes.recipe import PaperScores
-from papa.report import COLUMNS, cells_of, paper_cells
+from papa.report import COLUMNS, PAPER_ROW, cells_of, paper_cells
 from papa.runs import RunDirectory
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
@@ -40,7 +39,7 @@ class RunOptions:
 
     config: Annotated[Config, tyro.conf.arg(name="")]
     out: Path | None = None
-    """Where the run's files go; by default runs/RECIPE-METHOD-seedN."""
+    """Where the run's files go; by default runs/RECIPE[-BUDGET]-METHOD-seedN."""
     workers: int | None = None
     """How many processes hold the members; None for as many as help. The result does not depend on it."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -60,11 +59,14 @@ def main(arguments: Sequence[str]) -> int:
         RunOptions(config=recipe.config(budget)),
         rest,
         prog=f"papa run {recipe.name}",
-        description=f"{recipe.summary[0].upper()}{recipe.summary[1:]}.",
+        description=describe(recipe),
     )
     use_one_thread()
     config = options.config
-    path = options.out or Path("runs") / f"{config.recipe}-{config.method}-seed{config.seed}"
+    name = f"{config.recipe}-{budget}" if budget else config.recipe
+    path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
+    if options.resume:
+        config = config_to_resume(config, recipe.config(budget), path)
     result = execute(
         config,
         path,
@@ -73,15 +75,24 @@ def main(arguments: Sequence[str]) -> int:
         resume=options.resume,
         watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
     )
-    print_result(result, recipe.paper_scores(config))
+    print_result(result)
     run = RunDirectory(path)
     print(f"one network: {run.average_soup}\nreport:      {run.report}")
     return 0
 
 
-def print_result(result: dict[str, Any], paper: PaperScores | None) -> None:
+def config_to_resume(asked: Config, default: Config, path: Path) -> Config:
+    """The config of the run that is there when nothing was asked for; else what was asked for, to be compared."""
+    run = RunDirectory(path)
+    if not run.holds_run:
+        print(f"nothing to resume in {path}: starting anew")
+        return asked
+    return Config.from_json(run.read_config()) if asked == default else asked
+
+
+def print_result(result: dict[str, Any]) -> None:
     """Print the table a run ends with, the paper's numbers below its own."""
     rows = [(name, *cells_of(result[name])) for name in ("test", "validation") if result[name] is not None]
-    if paper is not None:
-        rows.append(("paper's test", *paper_cells(paper)))
+    if result["paper"]:
+        rows.append((PAPER_ROW, *paper_cells(result["paper"])))
     print_table((result["method"], *COLUMNS), rows)

@@ -16,7 +16,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table without lines; only its last column may wrap, and no cell is read as markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(head, start=1):
-        table.add_column(Text(column), no_wrap=number < len(head))
+        table.add_column(Text(column), no_wrap=number < len(head), overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console = Console(highlight=False)

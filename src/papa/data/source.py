@@ -111,7 +111,11 @@ def as_source(data: Any) -> Source:
         >>> len(as_source((torch.zeros(8, 4), torch.zeros(8))))
         8
     """
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in data):
+    if (
+        isinstance(data, (tuple, list))
+        and len(data) == 2
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in data)
+    ):
         source: Source = Arrays(*data)
     elif isinstance(data, Source):
         source = data
@@ -139,13 +143,13 @@ def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source
             f"a validation share of {share} holds out {num_held_out} of {len(source)} examples, expected at least one "
             "for validation and one for training"
         )
-    order = torch.randperm(len(source), generator=stream(seed, "split"))
+    order = torch.randperm(len(source), generator=stream(seed, "split"), device="cpu")
     return Subset(source, order[num_held_out:]), Subset(source, order[:num_held_out])
 
 
 def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """All examples in their own order, the last batch as small as need be."""
-    for indices in torch.arange(len(source)).split(batch_size):  # type: ignore[no-untyped-call]
+    for indices in torch.split(torch.arange(len(source), device="cpu"), batch_size):
         yield source.batch(indices)
 
 

@@ -26,6 +26,11 @@ class Group(Protocol):
         ...
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this process may lay out the matrix anew without asking anyone."""
+        ...
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the one that writes files and talks to people."""
         ...
@@ -87,6 +92,7 @@ class Local:
     """One process holds every member."""
 
     num_ranks = 1
+    is_alone = True
     leads = True
 
     def share(self, size: int) -> range:

@@ -54,6 +54,8 @@ class Shared:
         self._mine = balanced_share(size, self.rank, self.num_ranks)
         self._stages: dict[torch.dtype, Tensor] = {}
 
+    is_alone = False
+
     @property
     def leads(self) -> bool:
         """Rank 0 does."""

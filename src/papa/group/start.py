@@ -21,8 +21,8 @@ import torch.distributed as dist
 from papa.errors import PapaError, RunError
 from papa.group.shared import Shared
 
-PATIENCE = datetime.timedelta(minutes=30)
-"""How long a worker waits for the others before it gives up: one may be scoring while the rest wait."""
+PATIENCE = datetime.timedelta(days=7)
+"""How long a worker waits for the others: one may have an epoch more to train. Deaths are noticed by the parent."""
 
 
 def start_workers(job: Callable[..., Any], num_workers: int, size: int, *arguments: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -79,7 +80,8 @@ def hooks_for(config: Config) -> list[Hook]:
 def sizes(config: Config) -> tuple[int, int]:
     """The number of parameters of a member, and of training examples."""
     images = images_for(config)
-    model = model_for(config, images)()
+    untrained = replace(config, model=replace(config.model, pretrained=False, weights=None))
+    model = model_for(untrained, images)()
     return sum(parameter.numel() for parameter in model.parameters()), len(images.train)
 
 
@@ -114,7 +116,7 @@ def model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
         in_channels=images.channels,
         image_size=wanted_image_size(config) or images.image_size,
         width=config.model.width,
-        pretrained=config.model.pretrained,
+        pretrained=config.model.pretrained and config.model.weights is None,
         weights=config.model.weights,
     )
 
@@ -136,7 +138,8 @@ def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
 def augments_for(config: Config, pipeline: ImagePipeline) -> list[Augment]:
     """Each member's way from raw images to what it trains on."""
     if config.diversity.per_batch:
-        return [partial(pipeline.augment, policy=partial(draw_policy_per_batch, grid_for(config)))]
+        drawn = partial(draw_policy_per_batch, grid_for(config))
+        return [partial(pipeline.augment, policy=drawn)] * config.members
     return [partial(pipeline.augment, policy=policy) for policy in policies_for(config)]
 
 
@@ -220,5 +223,5 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device is {name}, which cannot be used here: {error}") from error
+        raise ConfigError(f"--device is {name}, which cannot be used here: {str(error).splitlines()[0]}") from error
     return device

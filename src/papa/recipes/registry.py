@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
 from papa.recipes import digits, finetune, scratch
-from papa.recipes.recipe import Recipe
+from papa.recipes.recipe import PaperScores, Recipe
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*digits.RECIPES, *scratch.RECIPES, *finetune.RECIPES)}
 
@@ -14,3 +15,8 @@ def find(name: str) -> Recipe:
     if name not in RECIPES:
         raise ConfigError(f"there is no recipe {name}: {did_you_mean(name, RECIPES)}")
     return RECIPES[name]
+
+
+def paper_scores(config: Config) -> PaperScores | None:
+    """What the paper reports for a recipe's method, grid and population size, in its full setting."""
+    return RECIPES[config.recipe].paper_scores(config) if config.recipe in RECIPES else None

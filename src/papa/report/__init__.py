@@ -1,6 +1,6 @@
 """From results to tables, figures and pages."""
 
 from papa.report.page import compare_page, run_page
-from papa.report.table import COLUMNS, cells_of, compare_rows, paper_cells
+from papa.report.table import COLUMNS, PAPER_ROW, cells_of, compare_rows, paper_cells, paper_rows
 
-__all__ = ["COLUMNS", "cells_of", "compare_page", "compare_rows", "paper_cells", "run_page"]
+__all__ = ["COLUMNS", "PAPER_ROW", "cells_of", "compare_page", "compare_rows", "paper_cells", "paper_rows", "run_page"]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT = 640, 260
+MOST_POINTS = 400
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 12, 40
 
 
@@ -25,7 +26,7 @@ def line_chart(
         name: [(x, y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y)]
         for name, points in series.items()
     }
-    lines = {name: points for name, points in lines.items() if points}
+    lines = {name: _thinned(points) for name, points in lines.items() if points}
     if not lines:
         return ""
     xs = [x for points in lines.values() for x, _ in points]
@@ -34,14 +35,24 @@ def line_chart(
     parts = [_grid(x_range, y_range), _labels(x_label, y_label)]
     for number, (name, points) in enumerate(lines.items()):
         path = " ".join(f"{_x(x, x_range):.1f},{_y(y, y_range):.1f}" for x, y in points)
-        parts.append(f'<polyline class="s{number % 6}" points="{path}"><title>{html.escape(name)}</title></polyline>')
-    legend = "".join(f'<span class="s{number % 6}">{html.escape(name)}</span>' for number, name in enumerate(lines))
+        look = f"s{number % 6} d{number // 6 % 3}"
+        parts.append(f'<polyline class="{look}" points="{path}"><title>{html.escape(name)}</title></polyline>')
+    legend = "".join(
+        f'<span class="s{number % 6} d{number // 6 % 3}">{html.escape(name)}</span>'
+        for number, name in enumerate(lines)
+    )
     label = html.escape(f"{title}: {y_label} against {x_label} for {', '.join(lines)}", quote=True)
     return (
         f'<figure><figcaption>{html.escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{label}">{"".join(parts)}</svg><p class="legend">{legend}</p>'
         f"<details><summary>numbers</summary>{_table(lines, x_label)}</details></figure>"
     )
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MOST_POINTS`, the last always among them; more could not be told apart."""
+    stride = -(-len(points) // MOST_POINTS)
+    return points[::-stride][::-1]
 
 
 def _padded(low: float, high: float, share: float) -> tuple[float, float]:
@@ -71,7 +82,7 @@ def _grid(x_range: tuple[float, float], y_range: tuple[float, float]) -> str:
         y = _y(value, y_range)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in ticks(*x_range):
+    for value in (value for value in ticks(*x_range) if value == round(value)):  # epochs and steps are whole
         parts.append(
             f'<text x="{_x(value, x_range):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
         )

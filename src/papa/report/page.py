@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from papa.report.chart import line_chart
-from papa.report.table import COLUMNS, cells_of, compare_rows, scores_of
+from papa.report.table import COLUMNS, PAPER_ROW, cells_of, compare_rows, paper_cells, paper_rows, scores_of
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --paper: #fff; --line: #d5dae1; --quiet: #5b6675;
@@ -22,6 +22,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.
 .quiet, figcaption { color: var(--quiet); } figure { margin: 1.25rem 0; } svg { width: 100%; height: auto; }
 svg text { font-size: 11px; fill: var(--quiet); } svg .grid { stroke: var(--line); }
 svg polyline { fill: none; stroke: currentColor; stroke-width: 1.8; }
+.d1 { stroke-dasharray: 7 4; } .d2 { stroke-dasharray: 2 3; } span.d1, span.d2 { font-style: italic; }
 .s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }
 .s4 { color: var(--c4); } .s5 { color: var(--c5); }
 .legend { margin: .25rem 0; } .legend span { margin-right: 1rem; } .legend span::before { content: "\\2014\\00a0"; }
@@ -45,13 +46,15 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
     )
     rows = [("test", *cells_of(result["test"]))] if result["test"] else []
     rows.append(("validation", *cells_of(result["validation"])))
+    if result.get("paper"):
+        rows.append((PAPER_ROW, *paper_cells(result["paper"])))
     parts = [
         table(("", *COLUMNS), rows),
         f'<p class="quiet">Greedy soup: members {html.escape(str(result["greedy_members"]))}.</p>',
         *_curves(events),
         _policies(result),
-        "<h2>Configuration</h2>" + _pre(result["config"]),
-        "<h2>Environment</h2>" + _pre({"seconds": result["seconds"], **result["environment"]}),
+        _folded("Configuration", result["config"]),
+        _folded("Environment", {"seconds": result["seconds"], **result["environment"]}),
     ]
     return _page(title, parts)
 
@@ -61,11 +64,11 @@ def compare_page(results: Sequence[Mapping[str, Any]]) -> str:
     title = f"{results[0]['recipe']}: {len(results)} runs compared"
     singles = [(f"{result['method']}, seed {result['seed']}", *cells_of(scores_of(result))) for result in results]
     parts = [
-        table(("method", *COLUMNS), compare_rows(results)),
+        table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)]),
         "<h2>Every run</h2>",
         table(("run", *COLUMNS), singles),
-        "<h2>Configuration of the first run</h2>" + _pre(results[0]["config"]),
-        "<h2>Environment of the first run</h2>" + _pre(results[0]["environment"]),
+        _folded("Configuration of the first run", results[0]["config"]),
+        _folded("Environment of the first run", results[0]["environment"]),
     ]
     return _page(title, parts)
 
@@ -110,8 +113,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
 
 
-def _pre(value: Any) -> str:
-    return f"<pre>{html.escape(json.dumps(value, indent=2))}</pre>"
+def _folded(title: str, value: Any) -> str:
+    text = html.escape(json.dumps(value, indent=2))
+    return f"<h2>{title}</h2><details><summary>show</summary><pre>{text}</pre></details>"
 
 
 def _page(title: str, parts: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+PAPER_ROW = "paper's test, in its full setting"
 COLUMNS = ("mean [min, max]", "ensemble", "average soup", "greedy soup")
 
 
@@ -19,6 +20,12 @@ def paper_cells(scores: Mapping[str, float]) -> tuple[str, ...]:
     """The paper's cells under `COLUMNS`; empty where it gives no number."""
     keys = ("mean", "ensemble", "average_soup", "greedy_soup")
     return tuple(f"{scores[key]:.2f}" if key in scores else "" for key in keys)
+
+
+def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The paper's rows for the methods of some runs, where it has any."""
+    scores = {result["method"]: result.get("paper") for result in results}
+    return [(f"paper's {method}", *paper_cells(paper)) for method, paper in scores.items() if paper]
 
 
 def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -34,6 +34,7 @@ def train(
     num_members: int = 5,
     num_epochs: int,
     batch_size: int = 64,
+    validation: float = 0.02,
     rule: Rule | Callable[[Length], Rule] | None = None,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
@@ -59,11 +60,12 @@ def train(
 
     Args:
         make_model: makes one member; called once for each, with torch's generators seeded for it.
-        data: a pair of tensors (inputs, targets) or a torch dataset, of which 2% are held out for the greedy soup; or
-            a `papa.data.Data` that names training, validation and test data.
+        data: a pair of tensors (inputs, targets) or a torch dataset, of which a share is held out for the greedy soup
+            (through the same transforms); or a `papa.data.Data` that names training, validation and test data.
         num_members: the size of the population.
         num_epochs: passes over the data.
         batch_size: examples per step; the last incomplete batch of an epoch is left out.
+        validation: the share held out, where `data` names no validation data.
         rule: how members are averaged, or a function from the training's `Length` to it. By default a `Push` whose
             half-life is 2% of training.
         loss: from outputs and targets to the mean loss of a batch.
@@ -88,6 +90,7 @@ def train(
         num_members=num_members,
         num_epochs=num_epochs,
         batch_size=batch_size,
+        validation=validation,
         rule=rule,
         loss=loss,
         metric=metric,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from papa import checkpoint
 from papa.averager import Averager, Averaging
-from papa.data.source import Data, Source, as_source, batches_of, hold_out, stream_batches
+from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
 from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Batch, Evaluation, Loss, Metric, evaluate_together
 from papa.group import Group, Local
@@ -99,6 +99,7 @@ class Training:
         num_members: int,
         num_epochs: int,
         batch_size: int,
+        validation: float = 0.02,
         rule: Rule | Callable[[Length], Rule] | None,
         loss: Loss,
         metric: Metric,
@@ -113,7 +114,9 @@ class Training:
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
-        self.data = as_data(data, seed=seed)
+        if augment is not None and not callable(augment) and len(augment) != num_members:
+            raise ConfigError(f"augment has {len(augment)} entries, expected one for each of {num_members} members")
+        self.data = as_data(data, validation, seed=seed)
         if batch_size > len(self.data.train):
             available = len(self.data.train)
             raise DataError(f"batch_size is {batch_size}, expected at most the {available} training examples")
@@ -161,6 +164,7 @@ class Training:
 
     def run(self, hooks: Sequence[Hook] = ()) -> None:
         """Train from the current step to the end."""
+        self._try_out()
         for hook in hooks:
             hook.on_start(self)
         with torch.random.fork_rng(
@@ -174,6 +178,11 @@ class Training:
                         hook.on_epoch(self, record)
                 for hook in hooks:
                     hook.after_step(self)
+
+    def _try_out(self) -> None:
+        """Score one batch, so that a loss or metric that does not fit shows now and not after the first epoch."""
+        first = Subset(self.data.validation, torch.arange(min(2, len(self.data.validation)), device="cpu"))
+        self.evaluate([self.population[0]], first)
 
     def _one_step(self, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
@@ -196,9 +205,10 @@ class Training:
             self.optimizers[index],
             self.scalers[index],
         )
+        # Datasets with random transforms, dropout and drop-path draw from the global generator and offer no other.
+        seed_global_(derive(self.seed, "data", member, self.step))
         generator = stream(self.seed, "augment", member, self.step)
         inputs, targets = self.augments[index](*self._batch(member), generator)
-        # Dropout and drop-path draw from the global generator and offer no other.
         seed_global_(derive(self.seed, "forward", member, self.step))
         optimizer.zero_grad(set_to_none=True)
         with self._autocast():
@@ -218,7 +228,8 @@ class Training:
     def _batch(self, member: int) -> Batch:
         epoch, position = divmod(self.step, self.length.steps_per_epoch)
         if position == 0 or member not in self._streams:
-            order = torch.randperm(len(self.data.train), generator=stream(self.seed, "order", member, epoch))
+            generator = stream(self.seed, "order", member, epoch)
+            order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
             used = order[position * self.batch_size : self.length.steps_per_epoch * self.batch_size]
             self._streams[member] = stream_batches(
                 self.data.train,
@@ -287,7 +298,7 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """What else a checkpoint needs; a JSON value."""
-        return {"averager": self.averager.state_dict(), "seconds": dict(self.seconds)}
+        return {"num_averagings": self.averager.num_averagings, "seconds": dict(self.seconds)}
 
     def load_checkpoint_(
         self, step: int, state: dict[str, Any], members: dict[int, tuple[dict[str, Tensor], dict[str, Any]]]
@@ -305,16 +316,18 @@ class Training:
         self.step = step
         self._streams.clear()
         self.seconds.update(state["seconds"])
-        self.averager.load_state_dict(state["averager"])
+        self.averager.num_steps_taken = step
+        self.averager.num_averagings = state["num_averagings"]
         self.set_lr_()
 
 
-def as_data(data: Any, *, seed: int) -> Data:
-    """Whatever the user gave as data, split into training and validation."""
+def as_data(data: Any, validation: float, *, seed: int) -> Data:
+    """Whatever the user gave as data, with a share split off for validation unless there is validation data."""
     if isinstance(data, Data):
-        return data
-    train, validation = hold_out(as_source(data), 0.02, seed=seed)
-    return Data(train=train, validation=validation)
+        test = None if data.test is None else as_source(data.test)
+        return Data(train=as_source(data.train), validation=as_source(data.validation), test=test)
+    train, held_out = hold_out(as_source(data), validation, seed=seed)
+    return Data(train=train, validation=held_out)
 
 
 def _augment_of(
@@ -322,7 +335,7 @@ def _augment_of(
 ) -> Augment:
     if augment is None:
         return lambda inputs, targets, generator: (prepare(inputs), targets)
-    return augment if callable(augment) else augment[member % len(augment)]
+    return augment if callable(augment) else augment[member]
 
 
 def _rule_of(rule: Rule | Callable[[Length], Rule] | None, length: Length) -> Rule:

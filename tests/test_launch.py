@@ -17,7 +17,11 @@ from papa.training import Training
 
 def small_config(**changes: object) -> Config:
     config = replace(find("digits").config(), members=3, **changes)  # type: ignore[arg-type]
-    return replace(config, train=replace(config.train, epochs=3, batch_size=64))
+    return replace(
+        config,
+        train=replace(config.train, epochs=3, batch_size=64),
+        average=replace(config.average, repair=2),
+    )
 
 
 def networks_of(path: Path) -> dict[str, torch.Tensor]:
@@ -55,7 +59,7 @@ def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path
     assert [event["step"] for event in events if event["event"] == "average"] == list(range(5, steps + 1, 5))
 
 
-@pytest.mark.parametrize("method", ["papa", "papa-2"])
+@pytest.mark.parametrize("method", ["papa", "papa-2", "papa-all"])
 def test_two_workers_end_with_the_bits_of_one(tmp_path: Path, method: str) -> None:
     config = small_config(method=method)
     torch.set_num_threads(1)

@@ -25,6 +25,7 @@ PUBLIC_NAMES = [
     "average_soup",
     "evaluate",
     "greedy_soup",
+    "repair_",
     "reset_batch_norm_",
     "train",
 ]

@@ -300,3 +300,40 @@ def test_augments_must_be_as_many_as_members() -> None:
     plain = lambda inputs, targets, generator: (inputs, targets)  # noqa: E731
     with pytest.raises(ConfigError, match="augment has 2 entries, expected one for each of 3 members"):
         train(make_net, make_data(), num_members=3, num_epochs=1, augment=[plain, plain])
+
+
+def test_repair_after_merges_sees_the_same_batches_on_every_call() -> None:
+    seen: list[list[Tensor]] = []
+    original = Training.repair_batches
+
+    class Spy(Training):
+        def repair_batches(self, member: int) -> list[Tensor]:
+            batches = original(self, member)
+            seen.append(batches)
+            return batches
+
+    training = Spy(
+        make_net,
+        make_data(),
+        num_members=2,
+        num_epochs=3,
+        batch_size=16,
+        rule=MergeAll(every_steps=5),
+        loss=F.cross_entropy,
+        metric=lambda outputs, targets: (outputs.argmax(1) == targets).double().mean(),
+        make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        schedule=cosine(),
+        augment=None,
+        prepare=lambda inputs: inputs,
+        seed=1,
+        device="cpu",
+        numerics=Numerics(),
+        eval_batch_size=64,
+        num_repair_batches=2,
+        group=None,
+    )
+    training.run()
+    assert len(seen) == 2 * 2  # two merges (the last step has none), two members
+    for batches in seen:
+        assert len(batches) == 2
+        assert all(torch.equal(first, second) for first, second in zip(batches, seen[0], strict=True))

@@ -9,7 +9,7 @@ from papa.ensemble import Ensemble
 from papa.errors import PapaError
 from papa.evaluate import Evaluation, evaluate
 from papa.population import Population
-from papa.repair import reset_batch_norm_
+from papa.repair import repair_, reset_batch_norm_
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, train
@@ -35,6 +35,7 @@ __all__ = [
     "average_soup",
     "evaluate",
     "greedy_soup",
+    "repair_",
     "reset_batch_norm_",
     "train",
 ]

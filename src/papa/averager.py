@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from papa.errors import MixingError
 from papa.population import Population
 from papa.rules import Moment, Push, Rule
+
+Around: TypeAlias = Callable[[Population, Tensor], AbstractContextManager[None]]
+"""What happens right before and right after members are mixed, given the population and the matrix."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Averager:
         optimizers: the members' optimizers (or one for all), read for the learning rate that scales `Push`. Without
             them, and without passing `lr_ratio` to `step`, a push is not scaled.
         num_steps: how many steps training has in all; merges then leave out the last.
+        around: makes a context for each averaging from population and matrix, such as `papa.repair.RepairMerges`.
         measure: record distances to the mean, at the price of reading the matrix once more (twice for a merge).
     """
 
@@ -62,6 +69,7 @@ class Averager:
         *,
         num_steps: int | None = None,
         measure: bool = True,
+        around: Around | None = None,
     ) -> None:
         if num_steps is not None and num_steps < 0:
             raise MixingError(f"num_steps is {num_steps}, expected the number of steps of the whole training")
@@ -69,6 +77,7 @@ class Averager:
         self.rule = rule
         self.num_steps = num_steps
         self.measure = measure
+        self.around = around
         self.num_steps_taken = 0
         self.num_averagings = 0
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
@@ -96,7 +105,9 @@ class Averager:
     def _average(self, moment: Moment) -> Averaging:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
         before = tuple(self.population.distances().tolist()) if self.measure else None
-        self.population.mix_(self.rule.matrix(moment))
+        matrix = self.rule.matrix(moment)
+        with self.around(self.population, matrix) if self.around is not None else contextlib.nullcontext():
+            self.population.mix_(matrix)
         self.num_averagings += 1
         if before is None or alpha is None:
             after = tuple(self.population.distances().tolist()) if self.measure else None

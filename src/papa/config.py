@@ -107,6 +107,8 @@ class AverageConfig:
     """papa: steps between pushes."""
     every_epochs: float = 5.0
     """Merges: epochs between them."""
+    repair: int = 0
+    """Merges: repair activation statistics afterwards (REPAIR), on so many batches; 0 for not."""
     start: float = 0.0
     """The first epoch at which averaging may happen."""
     stop: float | None = None
@@ -199,6 +201,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("data.max-train", config.data.max_train or 1, 1),
         ("data.max-test", config.data.max_test or 1, 1),
         ("average.every-steps", average.every_steps, 1),
+        ("average.repair", average.repair, 0),
         ("average.start", average.start, 0),
     ):
         if number < least:

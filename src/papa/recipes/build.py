@@ -68,6 +68,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         device=(group or Local()).place(find_device(config.device)),
         numerics=numerics_for(config),
         eval_batch_size=512,
+        num_repair_batches=config.average.repair,
         group=group,
     )
 

@@ -37,7 +37,7 @@ def finetune(row: _Row, budget: str) -> Config:
         data=DataConfig(name="cifar100", image_size=224),
         model=ModelConfig(name=row.model, pretrained=True, frozen=0.04),
         train=TrainConfig(epochs=50, batch_size=64, optimizer="adamw", lr=1e-4, min_lr=1e-6, weight_decay=1e-4),
-        average=AverageConfig(alpha=0.9995, every_steps=10, every_epochs=20.0),
+        average=AverageConfig(alpha=0.9995, every_steps=10, every_epochs=20.0, repair=5),
         diversity=DiversityConfig(grid="default"),
     )
     if budget == "mini":

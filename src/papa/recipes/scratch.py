@@ -40,7 +40,7 @@ def cifar(row: _Row, budget: str) -> Config:
         data=DataConfig(name=row.data),
         model=ModelConfig(name=row.model),
         train=TrainConfig(epochs=300, batch_size=64, lr=0.1, min_lr=1e-4, weight_decay=1e-4),
-        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0),
+        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5),
         diversity=DiversityConfig(grid="default"),
     )
     if budget == "mini":

@@ -46,6 +46,7 @@ def train(
     device: torch.device | str = "cpu",
     numerics: Numerics = Numerics(),  # noqa: B008
     eval_batch_size: int = 512,
+    num_repair_batches: int = 0,
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
@@ -79,6 +80,7 @@ def train(
         device: where to train.
         numerics: precision, memory format, gradient clipping.
         eval_batch_size: examples per batch when scoring.
+        num_repair_batches: repair members after each merge (REPAIR), by their statistics on so many batches; 0 for not.
         hooks: told of every step, averaging and epoch.
 
     Returns:
@@ -102,6 +104,7 @@ def train(
         device=device,
         numerics=numerics,
         eval_batch_size=eval_batch_size,
+        num_repair_batches=num_repair_batches,
         group=None,
     )
     training.run(hooks)

@@ -19,12 +19,17 @@ from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Batch, Evaluation, Loss, Metric, evaluate_together
 from papa.group import Group, Local
 from papa.population import Population
+from papa.repair import RepairMerges
 from papa.rules import Push, Rule
 from papa.schedules import Schedule
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
 
 Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
 """From raw inputs, targets and a generator to what a network trains on."""
+
+
+REPAIR_SEED = 666
+"""The paper's: REPAIR sees the same data on every call, whatever the run's seed."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Training:
         device: torch.device | str,
         numerics: Numerics,
         eval_batch_size: int,
+        num_repair_batches: int = 0,
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
@@ -136,9 +142,15 @@ class Training:
         self._loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
         self._streams: dict[int, Iterator[Batch]] = {}
         self.set_lr_()
+        rule = _rule_of(rule, self.length)
         self.averager = Averager(
-            self.population, _rule_of(rule, self.length), self.optimizers, num_steps=self.length.num_steps
+            self.population,
+            rule,
+            self.optimizers,
+            num_steps=self.length.num_steps,
+            around=RepairMerges(self.repair_batches) if num_repair_batches and rule.is_merge else None,
         )
+        self.num_repair_batches = num_repair_batches
 
     @property
     def epoch(self) -> int:
@@ -239,6 +251,18 @@ class Training:
             )
         inputs, targets = next(self._streams[member])
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def repair_batches(self, member: int) -> list[Tensor]:
+        """The batches REPAIR looks at: the same images on every call and for every member, under its own policy."""
+        generator = stream(REPAIR_SEED, "repair")
+        order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
+        augment = self.augments[member - self.members.start]
+        batches = []
+        for number, indices in enumerate(torch.split(order, self.batch_size)[: self.num_repair_batches]):
+            inputs, targets = (part.to(self.device) for part in self.data.train.batch(indices))
+            drawn = augment(inputs, targets, stream(REPAIR_SEED, "repair-augment", position=number))
+            batches.append(self._formatted(drawn[0]))
+        return batches
 
     def _formatted(self, inputs: Tensor) -> Tensor:
         if self.numerics.channels_last and inputs.dim() == 4:

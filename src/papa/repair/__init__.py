@@ -1,0 +1,18 @@
+"""Activation statistics: REPAIR after weights were averaged, and BatchNorm re-estimated."""
+
+from papa.repair.batch_norm import reset_batch_norm_
+from papa.repair.merging import RepairMerges
+from papa.repair.moments import Moments, layer_moments, repairable_layers
+from papa.repair.repair import RepairReport, goals_of, repair_, repair_toward_
+
+__all__ = [
+    "Moments",
+    "RepairMerges",
+    "RepairReport",
+    "goals_of",
+    "layer_moments",
+    "repair_",
+    "repair_toward_",
+    "repairable_layers",
+    "reset_batch_norm_",
+]

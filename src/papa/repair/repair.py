@@ -1,0 +1,199 @@
+"""REPAIR: give an averaged network the activation statistics that the networks it is made of have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from papa.errors import DataError
+from papa.mixing import check_row
+from papa.repair.batch_norm import reset_batch_norm_
+from papa.repair.moments import Moments, Record, channel_axis, layer_moments, repairable_layers, run_watched
+
+TOLERANCE = 1e-6
+"""When `exact` statistics count as holding, relative to the goals."""
+MOST_ROUNDS = 100
+"""How often an exact repair tries one layer."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The mean and standard deviation that each channel of a layer should have."""
+
+    mean: Tensor
+    std: Tensor
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What REPAIR did to each layer."""
+
+    repaired: tuple[str, ...]
+    """Layers that now have the goals' means and standard deviations."""
+    scaled_only: tuple[str, ...]
+    """Layers without a bias: their standard deviations are repaired, their means cannot be."""
+    left_alone: tuple[str, ...]
+    """The output layer, and layers that do not run."""
+
+
+def repair_(
+    child: nn.Module,
+    parents: Sequence[nn.Module],
+    batches: Sequence[Any],
+    weights: Sequence[float] | Tensor | None = None,
+    *,
+    exact: bool = False,
+) -> RepairReport:
+    """Give the weighted average of some networks the activation statistics it should have (REPAIR).
+
+    After averaging weights, activations collapse toward their means. For each channel of each convolution and linear
+    layer, the child's mean and standard deviation become the parents' weighted means of means and of deviations:
+
+        E[x] = sum_j w_j E[x_j],   std(x) = sum_j w_j std(x_j)
+
+    by rescaling the layer's own weight and bias. Nothing is added to the network. BatchNorm statistics are re-estimated
+    on the same batches afterwards. The output layer is left alone.
+
+    Example:
+        >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
+        >>> from papa.soup import average_soup
+        >>> child = average_soup(nets)
+        >>> report = repair_(child, nets, [torch.randn(32, 4) for _ in range(5)])
+        >>> report.repaired
+        ('0',)
+
+    Args:
+        child: the average; changed in place, or left untouched when anything goes wrong.
+        parents: the networks it is the average of, unchanged.
+        batches: inputs, or tuples whose first entry is the inputs; the same for all. Never test data.
+        weights: one per parent, summing to 1; equal when None.
+        exact: go layer by layer until the statistics hold, two passes over the batches for each (more for a layer that
+            runs several times), instead of one in all.
+
+    Returns:
+        What was done to each layer.
+    """
+    row = torch.full((len(parents),), 1.0 / len(parents)) if weights is None else torch.as_tensor(weights)
+    row = row.to(device="cpu", dtype=torch.float64)
+    if row.shape != (len(parents),):
+        raise DataError(f"weights have shape {tuple(row.shape)}, expected ({len(parents)},): one for each parent")
+    check_row(row, subject="the row of parents' weights")
+    moments = [
+        layer_moments(parent, batches, subject=f"parent {index}") if weight else {}
+        for index, (parent, weight) in enumerate(zip(parents, row.tolist(), strict=True))
+    ]
+    return repair_toward_(child, goals_of(moments, row), batches, exact=exact)
+
+
+def goals_of(moments: Sequence[Mapping[str, Moments]], weights: Tensor) -> dict[str, Goal]:
+    """The parents' weighted means of means and of standard deviations, layer by layer in the order they ran."""
+    used = [(parent, weight) for parent, weight in zip(moments, weights.tolist(), strict=True) if weight]
+    first = used[0][0]
+    for parent, _ in used:
+        if parent.keys() != first.keys():
+            odd = sorted(parent.keys() ^ first.keys())[0]
+            raise DataError(f"layer '{odd}' runs in some parents only: all must be networks of one architecture")
+    return {
+        name: Goal(
+            mean=sum((weight * parent[name].mean for parent, weight in used), torch.zeros(())),
+            std=sum((weight * parent[name].std for parent, weight in used), torch.zeros(())),
+        )
+        for name in first
+    }
+
+
+@torch.no_grad()
+def repair_toward_(
+    child: nn.Module, goals: Mapping[str, Goal], batches: Sequence[Any], *, exact: bool = False
+) -> RepairReport:
+    """REPAIR with goals that are already known; see `repair_`."""
+    layers = repairable_layers(child)
+    order = [name for name in goals if name in layers]
+    to_repair = order[:-1]  # the layer that runs last gives the outputs
+    kept = {name: copy.deepcopy(layers[name].state_dict()) for name in to_repair}
+    try:
+        if exact:
+            for name in to_repair:
+                _repair_exactly_(child, name, layers[name], goals[name], batches)
+        else:
+            watched = {name: layers[name] for name in to_repair}
+            for name, found in _rescaled_moments(child, watched, goals, batches).items():
+                _fuse_(layers[name], found, goals[name])
+        reset_batch_norm_(child, batches)
+    except BaseException:
+        for name, state in kept.items():
+            layers[name].load_state_dict(state)
+        raise
+    without_bias = tuple(name for name in to_repair if not has_bias(layers[name]))
+    return RepairReport(
+        repaired=tuple(name for name in to_repair if name not in without_bias),
+        scaled_only=without_bias,
+        left_alone=tuple(name for name in layers if name not in to_repair),
+    )
+
+
+def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, batches: Sequence[Any]) -> None:
+    """Measure and rescale one layer until its statistics hold; a layer that runs once needs one round."""
+    for _ in range(MOST_ROUNDS):
+        record = Record()
+        run_watched(child, batches, record, {name: layer})
+        found = record.moments[name]
+        scale, shift = _affine(found, goal)
+        if not has_bias(layer):
+            shift = torch.zeros_like(shift)
+        if (scale - 1.0).abs().max() < TOLERANCE and (shift.abs() < TOLERANCE * (goal.std + goal.mean.abs())).all():
+            return
+        _fuse_(layer, found, goal)
+
+
+def _rescaled_moments(
+    child: nn.Module, layers: Mapping[str, nn.Module], goals: Mapping[str, Goal], batches: Sequence[Any]
+) -> dict[str, Moments]:
+    """The child's moments when each layer's output is brought to its goals, batch by batch, before it is passed on."""
+    found = {name: Moments() for name in layers}
+
+    def watch(name: str, layer: nn.Module, output: Tensor) -> Tensor:
+        found[name].add(layer, output)
+        here = Moments()
+        here.add(layer, output)
+        scale, shift = _affine(here, goals[name])
+        shape = [1] * output.dim()
+        shape[channel_axis(layer, output)] = -1
+        return output * scale.to(output.dtype).view(shape) + shift.to(output.dtype).view(shape)
+
+    run_watched(child, batches, watch, layers)
+    return found
+
+
+def has_bias(layer: nn.Module) -> bool:
+    """Whether a layer can shift its output."""
+    return layer._parameters.get("bias") is not None
+
+
+def _affine(found: Moments, goal: Goal) -> tuple[Tensor, Tensor]:
+    """Scale and shift that bring what was found to the goal; a channel with no variance keeps scale 1."""
+    scale = torch.where((found.std > 0) & (goal.std > 0), goal.std / found.std.clamp(min=1e-300), 1.0)
+    return scale, goal.mean - scale * found.mean
+
+
+def _fuse_(layer: nn.Module, found: Moments, goal: Goal) -> None:
+    """Put scale and shift into the layer's own weight and bias."""
+    scale, shift = _affine(found, goal)
+    weight = layer.get_parameter("weight")
+    if isinstance(layer, _ConvTransposeNd):
+        # (in, out/groups, ...): the channels of group g are axis 1 of the g-th part of axis 0.
+        groups = weight.view(layer.groups, weight.shape[0] // layer.groups, *weight.shape[1:])
+        per_group = scale.view(layer.groups, 1, -1, *[1] * len(layer.kernel_size))
+        groups.mul_(per_group.to(weight.dtype))
+    else:
+        trailing = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
+        weight.mul_(scale.view(-1, 1, *[1] * trailing).to(weight.dtype))
+    if has_bias(layer):
+        bias = layer.get_parameter("bias")
+        bias.copy_((scale * bias.double() + shift).to(bias.dtype))

@@ -1,0 +1,274 @@
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from papa import Averager, MergeAll, MergePairs, Moment, Population, average_soup
+from papa.errors import DataError, MixingError
+from papa.repair import RepairMerges, layer_moments, repair_, repairable_layers, reset_batch_norm_
+
+NETWORKS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)),
+    "conv1d": lambda: nn.Sequential(nn.Conv1d(2, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 8, 3)),
+    "conv2d dilated": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3, dilation=2, padding=2, padding_mode="reflect"), nn.ReLU(), nn.Flatten(), nn.Linear(512, 3)
+    ),
+    "depthwise": lambda: nn.Sequential(
+        nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 12, 3, groups=6), nn.ReLU(), nn.Flatten(), nn.Linear(12 * 36, 3)
+    ),
+    "conv3d": lambda: nn.Sequential(nn.Conv3d(1, 4, 2, bias=True), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 27, 3)),
+    "transposed": lambda: nn.Sequential(
+        nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 2), nn.Flatten()
+    ),
+    "batch norm": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.Flatten(),
+        nn.Linear(80, 3),
+    ),
+}
+SHAPES = {
+    "mlp": (6,),
+    "conv1d": (2, 8),
+    "conv2d dilated": (3, 8, 8),
+    "depthwise": (3, 8, 8),
+    "conv3d": (1, 4, 4, 4),
+    "transposed": (4, 5, 5),
+    "batch norm": (3, 8, 8),
+}
+
+
+class Twice(nn.Module):
+    """A layer that is used more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(torch.relu(self.body(inputs)))))
+
+
+NETWORKS["used twice"], SHAPES["used twice"] = Twice, (5,)
+
+
+def make_parents(kind: str, size: int = 3) -> list[nn.Module]:
+    parents = []
+    for seed in range(size):
+        torch.manual_seed(seed)
+        net = NETWORKS[kind]().double()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(1 + seed).add_(0.1 * torch.randn_like(parameter))
+        parents.append(net)
+    return parents
+
+
+def make_batches(kind: str, num_batches: int = 1, batch_size: int = 32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (batch_size, *SHAPES[kind])
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(num_batches)]
+
+
+def state_of(net: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy(net.state_dict())
+
+
+def assert_same_state(net: nn.Module, state: dict[str, Tensor]) -> None:
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+# What a layer that runs twice says the second time depends on how it was repaired: only the exact form iterates.
+CASES = [(kind, exact) for kind in NETWORKS for exact in (False, True) if exact or kind != "used twice"]
+
+
+@pytest.mark.parametrize(("kind", "exact"), CASES)
+@pytest.mark.parametrize("weights", [None, [0.7, 0.0, 0.3]])
+def test_statistics_equal_their_goals_on_one_batch(kind: str, exact: bool, weights: list[float] | None) -> None:
+    parents, batches = make_parents(kind), make_batches(kind)
+    row = weights or [1 / 3] * 3
+    moments = [layer_moments(parent, batches) for parent in parents]
+    child = average_soup(parents, weights)
+    keys = list(child.state_dict())
+    report = repair_(child, parents, batches, weights, exact=exact)
+    found = layer_moments(child, batches)
+    assert list(child.state_dict()) == keys
+    assert report.repaired
+    for name in report.repaired:
+        mean = sum(weight * its[name].mean for weight, its in zip(row, moments, strict=True))
+        std = sum(weight * its[name].std for weight, its in zip(row, moments, strict=True))
+        torch.testing.assert_close(found[name].mean, mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[name].std, std, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_output_layer_is_left_alone(kind: str) -> None:
+    parents, batches = make_parents(kind), make_batches(kind)
+    child = average_soup(parents)
+    last = list(layer_moments(child, batches))[-1]
+    before = copy.deepcopy(child.get_submodule(last).state_dict())
+    report = repair_(child, parents, batches)
+    assert last in report.left_alone
+    assert_same_state(child.get_submodule(last), before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind != "used twice"])
+def test_an_unmixed_network_is_changed_by_rounding_only(kind: str) -> None:
+    parents, batches = make_parents(kind), make_batches(kind)
+    child = copy.deepcopy(parents[1])
+    reset_batch_norm_(child, batches)
+    before = state_of(child)
+    repair_(child, parents, batches, [0.0, 1.0, 0.0])
+    for name, value in child.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=1e-9, atol=1e-9)
+
+
+def test_several_batches_hold_exactly_when_asked_to() -> None:
+    parents, batches = make_parents("mlp"), make_batches("mlp", num_batches=5, batch_size=16)
+    child = average_soup(parents)
+    goals = [layer_moments(parent, batches) for parent in parents]
+    report = repair_(child, parents, batches, exact=True)
+    found = layer_moments(child, batches)
+    for name in report.repaired:
+        torch.testing.assert_close(found[name].std, sum(goal[name].std for goal in goals) / 3, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(found[name].mean, sum(goal[name].mean for goal in goals) / 3, rtol=1e-6, atol=1e-8)
+
+
+def test_the_fused_network_says_what_the_rescaled_one_said() -> None:
+    """A slow twin: put a rescaling module behind every layer instead of changing its weights."""
+    parents, batches = make_parents("depthwise"), make_batches("depthwise")
+    child = average_soup(parents)
+    slow = copy.deepcopy(child)
+    repair_(child, parents, batches)
+    goals = [layer_moments(parent, batches) for parent in parents]
+    signal = batches[0]
+    for index, layer in enumerate(slow):
+        signal = layer(signal)
+        name = str(index)
+        if isinstance(layer, nn.Conv2d):
+            mean = sum(goal[name].mean for goal in goals).view(1, -1, 1, 1) / 3
+            std = sum(goal[name].std for goal in goals).view(1, -1, 1, 1) / 3
+            axes = (0, 2, 3)
+            centred = signal - signal.mean(dim=axes, keepdim=True)
+            signal = centred / signal.std(dim=axes, keepdim=True, correction=0) * std + mean
+    torch.testing.assert_close(child(batches[0]), signal)
+
+
+def test_with_batch_norm_behind_every_convolution_it_is_a_batch_norm_reset_in_function() -> None:
+    parents, batches = make_parents("batch norm"), make_batches("batch norm", num_batches=3)
+    child = average_soup(parents)
+    reset = copy.deepcopy(child)
+    repair_(child, parents, batches)
+    reset_batch_norm_(reset, batches)
+    child.eval(), reset.eval()
+    probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    # Equal but for BatchNorm's epsilon, which weighs more or less after the rescaling.
+    torch.testing.assert_close(child(probe), reset(probe), rtol=1e-3, atol=1e-3)
+
+
+def test_a_constant_channel_keeps_its_scale_and_gets_its_mean() -> None:
+    parents, batches = make_parents("mlp"), make_batches("mlp")
+    for parent in parents:
+        parent[0].weight.data[2] = 0.0
+    child = average_soup(parents)
+    repair_(child, parents, batches)
+    assert torch.isfinite(child[0].weight).all()
+    goal = sum(layer_moments(parent, batches)["0"].mean[2] for parent in parents) / 3
+    torch.testing.assert_close(layer_moments(child, batches)["0"].mean[2], goal)
+
+
+def test_a_layer_without_bias_is_scaled_only_and_said_to_be() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2)).double()
+
+    parents, batches = [make() for _ in range(3)], make_batches("mlp")
+    child = average_soup(parents)
+    report = repair_(child, parents, batches)
+    assert report.scaled_only == ("0",)
+    std = sum(layer_moments(parent, batches)["0"].std for parent in parents) / 3
+    torch.testing.assert_close(layer_moments(child, batches)["0"].std, std)
+
+
+def test_everything_is_left_as_found() -> None:
+    parents, batches = make_parents("batch norm"), make_batches("batch norm", num_batches=2)
+    child = average_soup(parents)
+    child.train()
+    child[1].momentum = 0.3
+    parents[0].eval()
+    before = [state_of(parent) for parent in parents]
+    state = torch.random.get_rng_state()
+    repair_(child, parents, batches)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(module.training for module in child.modules())
+    assert not any(module.training for module in parents[0].modules())
+    assert child[1].momentum == 0.3
+    assert child[1].track_running_stats
+    for parent, found in zip(parents, before, strict=True):
+        assert_same_state(parent, found)
+    assert not any(module._forward_hooks for module in child.modules())
+
+
+def test_a_failure_leaves_the_child_untouched() -> None:
+    parents, batches = make_parents("batch norm"), make_batches("batch norm")
+    child = average_soup(parents)
+    before = state_of(child)
+    with pytest.raises(DataError, match="there was no batch"):
+        repair_(child, parents, [])
+    parents[1][0].weight.data[0] = float("nan")
+    with pytest.raises(DataError, match="parent 1 has activations that are not finite at '0'"):
+        repair_(child, parents, batches)
+    with pytest.raises(RuntimeError):
+        repair_(child, make_parents("batch norm"), [torch.randn(4, 7, dtype=torch.float64)])
+    assert_same_state(child, before)
+    with pytest.raises(DataError, match=r"weights have shape \(2,\), expected \(3,\)"):
+        repair_(child, parents, batches, [0.5, 0.5])
+    with pytest.raises(MixingError, match=r"sums to 0\.9"):
+        repair_(child, parents, batches, [0.3, 0.3, 0.3])
+
+
+def test_tied_layers_are_not_touched() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    net[1].weight = net[0].weight
+    assert list(repairable_layers(net)) == ["2"]
+
+
+@pytest.mark.parametrize("rule", [MergeAll(every_steps=1), MergePairs(every_steps=1)])
+@pytest.mark.parametrize("one_list", [True, False])
+def test_members_are_repaired_around_a_merge(rule: MergeAll, one_list: bool) -> None:
+    parents, batches = make_parents("batch norm"), make_batches("batch norm")
+    before = copy.deepcopy(parents)
+    population = Population(parents)
+    repair = RepairMerges(lambda member: batches if one_list else list(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Averager(population, rule, around=repair).step()
+    matrix = rule.matrix(Moment(step=1, size=3, lr_ratio=1.0))
+    for member, net in enumerate(population):
+        expected = average_soup(before, matrix[member])
+        repair_(expected, before, batches, matrix[member])
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-6, atol=1e-9)
+
+
+def test_repair_undoes_the_collapse_of_variance() -> None:
+    def make() -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers += [nn.Linear(64, 64), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(64, 2))
+
+    torch.manual_seed(0)
+    parents, batches = [make() for _ in range(4)], [torch.randn(256, 64)]
+    goal = sum(layer_moments(parent, batches)["6"].std.mean() for parent in parents) / 4
+    child = average_soup(parents)
+    collapsed = layer_moments(child, batches)["6"].std.mean()
+    repair_(child, parents, batches)
+    repaired = layer_moments(child, batches)["6"].std.mean()
+    assert collapsed < 0.3 * goal
+    torch.testing.assert_close(repaired, goal, rtol=1e-3, atol=0.0)

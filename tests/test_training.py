@@ -337,3 +337,12 @@ def test_repair_after_merges_sees_the_same_batches_on_every_call() -> None:
     for batches in seen:
         assert len(batches) == 2
         assert all(torch.equal(first, second) for first, second in zip(batches, seen[0], strict=True))
+
+
+def test_independent_members_get_repaired_soups_where_repair_is_asked_for() -> None:
+    options = {"num_members": 3, "num_epochs": 6, "batch_size": 16, "num_repair_batches": 3}
+    apart = train(make_net, make_data(900), rule=Independent(), **options)  # type: ignore[arg-type]
+    assert apart.repaired is not None
+    assert apart.repaired.greedy.score >= max(member.score for member in apart.validation.members)
+    assert apart.repaired.to_json().keys() == {"validation", "test", "greedy_members"}
+    assert train(make_net, make_data(), rule=MergeAll(every_steps=4), **options).repaired is None  # type: ignore[arg-type]

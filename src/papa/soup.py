@@ -20,13 +20,19 @@ StateDict: TypeAlias = Mapping[str, Any]
 Network = TypeVar("Network", nn.Module, dict[str, Any])
 Score: TypeAlias = Callable[[Any], Any]
 Weights: TypeAlias = Sequence[float] | Tensor
+After: TypeAlias = Callable[[Any, Tensor], object]
+"""What is done to an average, given it and its row of weights, before anyone sees it."""
 
 
 @overload
-def average_soup(members: Population | Sequence[nn.Module], weights: Weights | None = None) -> nn.Module: ...
+def average_soup(
+    members: Population | Sequence[nn.Module], weights: Weights | None = None, *, after: After | None = None
+) -> nn.Module: ...
 @overload
-def average_soup(members: Sequence[StateDict], weights: Weights | None = None) -> dict[str, Any]: ...
-def average_soup(members: Any, weights: Weights | None = None) -> Any:
+def average_soup(
+    members: Sequence[StateDict], weights: Weights | None = None, *, after: After | None = None
+) -> dict[str, Any]: ...
+def average_soup(members: Any, weights: Weights | None = None, *, after: After | None = None) -> Any:
     """One network: the (weighted) mean of all.
 
         soup = sum_j w_j member_j,   w_j = 1/p unless given
@@ -42,11 +48,12 @@ def average_soup(members: Any, weights: Weights | None = None) -> Any:
     Args:
         members: a population, modules of one architecture, or their state dicts.
         weights: one per member, non-negative and summing to 1.
+        after: called with the average and its weights before it is handed back, for instance to repair it.
 
     Returns:
         A module of its own, or a state dict when given state dicts.
     """
-    pot = _pot(members)
+    pot = _pot(members, after)
     row = mixing.soup_row(pot.size, range(pot.size)) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
     pot.close()
@@ -82,10 +89,14 @@ class GreedySoup(Generic[Network]):
 
 
 @overload
-def greedy_soup(members: Population | Sequence[nn.Module], score: Score) -> GreedySoup[nn.Module]: ...
+def greedy_soup(
+    members: Population | Sequence[nn.Module], score: Score, *, after: After | None = None
+) -> GreedySoup[nn.Module]: ...
 @overload
-def greedy_soup(members: Sequence[StateDict], score: Score) -> GreedySoup[dict[str, Any]]: ...
-def greedy_soup(members: Any, score: Score) -> Any:
+def greedy_soup(
+    members: Sequence[StateDict], score: Score, *, after: After | None = None
+) -> GreedySoup[dict[str, Any]]: ...
+def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> Any:
     """One network: the mean of members that were added, best first, as long as the score did not fall.
 
     Algorithm 3 of the paper: sort by score; start from the best; add the next whenever the mean of the chosen and it
@@ -101,11 +112,12 @@ def greedy_soup(members: Any, score: Score) -> Any:
         members: a population, modules of one architecture, or their state dicts.
         score: takes a network (or state dict) and returns a number, higher is better; or `(score, loss)`, where the
             lower loss goes first among members of equal score.
+        after: called with each average and its weights before it is scored, for instance to repair it.
 
     Returns:
         The soup, who went in, and every score tried. One extra network is held in memory.
     """
-    pot = _pot(members)
+    pot = _pot(members, after)
     values = pot.group.gather([score(member) for member in pot.members_here])
     readings = [_reading(value, f"member {index}") for index, value in enumerate(values)]
     order = sorted(range(pot.size), key=lambda index: (-readings[index][0], readings[index][1], index))
@@ -139,6 +151,7 @@ class _Pot:
         self.size = len(sources)
         self.members_here = members_here
         self.group: Group = group if group is not None else Local()
+        self.after: After | None = None
         self._target = target
         self._sources = sources
 
@@ -156,9 +169,17 @@ class _Pot:
             for source, weight in used:
                 total.add_(source[name].to(device=target.device, dtype=wide), alpha=weight)
             target.copy_(total)
+        if self.after is not None:
+            self.after(self.network, row)
 
 
-def _pot(members: Any) -> _Pot:
+def _pot(members: Any, after: After | None) -> _Pot:
+    pot = _pot_of(members)
+    pot.after = after
+    return pot
+
+
+def _pot_of(members: Any) -> _Pot:
     if isinstance(members, Population):
         return _module_pot(list(members), members.averaged, members.averaged_tensors(), members.group)
     members = list(members)

@@ -93,6 +93,9 @@ def config_to_resume(asked: Config, default: Config, path: Path) -> Config:
 def print_result(result: dict[str, Any]) -> None:
     """Print the table a run ends with, the paper's numbers below its own."""
     rows = [(name, *cells_of(result[name])) for name in ("test", "validation") if result[name] is not None]
+    for name in ("test", "validation"):
+        if name in (result["repaired"] or {}):
+            rows.append((f"{name}, repaired", *paper_cells(result["repaired"][name])))
     if result["paper"]:
         rows.append((PAPER_ROW, *paper_cells(result["paper"])))
     print_table((result["method"], *COLUMNS), rows)

@@ -46,6 +46,9 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
     )
     rows = [("test", *cells_of(result["test"]))] if result["test"] else []
     rows.append(("validation", *cells_of(result["validation"])))
+    for part, scores in (result.get("repaired") or {}).items():
+        if part != "greedy_members":
+            rows.append((f"{part}, repaired", *paper_cells(scores)))
     if result.get("paper"):
         rows.append((PAPER_ROW, *paper_cells(result["paper"])))
     parts = [

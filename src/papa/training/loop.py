@@ -254,15 +254,21 @@ class Training:
 
     def repair_batches(self, member: int) -> list[Tensor]:
         """The batches REPAIR looks at: the same images on every call and for every member, under its own policy."""
-        generator = stream(REPAIR_SEED, "repair")
-        order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
         augment = self.augments[member - self.members.start]
-        batches = []
-        for number, indices in enumerate(torch.split(order, self.batch_size)[: self.num_repair_batches]):
-            inputs, targets = (part.to(self.device) for part in self.data.train.batch(indices))
-            drawn = augment(inputs, targets, stream(REPAIR_SEED, "repair-augment", position=number))
-            batches.append(self._formatted(drawn[0]))
-        return batches
+        return [
+            self._formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
+            for number, batch in enumerate(self._raw_repair_batches())
+        ]
+
+    def plain_repair_batches(self) -> list[Tensor]:
+        """The same images without augmentation."""
+        return [self._formatted(self.prepare(inputs)) for inputs, _ in self._raw_repair_batches()]
+
+    def _raw_repair_batches(self) -> Iterator[Batch]:
+        order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
+        for indices in torch.split(order, self.batch_size)[: self.num_repair_batches]:
+            inputs, targets = self.data.train.batch(indices)
+            yield inputs.to(self.device), targets.to(self.device)
 
     def _formatted(self, inputs: Tensor) -> Tensor:
         if self.numerics.channels_last and inputs.dim() == 4:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from papa.data.source import Source
 from papa.evaluate import Evaluation
 from papa.population import Population
+from papa.repair import goals_of, layer_moments, repair_toward_
+from papa.rules import Independent
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.loop import Training
 
@@ -49,6 +51,28 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class RepairedSoups:
+    """Soups whose activation statistics were repaired (REPAIR), and their scores."""
+
+    average_soup: nn.Module
+    greedy: GreedySoup[nn.Module]
+    validation: tuple[Evaluation, Evaluation]
+    """The average and the greedy soup on the validation data."""
+    test: tuple[Evaluation, Evaluation] | None
+    """The same on the test data."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As `result.json` holds it."""
+        parts = {"validation": self.validation, "test": self.test}
+        scores = {
+            part: {"average_soup": pair[0].score, "greedy_soup": pair[1].score}
+            for part, pair in parts.items()
+            if pair is not None
+        }
+        return {**scores, "greedy_members": sorted(self.greedy.members)}
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A trained population, the networks made of it, and their scores."""
 
@@ -64,6 +88,8 @@ class Outcome:
     """Scores on the test data, where there is any."""
     seconds: dict[str, float]
     """Where the time went."""
+    repaired: RepairedSoups | None = None
+    """For members that were never averaged, and where REPAIR is asked for: the soups it gives."""
 
     def to_json(self) -> dict[str, Any]:
         """The part of `result.json` that training knows."""
@@ -75,6 +101,7 @@ class Outcome:
                 {"members": list(trial.members), "score": trial.score, "kept": trial.kept}
                 for trial in self.greedy.trials
             ],
+            "repaired": None if self.repaired is None else self.repaired.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
@@ -97,4 +124,29 @@ def harvest(training: Training) -> Outcome:
         validation=scores_on(validation),
         test=None if test is None else scores_on(test),
         seconds=training.seconds,
+        repaired=repaired_soups(training) if _wants_repaired_soups(training) else None,
     )
+
+
+def _wants_repaired_soups(training: Training) -> bool:
+    return bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
+
+
+def repaired_soups(training: Training) -> RepairedSoups:
+    """Average and greedy soup, each average repaired before it is scored, as the paper does for independent members."""
+    batches = training.plain_repair_batches()
+    moments = training.group.gather([layer_moments(model, batches) for model in training.population])
+
+    def repair(network: nn.Module, row: Tensor) -> None:
+        repair_toward_(network, goals_of(moments, row), batches)
+
+    def pair_on(source: Source) -> tuple[Evaluation, Evaluation]:
+        first, second = training.evaluate([average, greedy.network], source)[0]
+        return first, second
+
+    validation, test = training.data.validation, training.data.test
+    average = average_soup(training.population, after=repair)
+    greedy = greedy_soup(
+        training.population, lambda network: training.evaluate([network], validation)[0][0], after=repair
+    )
+    return RepairedSoups(average, greedy, pair_on(validation), None if test is None else pair_on(test))

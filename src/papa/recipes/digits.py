@@ -12,7 +12,7 @@ def digits(budget: str) -> Config:
         members=5,
         data=DataConfig(name="digits", validation=0.1),
         model=ModelConfig(name="digits-cnn"),
-        train=TrainConfig(epochs=1 if budget == "smoke" else 30, batch_size=16),
+        train=TrainConfig(epochs=1 if budget == "smoke" else 20, batch_size=16, channels_last=True),
         average=AverageConfig(half_life=0.01, every_steps=5, every_epochs=1.0),
         diversity=DiversityConfig(grid="ablation"),
     )

@@ -213,7 +213,14 @@ def test_a_regression_with_a_loss_and_metric_of_ones_own() -> None:
     assert -0.01 < outcome.validation.average_soup.score <= 0
 
 
-@pytest.mark.parametrize("numerics", [Numerics(autocast=torch.bfloat16, channels_last=True), Numerics(clip_norm=0.1)])
+@pytest.mark.parametrize(
+    "numerics",
+    [
+        Numerics(autocast=torch.bfloat16, channels_last=True),
+        Numerics(autocast=torch.float16, clip_norm=1.0),
+        Numerics(clip_norm=0.1),
+    ],
+)
 def test_numerics_train_convolutions(numerics: Numerics) -> None:
     inputs, targets = torch.randn(64, 3, 8, 8), torch.randint(2, (64,))
     net = lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))  # noqa: E731

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 import tyro
 
+from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
 from papa.recipes import BUDGETS, RECIPES, Recipe, find
 
@@ -47,17 +48,27 @@ def take_budget(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, rest
 
 
-def describe(recipe: Recipe) -> str:
-    """What a recipe's help begins with."""
-    budgets = "; ".join(f"{name}: {meaning}" for name, meaning in BUDGETS.items())
-    return f"{recipe.summary[0].upper()}{recipe.summary[1:]}.\n\n--budget sets what options default to ({budgets})."
-
-
 def parse(
-    options: type[Options], default: Options, arguments: Sequence[str], *, prog: str, description: str
-) -> Options:
-    """The options, typed and checked by tyro, which exits with 2 and a message when they are wrong."""
-    return tyro.cli(options, prog=prog, description=description, default=default, args=list(arguments))
+    make_options: Callable[[Config], Options], recipe: Recipe, arguments: Sequence[str], *, command: str
+) -> tuple[Options, str]:
+    """The options of a command, typed and checked by tyro, which exits with 2 and a message when they are wrong.
+
+    Args:
+        make_options: the options as they are by default, from a recipe's config.
+        recipe: whose config they change.
+        arguments: what came after the recipe.
+        command: for the help.
+
+    Returns:
+        The options, and a name for what is run: the recipe's, with the budget where one was given.
+    """
+    budget, rest = take_budget(arguments)
+    default = make_options(recipe.config(budget))
+    budgets = "; ".join(f"{name}: {meaning}" for name, meaning in BUDGETS.items())
+    summary = f"{recipe.summary[0].upper()}{recipe.summary[1:]}.\n\n--budget sets what options default to ({budgets})."
+    prog = f"papa {command} {recipe.name}"
+    options = tyro.cli(type(default), prog=prog, description=summary, default=default, args=rest)
+    return options, f"{recipe.name}-{budget}" if budget else recipe.name
 
 
 def split_names(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import describe, parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
@@ -42,7 +42,7 @@ class CompareOptions:
     seeds: str = "1"
     """Which seeds, separated by commas."""
     out: Path | None = None
-    """Where the runs go, a directory for each; by default runs/compare-RECIPE."""
+    """Where the runs go, a directory for each; by default runs/compare-RECIPE[-BUDGET]."""
     workers: int | None = None
     """How many processes hold the members of a run; None for as many as help."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -54,21 +54,14 @@ def main(arguments: Sequence[str]) -> int:
     recipe, rest = take_recipe(arguments, USAGE)
     if recipe is None:
         return 0
-    budget, rest = take_budget(rest)
-    options = parse(
-        CompareOptions,
-        CompareOptions(config=recipe.config(budget)),
-        rest,
-        prog=f"papa compare {recipe.name}",
-        description=describe(recipe),
-    )
-    default = recipe.config(budget)
+    options, name = parse(lambda config: CompareOptions(config=config), recipe, rest, command="compare")
+    default = recipe.config(take_budget(rest)[0])
     if (options.config.method, options.config.seed) != (default.method, default.seed):
         raise ConfigError("papa compare takes --methods and --seeds, found --method or --seed")
     methods = split_names("--methods", options.methods, list(METHODS))
     seeds = split_numbers("--seeds", options.seeds)
     use_one_thread()
-    out = options.out or Path("runs") / f"compare-{recipe.name}"
+    out = options.out or Path("runs") / f"compare-{name}"
     results = []
     for method in methods:
         for seed in seeds:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import describe, parse, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import Config
@@ -53,20 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     recipe, rest = take_recipe(arguments, USAGE)
     if recipe is None:
         return 0
-    budget, rest = take_budget(rest)
-    options = parse(
-        RunOptions,
-        RunOptions(config=recipe.config(budget)),
-        rest,
-        prog=f"papa run {recipe.name}",
-        description=describe(recipe),
-    )
+    options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
     use_one_thread()
     config = options.config
-    name = f"{config.recipe}-{budget}" if budget else config.recipe
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:
-        config = config_to_resume(config, recipe.config(budget), path)
+        config = config_to_resume(config, recipe.config(take_budget(rest)[0]), path)
     result = execute(
         config,
         path,

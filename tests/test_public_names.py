@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "__version__",
     "average_soup",
     "evaluate",
+    "feature_similarity",
     "greedy_soup",
     "repair_",
     "reset_batch_norm_",

@@ -11,6 +11,7 @@ from papa.evaluate import Evaluation, evaluate
 from papa.population import Population
 from papa.repair import repair_, reset_batch_norm_
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
+from papa.similarity import feature_similarity
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, train
 
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "average_soup",
     "evaluate",
+    "feature_similarity",
     "greedy_soup",
     "repair_",
     "reset_batch_norm_",

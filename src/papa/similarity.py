@@ -1,0 +1,83 @@
+"""What members share: how alike their features are, layer by layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from papa.errors import DataError, did_you_mean
+from papa.evaluate import evaluating
+from papa.repair.moments import inputs_of, repairable_layers
+
+
+@torch.no_grad()
+def feature_similarity(
+    models: Sequence[nn.Module], batches: Iterable[Any], layers: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """The cosine similarity of features between networks, for each of some layers.
+
+        similarity[layer][j, k] = mean over examples of cos(features_j, features_k)
+
+    where an example's features are all numbers of the layer's output for it. Networks that were trained apart have
+    their units in different orders, so that their features look less alike than they are. Pass a soup as one more
+    network to compare members with it.
+
+    Example:
+        >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
+        >>> similarity = feature_similarity(nets, [torch.randn(16, 4)], layers=["1"])
+        >>> similarity["1"].shape
+        torch.Size([3, 3])
+
+    Args:
+        models: networks of one architecture, compared in evaluation mode and left as found.
+        batches: inputs, or tuples whose first entry is the inputs.
+        layers: names of submodules; None for every convolution and linear layer.
+
+    Returns:
+        A symmetric matrix in float64 for each layer, in the order the layers were named or built.
+    """
+    names = list(repairable_layers(models[0])) if layers is None else list(layers)
+    for name in names:
+        known = dict(models[0].named_modules())
+        if name not in known:
+            raise DataError(f"there is no layer '{name}': {did_you_mean(name, [key for key in known if key])}")
+    totals = {name: torch.zeros(len(models), len(models), dtype=torch.float64) for name in names}
+    num_examples = 0
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.enter_context(evaluating(model))
+        for batch in batches:
+            inputs = inputs_of(batch)
+            features = [_features(model, inputs, names) for model in models]
+            for name in names:
+                together = torch.stack([its[name] for its in features])
+                totals[name] += torch.einsum("jnd,knd->jk", together, together).cpu()
+            num_examples += len(inputs)
+    if not num_examples:
+        raise DataError("there was no batch to compare features on: the data is empty")
+    return {name: total / num_examples for name, total in totals.items()}
+
+
+def _features(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """What each layer says about each example, as rows of length 1."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        if not isinstance(output, Tensor) or len(output) != len(inputs):
+            raise DataError(f"layer '{name}' does not give one tensor with a row for each example: name another layer")
+        found[name] = nn.functional.normalize(output.reshape(len(output), -1).double(), dim=1)
+
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+            layer = model.get_submodule(name)
+            hook = layer.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
+            hooks.callback(hook.remove)
+        model(inputs)
+    for name in names:
+        if name not in found:
+            raise DataError(f"layer '{name}' did not run: name layers that the network's forward pass uses")
+    return found

@@ -22,12 +22,15 @@ PUBLIC_NAMES = [
     "Push",
     "Rule",
     "__version__",
+    "align_",
+    "align_by_activations_",
     "average_soup",
     "evaluate",
     "feature_similarity",
     "greedy_soup",
     "repair_",
     "reset_batch_norm_",
+    "symmetries",
     "train",
 ]
 

@@ -4,6 +4,7 @@ See `papa.Population`, `papa.Averager` and the rules for your own loop, `papa.tr
 """
 
 from papa._version import __version__
+from papa.align import align_, align_by_activations_, symmetries
 from papa.averager import Averager, Averaging
 from papa.ensemble import Ensemble
 from papa.errors import PapaError
@@ -33,11 +34,14 @@ __all__ = [
     "Push",
     "Rule",
     "__version__",
+    "align_",
+    "align_by_activations_",
     "average_soup",
     "evaluate",
     "feature_similarity",
     "greedy_soup",
     "repair_",
     "reset_batch_norm_",
+    "symmetries",
     "train",
 ]

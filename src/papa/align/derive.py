@@ -1,0 +1,164 @@
+"""Deriving a network's symmetries from its graph, and proving them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from papa import flat
+from papa.align.groups import Group, Program, Symmetries, groups_of
+from papa.align.permute import permute_all_
+from papa.align.rules import RULES
+from papa.align.trace import Leaf, Trace
+from papa.errors import PapaError
+from papa.streams import stream
+
+TOLERANCE = 1e-9
+"""How far outputs may move, relative to the largest, when a group is permuted in float64."""
+
+
+def symmetries(model: nn.Module, example_input: Any) -> Symmetries:
+    """Which units of a network can be permuted without changing its function.
+
+    The network's graph is taken with `torch.export` in evaluation mode and run on labels of units instead of numbers.
+    What comes out is proved: a copy of the network with random weights is permuted at random in float64, and a group
+    that changes its outputs is dropped with a warning. An operator that is not known freezes the units it touches.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        >>> (group,) = symmetries(net, torch.randn(3, 4))
+        >>> group.size, [(slot.tensor, slot.axis) for slot in group.slots][:2]
+        (8, [('0.weight', 0), ('0.bias', 0)])
+
+    Args:
+        model: the network, unchanged.
+        example_input: one batch of inputs, or a tuple of the arguments that the network takes.
+
+    Returns:
+        The groups of exchangeable units.
+    """
+    args = example_input if isinstance(example_input, tuple) else (example_input,)
+    twin = copy.deepcopy(model).cpu().eval()
+    args = pytree.tree_map(lambda part: part.detach().cpu() if isinstance(part, Tensor) else part, args)
+    program = _exported(twin, args)
+    leaves = _leaves(program, twin)
+    trace = Trace(leaves, RULES)
+    trace.run(program.graph)
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    return Symmetries(
+        proved(twin, args, groups_of(trace)),
+        Program(
+            program.graph_module,
+            {placeholder: leaf.name for placeholder, leaf in leaves.items() if placeholder not in constants},
+            {placeholder: leaves[placeholder].tensor for placeholder in constants},
+        ),
+    )
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, args, strict=False)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise PapaError(
+            f"{type(model).__name__} cannot be exported ({type(error).__name__}: {reason}): its units cannot be "
+            "derived; write out its groups by hand as papa.align.Symmetries, or leave it unaligned"
+        ) from error
+
+
+def _leaves(program: torch.export.ExportedProgram, model: nn.Module) -> dict[str, Leaf]:
+    """Parameters, buffers and constants by placeholder; tied tensors under their first name."""
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, _, _, _, tensor in flat.tensors_of(model):
+        tensors[names.setdefault(id(tensor), name)] = tensor
+        tensors[name] = tensor
+    signature, leaves = program.graph_signature, {}
+    for sources, is_parameter in ((signature.inputs_to_parameters, True), (signature.inputs_to_buffers, False)):
+        for placeholder, name in sources.items():
+            tensor = tensors[name]
+            leaves[placeholder] = Leaf(names[id(tensor)], tensor.detach(), is_parameter)
+    constants: Mapping[str, Any] = program.constants
+    for placeholder, name in signature.inputs_to_lifted_tensor_constants.items():
+        leaves[placeholder] = Leaf(name, constants[name], False)
+    return leaves
+
+
+@torch.no_grad()
+def proved(model: nn.Module, args: tuple[Any, ...], groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Those groups whose random permutation leaves the outputs of a float64 copy where they were."""
+    generator = stream(0, "align")
+    twin = copy.deepcopy(model).double().eval()
+    _randomise_(twin, generator)
+    args = pytree.tree_map(lambda part: _noisy(part, generator), args)
+    expected = _outputs(twin, args)
+    orders = {group.name: torch.randperm(group.size, generator=generator) for group in groups}
+
+    def holds(some: tuple[Group, ...]) -> bool:
+        changed = copy.deepcopy(twin)
+        permute_all_(changed, Symmetries(some), {group.name: orders[group.name] for group in some})
+        return _distance(_outputs(changed, args), expected) < TOLERANCE
+
+    broken = {group.name for group in _failing(groups, holds)}
+    for group in groups:
+        if group.name in broken:
+            warnings.warn(
+                f"the group of {group.size} units at '{group.name}' changes the network's outputs when permuted: it is "
+                "dropped and stays where it is",
+                UserWarning,
+                stacklevel=3,
+            )
+    return tuple(group for group in groups if group.name not in broken)
+
+
+def _failing(groups: tuple[Group, ...], holds: Any) -> tuple[Group, ...]:
+    """The groups that break a network, found by halving."""
+    if not groups or holds(groups):
+        return ()
+    if len(groups) == 1:
+        return groups
+    middle = len(groups) // 2
+    return _failing(groups[:middle], holds) + _failing(groups[middle:], holds)
+
+
+def _randomise_(model: nn.Module, generator: torch.Generator) -> None:
+    """Weights without any structure that could hide a mistake, such as scales of zero or equal biases."""
+    for _, is_parameter, _, key, tensor in flat.tensors_of(model):
+        if not tensor.is_floating_point() or not (is_parameter or key in ("running_mean", "running_var")):
+            continue
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        tensor.nan_to_num_(1.0, 1.0, 1.0)  # a network that diverged has the symmetries of any other
+        if key == "running_var":
+            tensor.mul_(1.0 + 0.5 * noise.tanh())
+        else:
+            tensor.add_(noise * (0.3 * tensor.square().mean().sqrt() + 0.03))
+
+
+def _noisy(part: Any, generator: torch.Generator) -> Any:
+    if not isinstance(part, Tensor) or not part.is_floating_point():
+        return part
+    return part.double().nan_to_num(0.0, 1.0, -1.0) + torch.randn(part.shape, generator=generator, dtype=torch.float64)
+
+
+def _outputs(model: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
+    return [part.double() for part in pytree.tree_leaves(model(*args)) if isinstance(part, Tensor)]
+
+
+def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference relative to the largest number; infinite where anything is not a number."""
+    worst = 0.0
+    for mine, theirs in zip(found, expected, strict=True):
+        scale = theirs.abs().max().item() if theirs.numel() else 1.0
+        gap = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
+        worst = max(worst, gap / scale if scale > 0 else gap)
+        if not torch.isfinite(mine).all():
+            return float("inf")
+    return worst

@@ -1,0 +1,266 @@
+"""Which units are exchangeable: exact for every architecture, frozen where nothing is known."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from papa import models
+from papa.align import Symmetries, permute_all_, symmetries
+from papa.align.derive import proved
+from papa.align.groups import Group, Slot
+from papa.align.permute import permute_slot_
+from papa.errors import PapaError
+
+
+class UNet(nn.Module):
+    """Down, up, and a concatenation across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 12, 3, padding=1), nn.ReLU())
+        self.up = nn.ConvTranspose2d(12, 6, 2, stride=2)
+        self.last = nn.Conv2d(14, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        across = self.first(images)
+        return self.last(torch.cat([across, self.up(self.down(across))], dim=1))
+
+
+class Attention(nn.Module):
+    """`nn.MultiheadAttention` between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.after = nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.before(tokens)
+        return self.after(self.attention(hidden, hidden, hidden, need_weights=False)[0])
+
+
+class Shared(nn.Module):
+    """A layer that runs twice: its inputs and outputs are the same units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.twice, self.after = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.after(self.twice(self.twice(self.before(inputs)).relu()).relu())
+
+
+class Gated(nn.Module):
+    """One number for all channels, one spatial map, and a normalised vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.map = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 1, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.conv(images).relu()
+        hidden = hidden * self.map(hidden).sigmoid() * self.scale
+        return self.head(nn.functional.normalize(hidden.mean((2, 3)), dim=1))
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, groups=4),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 8, 3, groups=4),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.PixelShuffle(2),
+        nn.Conv2d(2, 2, 1),
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 2))
+
+
+def vgg_without_batch_norm() -> nn.Module:
+    features = torchvision.models.vgg.make_layers([8, "M", 16, "M", 16, 16, "M"])
+    return nn.Sequential(features, nn.Flatten(), nn.Linear(16 * 16, 12), nn.ReLU(), nn.Linear(12, 4))
+
+
+IMAGE = (1, 3, 32, 32)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "mlp": (mlp, (2, 4), 2),
+    "vgg": (lambda: models.VGG(16, width=8), IMAGE, 13),
+    "vgg without BatchNorm": (vgg_without_batch_norm, IMAGE, 5),
+    "resnet18": (lambda: models.resnet18(width=8), IMAGE, 12),
+    "resnet20, option A": (lambda: models.resnet20(width=4), IMAGE, 12),
+    "resnet50": (torchvision.models.resnet50, IMAGE, 37),
+    "unet": (UNet, (1, 3, 8, 8), 3),
+    "densenet121": (torchvision.models.densenet121, IMAGE, 120),
+    "resnext50": (torchvision.models.resnext50_32x4d, IMAGE, 21),
+    "efficientnet_v2_s": (torchvision.models.efficientnet_v2_s, IMAGE, 75),
+    "convnext_tiny": (torchvision.models.convnext_tiny, IMAGE, 22),
+    "vit_tiny": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32), IMAGE, 25),
+    "eva02_tiny": (lambda: timm.create_model("eva02_tiny_patch14_224", img_size=28, num_classes=5), (1, 3, 28, 28), 25),
+    "convit_tiny": (lambda: timm.create_model("convit_tiny", img_size=32), IMAGE, 25),
+    "multi-head attention": (Attention, (2, 5, 6), 3),
+    "grouped": (grouped, (1, 3, 10, 10), 1),
+    "shared": (Shared, (2, 4), 1),
+    "gated": (Gated, (1, 3, 6, 6), 1),
+}
+"""What builds it, the shape of its inputs, and how many groups it has, not counting those inside of blocks."""
+
+
+def scrambled(model: nn.Module) -> nn.Module:
+    """A float64 copy with weights that hide nothing."""
+    twin = copy.deepcopy(model).double().eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            if name.endswith("running_var"):
+                tensor.mul_(1 + 0.5 * noise.tanh())
+            elif isinstance(tensor, nn.Parameter) or name.endswith("running_mean"):
+                tensor.add_(noise * (0.02 + 0.2 * tensor.square().mean().sqrt()))
+    return twin
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@torch.no_grad()
+def test_permuting_every_group_is_exact_and_leaving_one_tensor_out_is_not(name: str) -> None:
+    build, shape, num_groups = NETWORKS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    found = symmetries(model, torch.randn(shape))
+    assert sum(not group.is_inner for group in found) == num_groups
+
+    twin, inputs = scrambled(model), torch.randn(shape, dtype=torch.float64)
+    expected = twin(inputs)
+    permute_all_(twin, found, {group.name: torch.randperm(group.size) for group in found})
+    assert relative_error(twin(inputs), expected) < 1e-9
+
+    several = [group for group in found if len(group.slots) > 1]
+    tensors = dict((*twin.named_parameters(), *twin.named_buffers()))
+    for group in (several[0], several[len(several) // 2]):
+        kept = tensors[group.slots[-1].tensor].clone()
+        permute_slot_(tensors[group.slots[-1].tensor], group.slots[-1], torch.arange(group.size).roll(1))
+        assert relative_error(twin(inputs), expected) > 1e-9
+        tensors[group.slots[-1].tensor].copy_(kept)
+
+
+def test_running_statistics_move_with_their_channel() -> None:
+    (first, _) = symmetries(mlp(), torch.randn(2, 4))
+    assert {(slot.tensor, slot.axis) for slot in first.slots} == {
+        ("0.weight", 0),
+        ("0.bias", 0),
+        ("1.weight", 0),
+        ("1.bias", 0),
+        ("1.running_mean", 0),
+        ("1.running_var", 0),
+        ("3.weight", 1),
+    }
+
+
+def test_heads_are_blocks_and_units_move_inside_them() -> None:
+    found = symmetries(Attention(), torch.randn(2, 5, 6))
+    assert sorted(group.size for group in found if not group.is_inner) == [4, 16, 16]
+    inner = [group.size for group in found if group.is_inner]
+    assert inner == [4] * 8  # query-key pairs and values of four heads
+
+
+def test_constants_that_vary_keep_units_apart() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(3, 6), nn.Linear(6, 2)
+            self.register_buffer("table", torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 3.0]))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.after(self.before(inputs).relu() * self.table)
+
+    assert sorted(group.size for group in symmetries(Positions(), torch.randn(2, 3))) == [2, 3]
+
+
+def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(3, 6), nn.Linear(6, 5), nn.Linear(5, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.three(self.two(self.one(inputs).cumsum(1)).relu())
+
+    with pytest.warns(UserWarning, match="operator cumsum has no rule"):
+        (group,) = symmetries(Odd(), torch.randn(2, 3))
+    assert group.name == "two.weight"
+
+
+def test_units_of_different_nonlinearities_are_kept_apart() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(3, 8), nn.Linear(8, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            first, second = self.before(inputs).split([3, 5], dim=1)
+            return self.after(torch.cat([first.relu(), second.tanh()], dim=1))
+
+    assert sorted(group.size for group in symmetries(Halves(), torch.randn(2, 3))) == [3, 5]
+
+
+def test_outputs_and_inputs_stay() -> None:
+    assert len(symmetries(nn.Linear(4, 4), torch.randn(2, 4))) == 0
+
+
+def test_a_group_that_is_wrong_is_dropped_and_named() -> None:
+    model = mlp().eval()
+    right = symmetries(model, torch.randn(2, 4))
+    wrong = Group("made up", 2, (Slot("0.weight", 1, torch.tensor([[0], [1]])),))
+    with pytest.warns(UserWarning, match="2 units at 'made up' changes the network's outputs"):
+        kept = proved(model, (torch.randn(2, 4),), (wrong, *right))
+    assert kept == right.groups
+
+
+def test_a_network_that_diverged_has_the_symmetries_of_any_other() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    assert [group.size for group in symmetries(model, torch.randn(2, 4))] == [8, 6]
+
+
+def test_the_network_is_left_as_found() -> None:
+    model = mlp().train()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    symmetries(model, torch.zeros(2, 4))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_network_that_cannot_be_exported_says_why() -> None:
+    class Branching(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs if inputs.sum() > 0 else -inputs
+
+    with pytest.raises(PapaError, match=r"Branching cannot be exported .*write out its groups by hand"):
+        symmetries(Branching(), torch.randn(2, 3))
+
+
+def test_an_unknown_group_is_named() -> None:
+    with pytest.raises(PapaError, match="no group 'heat'"):
+        Symmetries(())["heat"]

@@ -129,3 +129,17 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], name
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         assert one.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8)), name
+
+
+class Attention(nn.Module):
+    """`nn.MultiheadAttention` between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.after = nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.before(tokens)
+        return self.after(self.attention(hidden, hidden, hidden, need_weights=False)[0])

@@ -9,21 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import Attention
 from papa import models
 from papa.align import Symmetries, align_by_activations_, permute_all_, symmetries
 from papa.errors import DataError, MemberError, PapaError
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(6, 16)
-        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.after = nn.Linear(16, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.before(tokens)
-        return self.after(self.attention(hidden, hidden, hidden, need_weights=False)[0])
 
 
 def mlp() -> nn.Sequential:

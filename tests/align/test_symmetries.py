@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from helpers import Attention
 from papa import models
 from papa.align import Symmetries, permute_all_, symmetries
 from papa.align.derive import proved
@@ -32,20 +33,6 @@ class UNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         across = self.first(images)
         return self.last(torch.cat([across, self.up(self.down(across))], dim=1))
-
-
-class Attention(nn.Module):
-    """`nn.MultiheadAttention` between two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(6, 16)
-        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.after = nn.Linear(16, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.before(tokens)
-        return self.after(self.attention(hidden, hidden, hidden, need_weights=False)[0])
 
 
 class Shared(nn.Module):

@@ -22,6 +22,10 @@ FROZEN = 0
 Integers = NDArray[np.int64]
 
 
+class UnforeseenError(RuntimeError):
+    """A form of an operator that its rule does not cover; never seen outside: what the operator touches is frozen."""
+
+
 def tidy(labels: Tensor) -> Tensor:
     """The same labels, with stride 0 along every dimension on which they do not vary."""
     shape = labels.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from papa.align.labels import compact, joint_shape, tidy, varies
+from papa.align.labels import UnforeseenError, compact, joint_shape, tidy, varies
 from papa.align.trace import Trace
 
 
@@ -41,7 +41,7 @@ def _shared(trace: Trace, first: Tensor, second: Tensor, shared: list[list[int]]
     """One number meets many units: these are a set to it."""
     (some, others), ledger = compact(first, second), trace.ledger
     if (shared[0] and shared[1]) or bool((some < 0).any()) or bool((others < 0).any()):
-        raise NotImplementedError("an outer product of units, or constants among units that share a number")
+        raise UnforeseenError("an outer product of units, or constants among units that share a number")
     few, many, dims = (some, others, shared[0]) if shared[0] else (others, some, shared[1])
     rows = [_full_rows(part, dims) for part in (many, few)]
     ledger.block(torch.cat([rows[0], rows[1][:, :1]], dim=1))

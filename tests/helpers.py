@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from papa import flat
+from papa.population import Population
+
 TOLERANCES = {
     torch.float64: 1e-13,
     torch.complex128: 1e-13,
@@ -143,3 +146,12 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.before(tokens)
         return self.after(self.attention(hidden, hidden, hidden, need_weights=False)[0])
+
+
+def averaged_tensors(population: Population) -> list[dict[str, Tensor]]:
+    """The averaged tensors of every member held here, by name, where they are."""
+    population.refresh_()
+    return [
+        {name: tensor.detach() for name, tensor in flat.named_tensors(model, population.averaged).items()}
+        for model in population
+    ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import NETWORKS, assert_close, make_networks
+from helpers import NETWORKS, assert_close, averaged_tensors, make_networks
 from papa import flat, mixing
 from papa.errors import MemberError
 from papa.population import Population
@@ -20,7 +20,7 @@ def test_every_tensor_starts_on_a_cache_line_and_none_overlap(kind: str) -> None
         assert rows.stride(0) * rows.element_size() // flat.ALIGNMENT_BYTES % 2 == 1
         spans = []
         for index in range(3):
-            for tensor in population.averaged_tensors()[index].values():
+            for tensor in averaged_tensors(population)[index].values():
                 if tensor.dtype == dtype and tensor.numel():
                     assert tensor.data_ptr() % flat.ALIGNMENT_BYTES == 0
                     spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()))

@@ -18,6 +18,7 @@ from helpers import (
     Tied,
     assert_close,
     assert_same_bits,
+    averaged_tensors,
     make_network,
     make_networks,
     random_stochastic,
@@ -37,7 +38,7 @@ seeds = st.integers(0, 1000)
 
 def pairwise_distances(population: Population) -> Tensor:
     vectors = [
-        torch.cat([tensor.detach().flatten() for tensor in population.averaged_tensors()[index].values()])
+        torch.cat([tensor.detach().flatten() for tensor in averaged_tensors(population)[index].values()])
         for index in range(len(population))
     ]
     return torch.cdist(torch.stack(vectors), torch.stack(vectors))
@@ -85,7 +86,7 @@ class TestLaws:
         population = Population(make_networks(kind, size, seed))
         population.mix_(mixing.merge_all(size))
         for index in range(size):
-            assert_same_bits(population.averaged_tensors()[index], population.averaged_tensors()[0])
+            assert_same_bits(averaged_tensors(population)[index], averaged_tensors(population)[0])
 
     @given(kinds, seeds, st.integers(0, 4))
     def test_a_population_of_one_keeps_every_bit(self, kind: str, seed: int, choice: int) -> None:
@@ -181,7 +182,7 @@ class TestInterface:
         for network, other in zip(population, twin, strict=True):
             assert_same_bits(snapshot(other), snapshot(network))
         twin.mix_(HALVES)
-        assert_same_bits(twin.averaged_tensors()[0], twin.averaged_tensors()[1])
+        assert_same_bits(averaged_tensors(twin)[0], averaged_tensors(twin)[1])
 
     def test_copies_keep_the_averaging_patterns(self) -> None:
         population = Population(make_networks("linear", 2), average={"2.*": False})
@@ -195,7 +196,7 @@ class TestInterface:
         assert set(population.matrices) == {torch.float64}
         population.mix_(HALVES)
         for name in population.averaged:
-            assert_close(population.averaged_tensors()[0][name], (before[0][name].double() + before[1][name]) / 2)
+            assert_close(averaged_tensors(population)[0][name], (before[0][name].double() + before[1][name]) / 2)
 
     def test_to_another_memory_format_keeps_it(self) -> None:
         population = Population(make_networks("conv_batch_norm", 2)).to(memory_format=torch.channels_last)
@@ -218,7 +219,7 @@ class TestInterface:
         population = Population(make_networks("conv_batch_norm", 2))
         with torch.inference_mode():
             population.mix_(HALVES)
-        assert_same_bits(population.averaged_tensors()[0], population.averaged_tensors()[1])
+        assert_same_bits(averaged_tensors(population)[0], averaged_tensors(population)[1])
         population[0](torch.randn(2, 2, 4, 4)).sum().backward()
 
 
@@ -321,7 +322,7 @@ class TestBinding:
         before = [snapshot(network) for network in population]
         population.mix_(HALVES)
         for name in population.averaged:
-            assert_close(population.averaged_tensors()[1][name], (before[0][name].double() + before[1][name]) / 2)
+            assert_close(averaged_tensors(population)[1][name], (before[0][name].double() + before[1][name]) / 2)
 
     def test_load_state_dict_by_assignment_is_refused_at_the_next_mix(self) -> None:
         population = Population(make_networks("linear", 2))
@@ -393,7 +394,7 @@ class TestBinding:
         population = Population(networks)
         population.mix_(mixing.merge_all(3))
         for name in population.averaged:
-            assert_close(population.averaged_tensors()[0][name], sum(state[name].double() for state in before) / 3)
+            assert_close(averaged_tensors(population)[0][name], sum(state[name].double() for state in before) / 3)
 
 
 class TestAutograd:
@@ -622,3 +623,37 @@ class TestErrors:
                 population.mix_(matrix)
         for network, state in zip(population, before, strict=True):
             assert_same_bits(snapshot(network), state)
+
+
+class TestCombined:
+    @given(kinds, sizes, seeds)
+    def test_weighted_sums_are_those_of_the_obvious_loop(self, kind: str, size: int, seed: int) -> None:
+        population = Population(make_networks(kind, size, seed))
+        weights = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+        weights /= weights.sum()
+        members = averaged_tensors(population)
+        for name, tensor in population.combined(weights).items():
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            expected = sum(weight * member[name].to(wide) for weight, member in zip(weights, members, strict=True))
+            assert_close(tensor, expected)
+
+    @given(kinds, sizes, seeds)
+    def test_one_hot_weights_copy_a_member_to_memory_of_its_own(self, kind: str, size: int, seed: int) -> None:
+        population = Population(make_networks(kind, size, seed))
+        member = seed % size
+        copied = population.combined(torch.eye(size)[member])
+        assert_same_bits(copied, averaged_tensors(population)[member])
+        for tensor in copied.values():
+            tensor.zero_()
+        assert any(bool(tensor.abs().sum() > 0) for tensor in averaged_tensors(population)[member].values())
+
+    def test_a_member_of_weight_zero_is_not_read(self) -> None:
+        population = Population(make_networks("linear", 3))
+        population.matrix[1] = torch.nan
+        for tensor in population.combined([0.5, 0.0, 0.5]).values():
+            assert torch.isfinite(tensor).all()
+
+    @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.5, 0.5, 0.5], [1.5, -0.5, 0.0], [float("nan"), 0.5, 0.5]])
+    def test_bad_weights_are_refused(self, weights: list[float]) -> None:
+        with pytest.raises(MixingError):
+            Population(make_networks("linear", 3)).combined(weights)

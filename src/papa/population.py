@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from papa import flat
-from papa.errors import MemberError
+from papa.errors import MemberError, MixingError
 from papa.group import Group, Local
-from papa.mixing import check_rows
+from papa.mixing import check_row, check_rows, soup_row
 
 
 class Population:
@@ -122,14 +122,22 @@ class Population:
         """The names of the tensors that are averaged; tied tensors are named once."""
         return tuple(slot.name for slot in self._layout.slots)
 
-    def averaged_tensors(self) -> list[dict[str, Tensor]]:
-        """The averaged tensors of every member of the whole population, by name, to read from until the next step."""
+    def combined(self, weights: Any) -> dict[str, Tensor]:
+        """The averaged tensors of the weighted mean of all members, by name, in memory of their own.
+
+        `W.combined(one_hot)` is a copy of one member, wherever it lives. Every process that holds members must call it.
+
+        Args:
+            weights: one for each member of the whole population, non-negative and summing to 1; a member of weight 0
+                is not read.
+        """
+        row = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        if row.shape != (self.size,):
+            raise MixingError(f"weights have shape {tuple(row.shape)}, expected ({self.size},): one for each member")
+        check_row(row, subject="the row of weights")
         self.refresh_()
-        published = {dtype: self.group.publish(rows) for dtype, rows in self.matrices.items()}
-        return [
-            {slot.name: flat.alias(published[slot.dtype][member], slot) for slot in self._layout.slots}
-            for member in range(self.size)
-        ]
+        rows = {dtype: self.group.combine(matrix, row) for dtype, matrix in self.matrices.items()}
+        return {slot.name: flat.alias(rows[slot.dtype], slot) for slot in self._layout.slots}
 
     def mix_(self, matrix: Any) -> None:
         """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.
@@ -163,7 +171,7 @@ class Population:
     def mean(self) -> Tensor:
         """The mean row of `matrix`: the average soup as one vector."""
         self.refresh_()
-        return self.group.mean(self.matrix)
+        return self.group.combine(self.matrix, soup_row(self.size, range(self.size)))
 
     def distances(self) -> Tensor:
         """The Euclidean distance of each member's parameters to the population's mean, one per member of all."""

@@ -124,6 +124,18 @@ def _two_parents(row: list[float]) -> tuple[int, int, float]:
     return first, second, row[second] if rest else 0.0
 
 
+def combine_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """`weights @ rows` as a new row, members added in their order; those of weight 0 are not read: 0 x NaN is NaN."""
+    used = [(member, weight) for member, weight in enumerate(weights.tolist()) if weight]
+    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    for block, target in zip(column_blocks(rows), column_blocks(combined[None], num_rows=len(rows)), strict=True):
+        total = torch.zeros_like(target[0], dtype=rows.dtype if rows.element_size() >= 4 else torch.float32)
+        for member, weight in used:
+            total.add_(block[member], alpha=weight)
+        target[0].copy_(total)
+    return combined
+
+
 def squared_distances(rows: Tensor) -> Tensor:
     """The squared Euclidean distance of each row to the mean row, in float64 on the CPU."""
     return squared_distances_by_block(column_blocks(rows)).sum(dim=0)
@@ -142,9 +154,14 @@ def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
     return parts.cpu()
 
 
-def column_blocks(rows: Tensor) -> Iterator[Tensor]:
-    """The matrix in blocks of columns; boundaries depend on its shape and dtype only, never on who asks."""
+def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]:
+    """The matrix in blocks of columns; boundaries depend on its shape and dtype only, never on who asks.
+
+    Args:
+        rows: the matrix.
+        num_rows: take the boundaries of a matrix with so many rows instead.
+    """
     limit = BLOCK_BYTES_CPU if rows.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
     step = ALIGNMENT_BYTES // rows.element_size()
-    width = max(step, limit // (rows.shape[0] * rows.element_size()) // step * step)
+    width = max(step, limit // ((num_rows or rows.shape[0]) * rows.element_size()) // step * step)
     yield from torch.split(rows, width, dim=1)

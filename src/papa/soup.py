@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar, overload
 
@@ -56,7 +56,6 @@ def average_soup(members: Any, weights: Weights | None = None, *, after: After |
     pot = _pot(members, after)
     row = mixing.soup_row(pot.size, range(pot.size)) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
-    pot.close()
     return pot.network
 
 
@@ -132,7 +131,6 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
         if kept:
             chosen, best = candidate, result
     pot.fill_(mixing.soup_row(pot.size, chosen))
-    pot.close()
     return GreedySoup(pot.network, tuple(chosen), best, tuple(value for value, _ in readings), tuple(trials))
 
 
@@ -143,32 +141,25 @@ class _Pot:
         self,
         network: Any,
         target: dict[str, Tensor],
-        sources: list[dict[str, Tensor]],
+        combine: Callable[[Tensor], Iterable[tuple[str, Tensor]]],
         members_here: Sequence[Any],
+        *,
+        size: int,
         group: Group | None = None,
     ) -> None:
         self.network = network
-        self.size = len(sources)
+        self.size = size
         self.members_here = members_here
         self.group: Group = group if group is not None else Local()
         self.after: After | None = None
         self._target = target
-        self._sources = sources
-
-    def close(self) -> None:
-        """Let the members move on: nobody reads their rows any more."""
-        self.group.wait()
+        self._combine = combine
 
     @torch.no_grad()
     def fill_(self, row: Tensor) -> None:
         """Every tensor of the network becomes the mean that `row` says; a weight of 0 leaves a member out."""
-        used = [(source, weight) for source, weight in zip(self._sources, row.tolist(), strict=True) if weight]
-        for name, target in self._target.items():
-            wide = target.dtype if target.element_size() >= 4 else torch.float32
-            total = torch.zeros_like(target, dtype=wide)
-            for source, weight in used:
-                total.add_(source[name].to(device=target.device, dtype=wide), alpha=weight)
-            target.copy_(total)
+        for name, mean in self._combine(row):
+            self._target[name].copy_(mean)
         if self.after is not None:
             self.after(self.network, row)
 
@@ -181,29 +172,58 @@ def _pot(members: Any, after: After | None) -> _Pot:
 
 def _pot_of(members: Any) -> _Pot:
     if isinstance(members, Population):
-        return _module_pot(list(members), members.averaged, members.averaged_tensors(), members.group)
+        return _population_pot(members)
     members = list(members)
     if not members:
         raise SoupError("a soup needs at least one network, got none")
     if all(isinstance(member, nn.Module) for member in members):
         names = [slot.name for slot in flat.plan(members, {}).slots]
-        return _module_pot(members, names, [flat.named_tensors(member, names) for member in members])
+        network = _copy_of(members[0])
+        sources = [flat.named_tensors(member, names) for member in members]
+        return _list_pot(network, flat.named_tensors(network, names), sources, members)
     if all(isinstance(member, Mapping) for member in members):
         return _state_dict_pot(members)
     kinds = ", ".join(sorted({type(member).__name__ for member in members}))
     raise SoupError(f"a soup is made of a population, of modules or of state dicts, got {kinds}")
 
 
-def _module_pot(
-    models: list[nn.Module], names: Sequence[str], sources: list[dict[str, Tensor]], group: Group | None = None
-) -> _Pot:
+def _copy_of(model: nn.Module) -> nn.Module:
     try:
-        network = copy.deepcopy(models[0])
+        return copy.deepcopy(model)
     except RuntimeError as error:
         raise SoupError(
-            f"{type(models[0]).__name__} cannot be copied ({error}): make a soup of the members' state dicts instead"
+            f"{type(model).__name__} cannot be copied ({error}): make a soup of the members' state dicts instead"
         ) from error
-    return _Pot(network, flat.named_tensors(network, names), sources, models, group)
+
+
+def _population_pot(population: Population) -> _Pot:
+    network = _copy_of(population[0])
+    return _Pot(
+        network,
+        flat.named_tensors(network, population.averaged),
+        lambda row: population.combined(row).items(),
+        list(population),
+        size=population.size,
+        group=population.group,
+    )
+
+
+def _list_pot(
+    network: Any, target: dict[str, Tensor], sources: Sequence[Mapping[str, Tensor]], members: Sequence[Any]
+) -> _Pot:
+    def combine(row: Tensor) -> Iterator[tuple[str, Tensor]]:
+        used = [(source, weight) for source, weight in zip(sources, row.tolist(), strict=True) if weight]
+        for name, like in target.items():
+            yield name, _weighted_sum(like, [(source[name], weight) for source, weight in used])
+
+    return _Pot(network, target, combine, members, size=len(members))
+
+
+def _weighted_sum(like: Tensor, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+    total = torch.zeros_like(like, dtype=like.dtype if like.element_size() >= 4 else torch.float32)
+    for tensor, weight in parts:
+        total.add_(tensor.to(device=like.device, dtype=total.dtype), alpha=weight)
+    return total
 
 
 def _state_dict_pot(states: list[StateDict]) -> _Pot:
@@ -211,7 +231,7 @@ def _state_dict_pot(states: list[StateDict]) -> _Pot:
     network = {key: copy.deepcopy(value) for key, value in states[0].items()}
     names = [key for key, value in network.items() if isinstance(value, Tensor) and _is_number(value)]
     sources = [{name: state[name] for name in names} for state in states]
-    return _Pot(network, {name: network[name] for name in names}, sources, states)
+    return _list_pot(network, {name: network[name] for name in names}, sources, states)
 
 
 def _is_number(tensor: Tensor) -> bool:

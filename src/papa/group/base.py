@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from papa.product import column_blocks, mix_rows_, squared_distances
+from papa.product import combine_rows, mix_rows_, squared_distances
 
 T = TypeVar("T")
 
@@ -63,16 +63,12 @@ class Group(Protocol):
         """Zeroed memory for the rows of the members held here, and perhaps of more."""
         ...
 
-    def publish(self, rows: Tensor) -> Tensor:
-        """All rows, as they are now, to read from until the next step; what `allocate` gave goes in."""
-        ...
-
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
         """`rows <- matrix @ rows` over all members, wherever they live."""
         ...
 
-    def mean(self, rows: Tensor) -> Tensor:
-        """The mean row of all members, wherever they live."""
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """A new row: the sum of all members' rows, each times its weight; a member of weight 0 is not read."""
         ...
 
     def squared_distances(self, rows: Tensor) -> Tensor:
@@ -122,17 +118,13 @@ class Local:
         """An ordinary zeroed tensor."""
         return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
 
-    def publish(self, rows: Tensor) -> Tensor:
-        """They are all here already."""
-        return rows
-
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
         """The product, block by block."""
         mix_rows_(rows, matrix)
 
-    def mean(self, rows: Tensor) -> Tensor:
-        """The mean over the rows."""
-        return torch.cat([block.mean(dim=0) for block in column_blocks(rows)])
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """The sum, block by block."""
+        return combine_rows(rows, weights)
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Block by block, so that nothing of the matrix's size is allocated."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.errors import ConfigError, MemberError
-from papa.product import column_blocks, mix_blocks_, squared_distances_by_block
+from papa.product import column_blocks, combine_rows, mix_blocks_, squared_distances_by_block
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Shared:
         dist.broadcast_object_list(paths, src=0)
         return paths[0]
 
-    def publish(self, rows: Tensor) -> Tensor:
+    def _published(self, rows: Tensor) -> Tensor:
         """The mapping, once every rank has put its rows there."""
         host = rows
         if self.is_staged(rows.device):
@@ -134,22 +134,22 @@ class Shared:
 
     def mix_(self, rows: Tensor, matrix: Tensor) -> None:
         """Each rank multiplies its share of the column blocks, between two barriers."""
-        host = self.publish(rows)
+        host = self._published(rows)
         mix_blocks_(self._my_blocks(host), matrix)
         self.wait()
         if host is not rows:
             rows.copy_(host[self._mine.start : self._mine.stop])
 
-    def mean(self, rows: Tensor) -> Tensor:
-        """Every rank reads all rows and computes it alone."""
-        host = self.publish(rows)
-        mean = torch.cat([block.mean(dim=0) for block in column_blocks(host)])
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Every rank reads all rows and computes the sum alone."""
+        host = self._published(rows)
+        row = combine_rows(host, weights)
         self.wait()
-        return mean.to(rows.device)
+        return row.to(rows.device)
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank's share of the blocks, added up in block order."""
-        host = self.publish(rows)
+        host = self._published(rows)
         parts: list[Tensor] = [torch.empty(0)] * self.num_ranks
         dist.all_gather_object(parts, squared_distances_by_block(self._my_blocks(host)))
         return torch.cat(parts).sum(dim=0)

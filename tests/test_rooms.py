@@ -21,6 +21,7 @@ ROOMS = [
     "population",
     "rules",
     "averager",
+    "selection",
     "soup",
     "ensemble",
     "evaluate",

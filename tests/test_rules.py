@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 
@@ -17,10 +18,23 @@ from papa.averager import Averager
 from papa.errors import MixingError
 from papa.population import Population
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
+from papa.selection import MergeElite, MergeGreedy, MergeTournament
 
 
 def weights_of_the_moment(moment: Moment) -> Tensor:
     return random_stochastic(moment.size, seed=moment.step)
+
+
+def best_of_all() -> tuple[int, ...]:
+    return (0,)
+
+
+def ordered_losses(size: int) -> list[float]:
+    return [1.0 + member for member in range(size)]
+
+
+def candidate_losses(rows: Tensor, candidates: range) -> list[float]:
+    return [1.0 + candidate % 7 for candidate in candidates]
 
 
 RULES = {
@@ -36,6 +50,11 @@ RULES = {
     "Mix by a matrix": lambda size, **cadence: Mix(random_stochastic(size, seed=0), **cadence),
     "Mix by lists": lambda size, **cadence: Mix(random_stochastic(size, seed=0).tolist(), **cadence),
     "Mix by a function": lambda size, **cadence: Mix(weights_of_the_moment, **cadence),
+    "MergeGreedy": lambda size, **cadence: MergeGreedy(best_of_all, **cadence),
+    "MergeTournament": lambda size, **cadence: MergeTournament(
+        functools.partial(ordered_losses, size), seed=3, **cadence
+    ),
+    "MergeElite": lambda size, **cadence: MergeElite(candidate_losses, seed=3, **cadence),
 }
 PUSHES = {name for name in RULES if name.startswith("Push")}
 

@@ -16,8 +16,8 @@ from papa.errors import MixingError
 from papa.population import Population
 from papa.rules import Moment, Push, Rule
 
-Around: TypeAlias = Callable[[Population, Tensor], AbstractContextManager[None]]
-"""What happens right before and right after members are mixed, given the population and the matrix."""
+Around: TypeAlias = Callable[[Population, Tensor, Moment], AbstractContextManager[None]]
+"""What happens right before and right after members are mixed, given the population, the matrix and the moment."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,20 @@ class Averager:
         if lr_ratio is None:
             lr_ratio = self._lr_ratio() if self.rule.uses_lr else 1.0
         ratio = _clamped(lr_ratio)
-        return self._average(Moment(step=self.num_steps_taken, size=self.population.size, lr_ratio=ratio))
+        return self._average(
+            Moment(
+                step=self.num_steps_taken,
+                size=self.population.size,
+                lr_ratio=ratio,
+                generation=self.num_averagings + 1,
+            )
+        )
 
     def _average(self, moment: Moment) -> Averaging:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
         before = tuple(self.population.distances().tolist()) if self.measure else None
         matrix = self.rule.matrix(moment)
-        with self.around(self.population, matrix) if self.around is not None else contextlib.nullcontext():
+        with self.around(self.population, matrix, moment) if self.around is not None else contextlib.nullcontext():
             self.population.mix_(matrix)
         self.num_averagings += 1
         if before is None or alpha is None:

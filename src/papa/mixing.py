@@ -36,22 +36,44 @@ def merge_all(size: int) -> Tensor:
     return torch.full((size, size), 1.0 / size, dtype=torch.float64, device="cpu")
 
 
-def merge_pairs(size: int, generator: torch.Generator, *, share: float = 0.5) -> Tensor:
-    """Every member becomes a mean of two distinct members drawn uniformly, afresh for each (PAPA-2).
+def merge_pairs(
+    size: int,
+    generator: torch.Generator,
+    *,
+    share: float = 0.5,
+    num_children: int | None = None,
+    chances: Tensor | None = None,
+) -> Tensor:
+    """Every child is a mean of two distinct members drawn at random, afresh for each (PAPA-2).
 
     Args:
         size: the number of members.
         generator: where the pairs are drawn from.
         share: the weight of the first of the two; 1/2 in PAPA-2, 3/4 in the paper's pair-75.
+        num_children: how many rows; as many as there are members when None.
+        chances: how likely each member is to be drawn, up to a factor; equally likely when None.
     """
+    num_children = size if num_children is None else num_children
     if size == 1:
-        return identity(1)
-    matrix = torch.zeros(size, size, dtype=torch.float64, device="cpu")
-    for child in range(size):
-        first, second = torch.randperm(size, generator=generator, device="cpu")[:2].tolist()
-        matrix[child, first] = share
-        matrix[child, second] = 1.0 - share
+        return identity(1).expand(num_children, 1).clone()
+    matrix = torch.zeros(num_children, size, dtype=torch.float64, device="cpu")
+    for row in matrix:
+        if chances is None:
+            parents = torch.randperm(size, generator=generator, device="cpu")[:2]
+        else:
+            parents = torch.multinomial(chances, 2, generator=generator)
+        row[parents] = torch.tensor([share, 1.0 - share], dtype=torch.float64)
     return matrix
+
+
+def fitness(losses: Sequence[float]) -> Tensor:
+    """How likely each member is to be drawn as a parent in a tournament: proportional to `1/loss`.
+
+    A member whose loss is not finite is never drawn, as long as two others are there.
+    """
+    values = torch.tensor(losses, dtype=torch.float64, device="cpu")
+    chances = torch.where(torch.isfinite(values), 1.0 / values.clamp(min=1e-12), 0.0)
+    return chances / chances.sum() if int((chances > 0).sum()) >= 2 else torch.full_like(values, 1.0 / len(values))
 
 
 def merge_many(size: int, *, share: float = 0.5) -> Tensor:

@@ -30,6 +30,8 @@ class Moment:
     """The number of members."""
     lr_ratio: float
     """The learning rate as a share of its initial value, within [0, 1]."""
+    generation: int = 1
+    """The how manieth averaging this is."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from papa.population import Population
 from papa.repair.moments import Moments, layer_moments
 from papa.repair.repair import goals_of, repair_toward_
+from papa.rules import Moment
 
 
 class RepairMerges:
@@ -38,7 +39,7 @@ class RepairMerges:
         self.exact = exact
 
     @contextlib.contextmanager
-    def __call__(self, population: Population, matrix: Tensor) -> Iterator[None]:
+    def __call__(self, population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
         """Take the parents' statistics, let them be merged, and repair the children."""
         batches = [self.batches_for(member) for member in population.members]
         parents: list[dict[str, Moments]] = population.group.gather(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,34 @@ from papa.errors import DataError
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Metric: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Gather: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+"""Turns one tensor per network held here into one per network held anywhere."""
+Apply: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
+"""How a network gives its outputs for a batch of inputs in evaluation."""
+
+CHUNK = 2**22
+"""How many outputs of each network are brought together at a time for the ensemble."""
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A metric of a whole data set that is no mean over batches: it is computed from counts that add up."""
+
+    def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What one batch adds."""
+        ...
+
+    def score(self, counts: Tensor) -> float:
+        """The score, higher is better."""
+        ...
+
+    def details(self, counts: Tensor) -> dict[str, float]:
+        """What else the counts tell, by name."""
+        ...
+
+
+Metric: TypeAlias = Callable[[Tensor, Tensor], Tensor] | Counting
+"""The mean score of a batch, or counts of all batches; higher is better."""
 
 
 class Evaluation(NamedTuple):
@@ -23,6 +50,8 @@ class Evaluation(NamedTuple):
 
     score: float
     loss: float
+    details: dict[str, float] | None = None
+    """What else the metric tells, such as the score of each class."""
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -35,8 +64,19 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
 
 
+def call(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The network's outputs for the inputs as they are."""
+    outputs: Tensor = model(inputs)
+    return outputs
+
+
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], *, loss: Loss = F.cross_entropy, metric: Metric = accuracy
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    loss: Loss = F.cross_entropy,
+    metric: Metric = accuracy,
+    apply: Apply = call,
 ) -> Evaluation:
     """Score and loss of one network over all examples of the batches, in evaluation mode.
 
@@ -44,9 +84,10 @@ def evaluate(
         model: left in the mode it was found in.
         batches: pairs of inputs and targets.
         loss: the mean loss of a batch.
-        metric: the mean score of a batch, higher is better.
+        metric: the mean score of a batch, or counts that add up over batches; higher is better.
+        apply: how the network gives its outputs.
     """
-    return evaluate_together([model], batches, loss=loss, metric=metric)[0][0]
+    return evaluate_together([model], batches, loss=loss, metric=metric, apply=apply)[0][0]
 
 
 def evaluate_together(
@@ -55,7 +96,8 @@ def evaluate_together(
     *,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
-    gather: Callable[[list[Tensor]], list[Tensor]] = list,
+    apply: Apply = call,
+    gather: Gather = list,
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
 
@@ -63,35 +105,81 @@ def evaluate_together(
         models: left in the modes they were found in.
         batches: pairs of inputs and targets.
         loss: the mean loss of a batch.
-        metric: the mean score of a batch, higher is better.
-        gather: turns the outputs of the networks held here into those of all, where several processes hold them.
+        metric: the mean score of a batch, or counts that add up over batches; higher is better.
+        apply: how a network gives its outputs.
+        gather: turns one tensor per network held here into one per network of all, where several processes hold them.
 
     Returns:
         One evaluation per network, and the ensemble's (averaged outputs).
     """
-    totals: Tensor | None = None
-    num_examples = 0
+    counting = metric if isinstance(metric, Counting) else _MeanOf(metric)
+    tallies: list[_Tally] = [_Tally(counting, loss) for _ in models]
+    ensemble = _Tally(counting, loss)
     with contextlib.ExitStack() as modes, torch.no_grad():
         for model in models:
             modes.enter_context(evaluating(model))
         for inputs, targets in batches:
             if not len(targets):
                 continue
-            outputs = torch.stack(gather([_output(model, inputs).float() for model in models]))
-            values = [
-                torch.stack([metric(output, targets).double(), loss(output, targets).double()])
-                for output in [*outputs, mean_logits(outputs)]
-            ]
-            totals = torch.stack(values) * len(targets) + (0.0 if totals is None else totals)
-            num_examples += len(targets)
-    if totals is None:
+            outputs = [_output(model, inputs, apply).float() for model in models]
+            for tally, output in zip(tallies, outputs, strict=True):
+                tally.add(output, targets)
+            ensemble.add(mean_of_all(outputs, gather), targets)
+    if not ensemble.num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
-    evaluations = [Evaluation(*row) for row in (totals / num_examples).tolist()]
-    return evaluations[:-1], evaluations[-1]
+    losses = gather([tally.total_loss for tally in tallies])
+    counts = gather([tally.total_counts for tally in tallies])
+    each = [ensemble.evaluation(*pair) for pair in zip(losses, counts, strict=True)]
+    return each, ensemble.evaluation(ensemble.total_loss, ensemble.total_counts)
 
 
-def _output(model: nn.Module, inputs: Tensor) -> Tensor:
-    output = model(inputs)
+def mean_of_all(outputs: list[Tensor], gather: Gather) -> Tensor:
+    """The mean over all networks of their outputs, a bounded piece at a time: whole images of all may be too many."""
+    pieces = zip(*(output.reshape(-1).split(CHUNK) for output in outputs), strict=True)
+    means = [mean_logits(torch.stack(gather(list(piece)))) for piece in pieces]
+    return torch.cat(means).view(outputs[0].shape)
+
+
+class _Tally:
+    """Sums over batches, of one network or of the ensemble."""
+
+    def __init__(self, metric: Counting, loss: Loss) -> None:
+        self.metric, self.loss = metric, loss
+        self.num_examples = 0
+        self.total_loss = self.total_counts = torch.zeros((), dtype=torch.float64)
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        counts = self.metric.counts(outputs, targets)
+        loss = self.loss(outputs, targets).double() * len(targets)
+        is_first = self.num_examples == 0
+        self.total_counts = counts if is_first else self.total_counts + counts
+        self.total_loss = loss if is_first else self.total_loss + loss
+        self.num_examples += len(targets)
+
+    def evaluation(self, total_loss: Tensor, counts: Tensor) -> Evaluation:
+        details = self.metric.details(counts)
+        return Evaluation(self.metric.score(counts), float(total_loss) / self.num_examples, details or None)
+
+
+class _MeanOf:
+    """A mean score of batches as counts: the sum over examples, and their number."""
+
+    def __init__(self, metric: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.metric = metric
+
+    def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        total = self.metric(outputs, targets).double() * len(targets)
+        return torch.stack([total, torch.full_like(total, len(targets))])
+
+    def score(self, counts: Tensor) -> float:
+        return float(counts[0] / counts[1])
+
+    def details(self, counts: Tensor) -> dict[str, float]:
+        return {}
+
+
+def _output(model: nn.Module, inputs: Tensor, apply: Apply) -> Tensor:
+    output: object = apply(model, inputs)
     if not isinstance(output, Tensor):
         raise DataError(
             f"{type(model).__name__} returned a {type(output).__name__}, expected a tensor: wrap the network in a "

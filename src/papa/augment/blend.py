@@ -85,7 +85,7 @@ def blend_images(inputs: Tensor, blend: Blend) -> Tensor:
     return _paste_reversed(inputs, blend.box)
 
 
-def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0) -> Tensor:
+def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0, ignore: int | None = None) -> Tensor:
     """Hard classes as shares of classes: `1 - s + s/K` at the class, `s/K` at all others.
 
     Example:
@@ -96,6 +96,7 @@ def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0) -
         targets: whole numbers, of shape (N,), or (N, H, W) when every pixel has a class; left as they are.
         num_classes: K, from 0 to K - 1.
         smoothing: s.
+        ignore: the number that stands for no class; such targets have no mass at all. None where every one has a class.
 
     Returns:
         float32, of shape (N, K) or (N, K, H, W).
@@ -108,7 +109,10 @@ def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0) -
     off_value = smoothing / num_classes
     on_value = 1.0 - smoothing + off_value
     soft = torch.full((len(targets), num_classes, *targets.shape[1:]), off_value, device=targets.device)
-    return soft.scatter_(1, targets.long()[:, None], on_value)
+    if ignore is None:
+        return soft.scatter_(1, targets.long()[:, None], on_value)
+    is_class = (targets != ignore)[:, None]
+    return soft.scatter_(1, targets.long()[:, None].where(is_class, 0), on_value).mul_(is_class)
 
 
 def blend_targets(soft: Tensor, blend: Blend) -> Tensor:

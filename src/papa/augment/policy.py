@@ -87,7 +87,13 @@ class Policy:
         return images if self.randaugment is None else rand_augment(images, self.randaugment, generator=generator)
 
     def on_batch(
-        self, inputs: Tensor, targets: Tensor, *, num_classes: int, generator: torch.Generator
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        num_classes: int,
+        generator: torch.Generator,
+        ignore: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What happens after normalising: erasing, Cutout, then Mixup or CutMix, and smoothing.
 
@@ -98,6 +104,7 @@ class Policy:
             targets: classes of shape (N,), or (N, H, W) when every pixel has one.
             num_classes: how many classes there are.
             generator: where everything is drawn from.
+            ignore: the number that stands for no class, as in `soft_targets`; None where every target is a class.
 
         Returns:
             The inputs, and the targets: float32 shares of shape (N, num_classes, ...) when Mixup, CutMix or smoothing
@@ -118,7 +125,7 @@ class Policy:
                     f"targets have shape {tuple(targets.shape)} and inputs {tuple(inputs.shape)}: CutMix expects one "
                     "target for each image or one for each of its pixels"
                 )
-        soft = soft_targets(targets, num_classes, smoothing=self.smoothing)
+        soft = soft_targets(targets, num_classes, smoothing=self.smoothing, ignore=ignore)
         height, width = inputs.shape[-2:] if inputs.dim() > 2 else (1, 1)
         blend = draw_blend(mixup=self.mixup, cutmix=self.cutmix, height=height, width=width, generator=generator)
         if blend is None:

@@ -15,6 +15,7 @@ from papa.errors import ConfigError, did_you_mean
 from papa.models import from_timm
 from papa.models.resnet import resnet18, resnet20
 from papa.models.small import DigitsCNN
+from papa.models.unet import UNet
 from papa.models.vgg import VGG
 from papa.models.weights import FilePath, load_weights_
 
@@ -24,6 +25,8 @@ class _Entry:
     description: str
     build: Callable[..., nn.Module]
     image_size: int = 32
+    per_pixel: bool = False
+    """Whether it gives scores for every pixel, instead of for the whole image."""
 
 
 _NETWORKS = {
@@ -34,6 +37,7 @@ _NETWORKS = {
     "vgg19": _Entry("VGG-19 with BatchNorm for 32x32 images, 20.0 million parameters", partial(VGG, 19)),
     "resnet18": _Entry("ResNet-18 with a stem for 32x32 images, 11.2 million parameters", resnet18),
     "resnet20": _Entry("ResNet-20 for 32x32 images, 0.27 million parameters", resnet20),
+    "unet": _Entry("UNet with BatchNorm, a class per pixel, 31 million parameters", UNet, 256, per_pixel=True),
 }
 
 
@@ -68,7 +72,7 @@ def make_model(
 
     Args:
         name: one of `model_names()`, or `timm:NAME`, with or without a tag: `timm:convit_tiny.fb_in1k`.
-        num_classes: how many scores the network gives for each image.
+        num_classes: how many scores the network gives for each image, or for each of its pixels.
         in_channels: 3 for colour images.
         image_size: height and width of the images.
         width: channels of the first stage, for a thinner or wider network than the published one. Not for timm.
@@ -159,6 +163,8 @@ def _check_fit(model: nn.Module, name: str, *, num_classes: int, image_shape: tu
             scores = trial(image)
         except Exception as error:
             raise ConfigError(f"{subject} ({type(error).__name__}: {error}); {cure}") from error
-    if tuple(getattr(scores, "shape", ())) != (1, num_classes):
+    per_pixel = not name.startswith(from_timm.PREFIX) and _entry(name).per_pixel
+    expected = (1, num_classes, *(image_shape[1:] if per_pixel else ()))
+    if tuple(getattr(scores, "shape", ())) != expected:
         found = tuple(scores.shape) if hasattr(scores, "shape") else type(scores).__name__
-        raise ConfigError(f"{subject}: one gives {found}, expected scores of shape (1, {num_classes}); {cure}")
+        raise ConfigError(f"{subject}: one gives {found}, expected scores of shape {expected}; {cure}")

@@ -26,6 +26,8 @@ class ImagePipeline:
     """Whether training images are mirrored at random."""
     resize: int | None = None
     """Resize to this before normalising; None to leave the size."""
+    ignore: int | None = None
+    """The label of pixels without a class; None where everything has one."""
 
     def prepare(self, images: Tensor) -> Tensor:
         """Resize and normalise; nothing random."""
@@ -49,4 +51,6 @@ class ImagePipeline:
         if self.flip:
             shifted = random_flip(shifted, generator=generator)
         inputs = self.prepare(drawn.on_images(shifted, generator))
-        return drawn.on_batch(inputs, targets, num_classes=self.num_classes, generator=generator)
+        return drawn.on_batch(
+            inputs, targets, num_classes=self.num_classes, generator=generator, ignore=self.ignore
+        )

@@ -30,7 +30,8 @@ class DataConfig:
     """Which data."""
 
     name: str = "digits"
-    """The data set: digits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for class folders of yours."""
+    """The data set: digits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for class folders of yours;
+    tiles or vaihingen for images whose every pixel has a class."""
     root: str = "data"
     """Where it lies, or is downloaded to."""
     validation: float = 0.02
@@ -42,7 +43,17 @@ class DataConfig:
     max_train: int | None = None
     """Use only so many training images; None for all."""
     max_test: int | None = None
-    """Use only so many test images; None for all."""
+    """Use only so many test images (of tiles, for validation too); None for all."""
+    patch_size: int = 256
+    """Tiles: height and width of the patches that are trained on."""
+    patches_per_epoch: int = 10_000
+    """Tiles: how many random patches make an epoch."""
+    shrink: int = 1
+    """Tiles: every so many pixels, across and down, become one."""
+    window: int | None = None
+    """Tiles: evaluate by overlapping windows of this side, where memory is short; None for whole tiles."""
+    overlap: int = 64
+    """Tiles: how many pixels neighbouring windows share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +211,11 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("train.cycles", train.cycles, 1),
         ("data.max-train", config.data.max_train or 1, 1),
         ("data.max-test", config.data.max_test or 1, 1),
+        ("data.patch-size", config.data.patch_size, 1),
+        ("data.patches-per-epoch", config.data.patches_per_epoch, 1),
+        ("data.shrink", config.data.shrink, 1),
+        ("data.window", config.data.window or 1, 1),
+        ("data.overlap", config.data.overlap, 0),
         ("average.every-steps", average.every_steps, 1),
         ("average.repair", average.repair, 0),
         ("average.start", average.start, 0),
@@ -222,6 +238,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"--train.clip-norm is {train.clip_norm}, expected more than 0"
     if not 0 < config.data.validation < 1:
         yield f"--data.validation is {config.data.validation}, expected a share between 0 and 1"
+    if config.data.window is not None and config.data.overlap >= config.data.window:
+        yield f"--data.overlap is {config.data.overlap}, expected less than --data.window ({config.data.window})"
     if average.alpha is not None and not 0 <= average.alpha <= 1:
         yield f"--average.alpha is {average.alpha}, expected 0 (merge) to 1 (never push)"
     if average.half_life is not None and not average.half_life > 0:

@@ -135,7 +135,7 @@ def evaluate_together(
 
 def mean_of_all(outputs: list[Tensor], gather: Gather) -> Tensor:
     """The mean over all networks of their outputs, a bounded piece at a time: whole images of all may be too many."""
-    pieces = zip(*(output.reshape(-1).split(CHUNK) for output in outputs), strict=True)
+    pieces = zip(*(torch.split(output.reshape(-1), CHUNK) for output in outputs), strict=True)
     means = [mean_logits(torch.stack(gather(list(piece)))) for piece in pieces]
     return torch.cat(means).view(outputs[0].shape)
 

@@ -22,6 +22,7 @@ from papa.errors import ConfigError, RunError
 from papa.group import Group, Local, start_workers
 from papa.recipes import paper_scores
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
+from papa.recipes.picture import prediction_picture
 from papa.report import run_page
 from papa.runs import RunDirectory
 from papa.training import EpochRecord, Hook, Training, harvest
@@ -159,6 +160,9 @@ def _train(config: Config, run: RunDirectory, training: Training, hooks: Sequenc
     training.group.wait()
     if training.group.leads:
         run.save_soups(outcome.average_soup, outcome.greedy.network)
+        picture = prediction_picture(training, outcome.greedy.network)
+        if picture is not None:
+            write_atomically(run.picture, picture)
         write_atomically(run.report, run_page(result, run.read_metrics()))
         write_json(run.result, result)
     return result

@@ -27,6 +27,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.result = path / "result.json"
         self.report = path / "report.html"
+        self.picture = path / "prediction.png"
         self.average_soup = path / "soup.safetensors"
         self.greedy_soup = path / "greedy.safetensors"
         self.members = path / "members"
@@ -36,8 +37,8 @@ class RunDirectory:
     def files(self) -> tuple[Path, ...]:
         """Everything a run writes."""
         return (
-            *(self.config, self.metrics, self.result, self.report, self.average_soup, self.greedy_soup),
-            *(self.members, self.checkpoints),
+            *(self.config, self.metrics, self.result, self.report, self.picture),
+            *(self.average_soup, self.greedy_soup, self.members, self.checkpoints),
         )
 
     @property

@@ -17,7 +17,7 @@ from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
 from papa.launch import execute
-from papa.report import COLUMNS, compare_page, compare_rows, paper_rows
+from papa.report import COLUMNS, compare_page, compare_rows, details_table, paper_rows
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -77,6 +77,10 @@ def main(arguments: Sequence[str]) -> int:
             results.append(result)
     write_atomically(out / "report.html", compare_page(results))
     print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)])
+    head, details = details_table(results)
+    if details:
+        print()
+        print_table(head, details)
     for result in results:
         if result["method"] != "independent" and not result["num_averagings"]:
             print(f"{result['method']}, seed {result['seed']}: training was over before averaging was due")

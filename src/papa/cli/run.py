@@ -15,7 +15,7 @@ from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import Config
 from papa.launch import execute
-from papa.report import COLUMNS, PAPER_ROW, cells_of, paper_cells
+from papa.report import COLUMNS, PAPER_ROW, cells_of, details_table, paper_cells
 from papa.runs import RunDirectory
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
@@ -70,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     print_result(result)
     run = RunDirectory(path)
     print(f"one network: {run.average_soup}\nreport:      {run.report}")
+    if run.picture.exists():
+        print(f"a picture:   {run.picture}")
     return 0
 
 
@@ -91,3 +93,7 @@ def print_result(result: dict[str, Any]) -> None:
     if result["paper"]:
         rows.append((PAPER_ROW, *paper_cells(result["paper"])))
     print_table((result["method"], *COLUMNS), rows)
+    head, details = details_table([result])
+    if details:
+        print()
+        print_table(head, details)

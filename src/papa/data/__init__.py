@@ -16,6 +16,7 @@ from papa.data.source import (
     hold_out,
     stream_batches,
 )
+from papa.data.tiles import Patches, Tiles, load_tiles, load_vaihingen
 
 __all__ = [
     "Arrays",
@@ -24,13 +25,17 @@ __all__ = [
     "Examples",
     "ImageSet",
     "MappedImages",
+    "Patches",
     "Source",
     "Streaming",
     "Subset",
+    "Tiles",
     "as_source",
     "batches_of",
     "hold_out",
     "load_digits",
     "load_images",
+    "load_tiles",
+    "load_vaihingen",
     "stream_batches",
 ]

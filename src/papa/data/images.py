@@ -42,9 +42,15 @@ class ImageSet:
     """How far a training image may be shifted; 0 where the source crops by itself."""
     flip: bool
     """Whether a mirrored image is still of its class; False where the source mirrors by itself."""
+    validation: Source | None = None
+    """Held out from training, where the set says what; else a share of the training images is."""
+    ignore: int | None = None
+    """Where every pixel has a label: the label of those without a class."""
 
     def split(self, validation: float, *, seed: int) -> Data:
         """Training, validation and test data; the same split for all members and methods of a seed."""
+        if self.validation is not None:
+            return Data(train=self.train, validation=self.validation, test=self.test)
         train, held_out = hold_out(self.train, validation, seed=seed)
         return Data(train=train, validation=held_out, test=self.test)
 

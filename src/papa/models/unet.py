@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(_NUM_LEVELS + 1)]
         self.first = _two_convolutions(in_channels, width)
-        pairs = list(zip(widths[:-1], widths[1:], strict=True))
+        pairs = list(pairwise(widths))
         self.down = nn.ModuleList(
             nn.Sequential(nn.MaxPool2d(2), _two_convolutions(above, below)) for above, below in pairs
         )

@@ -23,13 +23,13 @@ from papa.augment import (
     draw_policy_per_batch,
 )
 from papa.config import Config
-from papa.data import ImageSet, load_images
+from papa.data import ImageSet, load_images, load_tiles, load_vaihingen
 from papa.errors import ConfigError, did_you_mean
-from papa.evaluate import accuracy
 from papa.group import Group, Local
 from papa.models import input_size_of, make_model, normalization_of
 from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
+from papa.tasks import Task, classification, segmentation
 from papa.training import Augment, FrozenBody, Hook, Length, Numerics, Training
 
 GRIDS: dict[str, Grid] = {
@@ -39,6 +39,9 @@ GRIDS: dict[str, Grid] = {
     "ablation": ABLATION_GRID,
     "segmentation": SEGMENTATION_GRID,
 }
+
+TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": load_vaihingen}
+"""Data sets whose every pixel has a class."""
 
 
 def build(config: Config, group: Group | None = None) -> Training:
@@ -51,6 +54,7 @@ def build(config: Config, group: Group | None = None) -> Training:
     config.check()
     images = images_for(config)
     pipeline = pipeline_for(config, images)
+    task = task_for(config, images)
     return Training(
         model_for(config, images),
         images.split(config.data.validation, seed=config.seed),
@@ -58,8 +62,8 @@ def build(config: Config, group: Group | None = None) -> Training:
         num_epochs=config.train.epochs,
         batch_size=config.train.batch_size,
         rule=partial(rule_for, config),
-        loss=nn.functional.cross_entropy,
-        metric=accuracy,
+        loss=task.loss,
+        metric=task.metric,
         make_optimizer=partial(make_optimizer, config),
         schedule=make_schedule(config),
         augment=augments_for(config, pipeline),
@@ -67,8 +71,9 @@ def build(config: Config, group: Group | None = None) -> Training:
         seed=config.seed,
         device=(group or Local()).place(find_device(config.device)),
         numerics=numerics_for(config),
-        eval_batch_size=512,
+        eval_batch_size=task.eval_batch_size,
         num_repair_batches=config.average.repair,
+        apply=task.apply,
         group=group,
     )
 
@@ -79,16 +84,25 @@ def hooks_for(config: Config) -> list[Hook]:
 
 
 def sizes(config: Config) -> tuple[int, int]:
-    """The number of parameters of a member, and of training examples."""
+    """The number of parameters of a member, and of training examples: pixels, where each of them has a class."""
     images = images_for(config)
     untrained = replace(config, model=replace(config.model, pretrained=False, weights=None))
     model = model_for(untrained, images)()
-    return sum(parameter.numel() for parameter in model.parameters()), len(images.train)
+    pixels = 1 if images.ignore is None else images.image_size**2
+    return sum(parameter.numel() for parameter in model.parameters()), len(images.train) * pixels
 
 
 def images_for(config: Config) -> ImageSet:
     """The data set the config asks for."""
     data = config.data
+    if data.name in TILES:
+        return TILES[data.name](
+            data.root,
+            patch_size=data.patch_size,
+            patches_per_epoch=data.patches_per_epoch,
+            shrink=data.shrink,
+            max_test=data.max_test,
+        )
     # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
     size = wanted_image_size(config) if data.name in ("folder", "imagenet") else None
     return load_images(
@@ -101,8 +115,18 @@ def images_for(config: Config) -> ImageSet:
     )
 
 
+def task_for(config: Config, images: ImageSet) -> Task:
+    """Segmentation where every pixel has a class, else classification."""
+    if images.ignore is None:
+        return classification()
+    data = config.data
+    return segmentation(images.classes, ignore=images.ignore, window=data.window, overlap=data.overlap)
+
+
 def wanted_image_size(config: Config) -> int | None:
     """How large images should be: as asked, else as timm's network wants, else None for as they are."""
+    if config.data.name in TILES:
+        return None
     if config.data.image_size is not None:
         return config.data.image_size
     return input_size_of(config.model.name) if config.model.name.startswith("timm:") else None
@@ -133,6 +157,7 @@ def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
         crop_padding=images.crop_padding,
         flip=images.flip,
         resize=None if size == images.image_size else size,
+        ignore=images.ignore,
     )
 
 

@@ -51,6 +51,4 @@ class ImagePipeline:
         if self.flip:
             shifted = random_flip(shifted, generator=generator)
         inputs = self.prepare(drawn.on_images(shifted, generator))
-        return drawn.on_batch(
-            inputs, targets, num_classes=self.num_classes, generator=generator, ignore=self.ignore
-        )
+        return drawn.on_batch(inputs, targets, num_classes=self.num_classes, generator=generator, ignore=self.ignore)

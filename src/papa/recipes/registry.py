@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
-from papa.recipes import digits, finetune, scratch
+from papa.recipes import digits, finetune, scratch, segmentation
 from papa.recipes.recipe import PaperScores, Recipe
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*digits.RECIPES, *scratch.RECIPES, *finetune.RECIPES)}
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (*digits.RECIPES, *scratch.RECIPES, *finetune.RECIPES, *segmentation.RECIPES)
+}
 
 
 def find(name: str) -> Recipe:

@@ -1,6 +1,16 @@
 """From results to tables, figures and pages."""
 
 from papa.report.page import compare_page, run_page
-from papa.report.table import COLUMNS, PAPER_ROW, cells_of, compare_rows, paper_cells, paper_rows
+from papa.report.table import COLUMNS, PAPER_ROW, cells_of, compare_rows, details_table, paper_cells, paper_rows
 
-__all__ = ["COLUMNS", "PAPER_ROW", "cells_of", "compare_page", "compare_rows", "paper_cells", "paper_rows", "run_page"]
+__all__ = [
+    "COLUMNS",
+    "PAPER_ROW",
+    "cells_of",
+    "compare_page",
+    "compare_rows",
+    "details_table",
+    "paper_cells",
+    "paper_rows",
+    "run_page",
+]

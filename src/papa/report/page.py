@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from papa.report.chart import line_chart
-from papa.report.table import COLUMNS, PAPER_ROW, cells_of, compare_rows, paper_cells, paper_rows, scores_of
+from papa.report.table import (
+    COLUMNS,
+    PAPER_ROW,
+    cells_of,
+    compare_rows,
+    details_table,
+    paper_cells,
+    paper_rows,
+    scores_of,
+)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --paper: #fff; --line: #d5dae1; --quiet: #5b6675;
@@ -53,6 +62,7 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
         rows.append((PAPER_ROW, *paper_cells(result["paper"])))
     parts = [
         table(("", *COLUMNS), rows),
+        _details([result]),
         f'<p class="quiet">Greedy soup: members {html.escape(str(result["greedy_members"]))}.</p>',
         *_curves(events),
         _policies(result),
@@ -68,6 +78,7 @@ def compare_page(results: Sequence[Mapping[str, Any]]) -> str:
     singles = [(f"{result['method']}, seed {result['seed']}", *cells_of(scores_of(result))) for result in results]
     parts = [
         table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)]),
+        _details(results),
         "<h2>Every run</h2>",
         table(("run", *COLUMNS), singles),
         _folded("Configuration of the first run", results[0]["config"]),
@@ -99,6 +110,11 @@ def _curves(events: list[Mapping[str, Any]]) -> list[str]:
         line_chart("Distance of members to the mean", by_member("distances"), x_label="epoch", y_label="distance"),
         line_chart("Mean distance around each averaging", distances, x_label="step", y_label="distance"),
     ]
+
+
+def _details(results: Sequence[Mapping[str, Any]]) -> str:
+    head, rows = details_table(results)
+    return table(head, rows) if rows else ""
 
 
 def _policies(result: Mapping[str, Any]) -> str:

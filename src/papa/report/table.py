@@ -47,6 +47,24 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
+def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows of what else the metric tells, such as the F1 of each class; no rows where it tells nothing.
+
+    One row per method for its members' mean, their ensemble and the soups, means over its runs.
+    """
+    rows = []
+    names: tuple[str, ...] = ()
+    for method in dict.fromkeys(result["method"] for result in results):
+        runs = [scores_of(result).get("details") for result in results if result["method"] == method]
+        for key in ("mean", "ensemble", "average_soup", "greedy_soup"):
+            details = [run[key] for run in runs if run]
+            if details:
+                names = tuple(details[0])
+                cells = (_mean_of([one[name] for one in details]) for name in names)
+                rows.append((f"{method}: {key.replace('_', ' ')}", *cells))
+    return ("", *names), rows
+
+
 def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """A result's test scores, or its validation scores where there was no test data."""
     scores: Mapping[str, Any] = result["test"] or result["validation"]
@@ -55,6 +73,10 @@ def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.2f}"
+
+
+def _mean_of(values: list[float]) -> str:
+    return _number(values[0]) if len(values) == 1 else _mean_and_deviation(values)
 
 
 def _mean_and_deviation(values: list[float]) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from papa.evaluate import Loss, Metric, accuracy
+from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
 from papa.training.loop import Augment, Hook, Length, Numerics, Training
@@ -47,6 +47,7 @@ def train(
     numerics: Numerics = Numerics(),  # noqa: B008
     eval_batch_size: int = 512,
     num_repair_batches: int = 0,
+    apply: Apply = call,
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
@@ -70,7 +71,8 @@ def train(
         rule: how members are averaged, or a function from the training's `Length` to it. By default a `Push` whose
             half-life is 2% of training.
         loss: from outputs and targets to the mean loss of a batch.
-        metric: from outputs and targets to the mean score of a batch, higher is better.
+        metric: from outputs and targets to the mean score of a batch, or counts that add up over batches, as
+            `papa.tasks.F1`; higher is better.
         make_optimizer: makes one member's optimizer from the member.
         schedule: the learning rate as a share of the optimizer's, from steps taken and steps in all.
         augment: from a batch of raw inputs, its targets and a generator to what a member trains on; one for all, or
@@ -81,6 +83,7 @@ def train(
         numerics: precision, memory format, gradient clipping.
         eval_batch_size: examples per batch when scoring.
         num_repair_batches: repair members after each merge (REPAIR), by their statistics on so many batches; 0 for not.
+        apply: how a network gives its outputs when it is scored, such as `papa.tasks.apply_whole`.
         hooks: told of every step, averaging and epoch.
 
     Returns:
@@ -105,6 +108,7 @@ def train(
         numerics=numerics,
         eval_batch_size=eval_batch_size,
         num_repair_batches=num_repair_batches,
+        apply=apply,
         group=None,
     )
     training.run(hooks)

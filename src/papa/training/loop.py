@@ -16,7 +16,7 @@ from papa import checkpoint
 from papa.averager import Averager, Averaging
 from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
 from papa.errors import ConfigError, DataError, RunError
-from papa.evaluate import Batch, Evaluation, Loss, Metric, evaluate_together
+from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.population import Population
 from papa.repair import RepairMerges
@@ -117,6 +117,7 @@ class Training:
         numerics: Numerics,
         eval_batch_size: int,
         num_repair_batches: int = 0,
+        apply: Apply = call,
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
@@ -130,6 +131,7 @@ class Training:
         self.length = Length(num_steps=num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
         self.num_epochs, self.batch_size, self.eval_batch_size = num_epochs, batch_size, eval_batch_size
         self.loss, self.metric, self.prepare, self.schedule = loss, metric, prepare, schedule
+        self.apply = apply
         self.seed, self.device, self.numerics = seed, torch.device(device), numerics
         self.group = group if group is not None else Local()
         self.members = self.group.share(num_members)
@@ -309,7 +311,14 @@ class Training:
     ) -> tuple[list[Evaluation], Evaluation]:
         """Some networks, and their ensemble, on a source, without augmentation."""
         with self._timed("evaluate"), self._autocast():
-            return evaluate_together(models, self._prepared(source), loss=self.loss, metric=self.metric, gather=gather)
+            return evaluate_together(
+                models,
+                self._prepared(source),
+                loss=self.loss,
+                metric=self.metric,
+                apply=self.apply,
+                gather=gather,
+            )
 
     def _prepared(self, source: Source) -> Iterator[Batch]:
         for inputs, targets in batches_of(source, self.eval_batch_size):

@@ -47,6 +47,18 @@ class Scores:
                 "average_soup": self.average_soup.loss,
                 "greedy_soup": self.greedy_soup.loss,
             },
+            **self._details(),
+        }
+
+    def _details(self) -> dict[str, Any]:
+        """What else the metric tells, such as scores by class, of members, their mean, ensemble and soups."""
+        members = [member.details for member in self.members if member.details]
+        if not members:
+            return {}
+        mean = {name: sum(member[name] for member in members) / len(members) for name in members[0]}
+        others = {"ensemble": self.ensemble, "average_soup": self.average_soup, "greedy_soup": self.greedy_soup}
+        return {
+            "details": {"members": members, "mean": mean, **{name: value.details for name, value in others.items()}}
         }
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,36 @@ def test_half_precision_outputs_are_averaged_in_single() -> None:
     with torch.no_grad():
         mean = (networks[0](inputs).float() + networks[1](inputs).float()) / 2
     assert together.loss == pytest.approx(F.cross_entropy(mean, targets).item(), rel=1e-6)
+
+
+def test_networks_of_several_processes_count_as_if_all_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process sees its own networks; what it hands to `gather` comes back with what the others handed."""
+    monkeypatch.setattr(sys.modules["papa.evaluate"], "CHUNK", 4)  # a batch's outputs do not fit into one piece
+    networks, batches = make_networks("conv_batch_norm", 3), uneven_batches()
+    handed: list[list[Tensor]] = []
+
+    def note(values: list[Tensor]) -> list[Tensor]:
+        handed.append(values)
+        return values
+
+    evaluate_together(networks[1:], batches, gather=note)
+    others = iter(handed)
+    assert max(value.numel() for values in handed for value in values) <= 4
+
+    def gather(values: list[Tensor]) -> list[Tensor]:
+        return [*values, *next(others)]
+
+    assert evaluate_together(networks[:1], batches, gather=gather) == evaluate_together(networks, batches)
+
+
+def test_networks_are_applied_as_told() -> None:
+    (network,) = make_networks("conv_batch_norm", 1)
+    batches = uneven_batches()
+    found = evaluate(network, batches, apply=lambda model, inputs: model(2 * inputs))
+    doubled = [(2 * inputs, targets) for inputs, targets in batches]
+    assert found == evaluate(network, doubled)
+    with pytest.raises(DataError, match="Sequential returned a list, expected a tensor"):
+        evaluate(network, batches, apply=lambda model, inputs: [model(inputs)])  # type: ignore[arg-type, return-value]
 
 
 def test_no_batches_are_refused() -> None:

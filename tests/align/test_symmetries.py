@@ -94,6 +94,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "resnet20, option A": (lambda: models.resnet20(width=4), IMAGE, 12),
     "resnet50": (torchvision.models.resnet50, IMAGE, 37),
     "unet": (UNet, (1, 3, 8, 8), 3),
+    "unet of the recipes": (lambda: models.UNet(width=4), (1, 3, 16, 16), 22),
     "densenet121": (torchvision.models.densenet121, IMAGE, 120),
     "resnext50": (torchvision.models.resnext50_32x4d, IMAGE, 21),
     "efficientnet_v2_s": (torchvision.models.efficientnet_v2_s, IMAGE, 75),

@@ -24,6 +24,23 @@ def some_batch(num_images: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(10, (num_images,), generator=stream(1, "classes"))
 
 
+def test_targets_without_a_class_have_no_mass():
+    targets = torch.tensor([[[0, 255], [2, 1]]], dtype=torch.uint8)
+    soft = soft_targets(targets, 3, smoothing=0.3, ignore=255)
+    assert not soft[0, :, 0, 1].any()
+    known = soft_targets(targets.where(targets != 255, 0), 3, smoothing=0.3)
+    is_class = (targets != 255)[:, None].expand_as(soft)
+    assert torch.equal(soft[is_class], known[is_class])
+
+
+def test_a_pixel_blended_with_one_without_a_class_keeps_its_own_share():
+    targets = torch.tensor([[[0, 255]], [[255, 255]]])
+    soft = soft_targets(targets, 2, ignore=255)
+    blended = blend_targets(soft, Blend(share=0.7))
+    assert blended[:, :, 0, 0].tolist() == [pytest.approx([0.7, 0.0]), pytest.approx([0.3, 0.0])]
+    assert not blended[:, :, 0, 1].any()
+
+
 @pytest.mark.parametrize("alpha", [0.2, 0.5, 1.0, 4.0])
 def test_mixup_shares_are_beta(alpha):
     shares = [blend.share for blend in draw_many(mixup=alpha)]

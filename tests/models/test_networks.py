@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from papa.errors import ConfigError
-from papa.models import VGG, DigitsCNN, make_model, model_names, resnet18, resnet20
+from papa.errors import ConfigError, DataError
+from papa.models import VGG, DigitsCNN, UNet, make_model, model_names, resnet18, resnet20
 from papa.models.resnet import ZeroPadShortcut
 
 NUM_PARAMETERS = {
@@ -14,6 +14,7 @@ NUM_PARAMETERS = {
     "vgg19": 20_040_522,
     "resnet18": 11_173_962,
     "resnet20": 269_722,
+    "unet": 31_044_106,
 }
 
 
@@ -83,7 +84,8 @@ def test_descriptions_are_one_line(name):
 
 @pytest.mark.parametrize("name", model_names())
 def test_output_has_one_score_a_class(name):
-    assert thin(name, num_classes=7)(images_for(name)).shape == (2, 7)
+    shape = (2, 7, 32, 32) if name == "unet" else (2, 7)
+    assert thin(name, num_classes=7)(images_for(name)).shape == shape
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -105,14 +107,16 @@ def test_published_widths_are_the_defaults():
 def test_gradients_reach_every_parameter(name):
     torch.manual_seed(0)
     model = thin(name)
-    nn.functional.cross_entropy(model(images_for(name, num_images=4)), torch.arange(4)).backward()
+    scores = model(images_for(name, num_images=4))
+    classes = torch.arange(4).view(-1, *[1] * (scores.dim() - 2)).expand(4, *scores.shape[2:])
+    nn.functional.cross_entropy(scores, classes).backward()
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     assert norms
     for path, parameter in model.named_parameters():
         assert parameter.grad is not None, path
         assert parameter.grad.isfinite().all(), path
         # A bias right before BatchNorm is subtracted again, so its gradient is nothing but rounding.
-        is_undone_bias = path.startswith("features.") and path.endswith(".bias") and name.startswith("vgg")
+        is_undone_bias = path.endswith(".bias") and path.startswith(("features.", "first.", "down.", "join."))
         assert is_undone_bias or parameter.grad.abs().sum() > 0, path
 
 
@@ -120,6 +124,22 @@ def test_gradients_reach_every_parameter(name):
 def test_larger_and_odd_images_fit(name):
     model = make_model(name, num_classes=10, width=4, image_size=45)
     assert model(torch.zeros(2, 3, 45, 45)).shape == (2, 10)
+
+
+def test_unet_keeps_the_size_and_halves_four_times():
+    model = make_model("unet", num_classes=5, width=2, image_size=48).eval()
+    assert model(torch.zeros(1, 3, 16, 64)).shape == (1, 5, 16, 64)
+    below = []
+    model.down[-1].register_forward_hook(lambda module, inputs, output: below.append(tuple(output.shape)))
+    model(torch.zeros(1, 3, 48, 32))
+    assert below == [(1, 32, 3, 2)]
+
+
+def test_unet_refuses_sizes_it_cannot_halve():
+    with pytest.raises(DataError, match="UNet got images of 40 x 32, expected multiples of 16"):
+        UNet(width=2)(torch.zeros(1, 3, 40, 32))
+    with pytest.raises(ConfigError, match=r"unet does not take images of 3x40x40 .*expected multiples of 16"):
+        make_model("unet", num_classes=5, width=2, image_size=40)
 
 
 def test_vgg_knows_four_depths():

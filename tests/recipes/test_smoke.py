@@ -1,5 +1,6 @@
 """Every recipe builds and takes steps under the smoke budget, on tiny data of the same form."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,24 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
     for part in ("train", "val"):
         write_images(root / "imagenet" / part, num_classes=3, images_per_class=6, size=120)
+    write_tiles(root / "tiles")
+    write_tiles(root / "vaihingen")
     return root
+
+
+def write_tiles(root: Path) -> None:
+    """Images of four sizes whose brightness tells the class of every pixel, 255 for none."""
+    generator = torch.Generator().manual_seed(0)
+    for folder in ("images", "labels"):
+        (root / folder).mkdir(parents=True)
+    for number in range(6):
+        labels = torch.randint(6, (40 + number, 50 - number), generator=generator, dtype=torch.uint8)
+        images = (40 * labels)[..., None].repeat(1, 1, 3)
+        labels[0] = 255
+        Image.fromarray(images.numpy()).save(root / "images" / f"area{number}.png")
+        Image.fromarray(labels.numpy()).save(root / "labels" / f"area{number}.png")
+    split = {"train": ["area0", "area1"], "validation": ["area2", "area3"], "test": ["area4", "area5"]}
+    (root / "splits.json").write_text(json.dumps(split))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +71,8 @@ def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
     config = recipe.config("smoke")
-    root = data_root / "imagenet" if config.data.name == "imagenet" else data_root
+    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen")
+    root = data_root / config.data.name if has_folder else data_root
     config = replace(config, data=replace(config.data, root=str(root)))
     if "finetune" in recipe.name:
         config = replace(config, model=replace(config.model, weights=weights_of(config)))  # type: ignore[operator]

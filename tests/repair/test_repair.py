@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from papa import Averager, MergeAll, MergePairs, Moment, Population, average_soup
 from papa.errors import DataError, MixingError
+from papa.models import UNet
 from papa.repair import RepairMerges, layer_moments, repair_, repairable_layers, reset_batch_norm_
 
 NETWORKS = {
@@ -32,6 +33,7 @@ NETWORKS = {
         nn.Linear(80, 3),
     ),
 }
+NETWORKS["unet"] = lambda: UNet(num_classes=3, width=2)
 SHAPES = {
     "mlp": (6,),
     "conv1d": (2, 8),
@@ -40,6 +42,7 @@ SHAPES = {
     "conv3d": (1, 4, 4, 4),
     "transposed": (4, 5, 5),
     "batch norm": (3, 8, 8),
+    "unet": (3, 32, 32),
 }
 
 

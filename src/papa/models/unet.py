@@ -46,13 +46,7 @@ class UNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores for every pixel of a batch of images, of shape (N, classes, height, width)."""
-        height, width = images.shape[-2:]
-        if height % self.multiple or width % self.multiple:
-            raise DataError(
-                f"UNet got images of {height} x {width}, expected multiples of {self.multiple}: crop or pad them, "
-                "as papa.tasks.apply_whole does"
-            )
-        features = self.first(images)
+        features = self.first(_checked(images, self.multiple))
         across = []
         for down in self.down:
             across.append(features)
@@ -61,6 +55,17 @@ class UNet(nn.Module):
             features = join(torch.cat([across.pop(), up(features)], dim=1))
         scores: Tensor = self.head(features)
         return scores
+
+
+@torch.fx.wrap  # so that the network can still be traced
+def _checked(images: Tensor, multiple: int) -> Tensor:
+    height, width = images.shape[-2:]
+    if height % multiple or width % multiple:
+        raise DataError(
+            f"UNet got images of {height} x {width}, expected multiples of {multiple}: crop or pad them, as "
+            "papa.tasks.apply_whole does"
+        )
+    return images
 
 
 def _two_convolutions(in_channels: int, out_channels: int) -> nn.Sequential:

@@ -22,4 +22,4 @@ def prediction_picture(training: Training, network: nn.Module) -> bytes | None:
     with evaluating(network):
         scores = training.apply(network, training.prepare(images.to(training.device)))
     prediction = scores[0].argmax(dim=0).cpu()
-    return side_by_side(images[0], labels[0], prediction, num_classes=len(metric.classes))
+    return side_by_side(images[0], labels[0], prediction, classes=metric.classes)

@@ -35,7 +35,7 @@ class DataConfig:
     root: str = "data"
     """Where it lies, or is downloaded to."""
     validation: float = 0.02
-    """The share of the training data held out for the greedy soup."""
+    """The share of the training data held out for the greedy soup; tiles are split by area instead."""
     image_size: int | None = None
     """Resize images to this; None for what the network was made for."""
     test_share: float | None = None

@@ -262,11 +262,21 @@ def test_all_files_that_cannot_be_used_are_told_up_to_ten(root: Path) -> None:
     assert "alder_part1.png has no labels: expected" in message
     assert "birch_part1.png has the mode L, expected RGB" in message
     assert "cedar_part1.png and its labels differ in size (42 x 38 and 5 x 5)" in message
-    assert "elm_part1 cannot be decoded" in message
+    assert "elm_part1.png cannot be decoded (UnidentifiedImageError" in message
     for number in range(12):
         Image.new("RGB", (20, 20)).save(root / "images" / f"lonely{number}.png")
     with pytest.raises(DataError, match=r"\n  and 6 more$"):
         load_tiles(root, patch_size=16)
+
+
+def test_damaged_labels_are_named_among_all_that_is_wrong(root: Path) -> None:
+    for name in ("alder_part1", "fir_part2"):
+        path = root / "labels" / f"{name}.png"
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError) as caught:
+        load_tiles(root, patch_size=16)
+    assert "alder_part1.png cannot be decoded" in str(caught.value)
+    assert "fir_part2.png cannot be decoded" in str(caught.value)
 
 
 def test_unknown_labels_of_all_tiles_are_told(root: Path) -> None:

@@ -47,7 +47,7 @@ def read_image(path: str) -> Image.Image:
     except ConfigError:
         raise
     except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise _cannot_decode(path, error) from error
+        raise cannot_decode(path, error) from error
 
 
 def read_size(path: str) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def read_size(path: str) -> tuple[int, int]:
     except ConfigError:
         raise
     except Exception as error:
-        raise _cannot_decode(path, error) from error
+        raise cannot_decode(path, error) from error
 
 
 def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resample: int) -> Image.Image:
@@ -156,7 +156,8 @@ def _decode_chunk(paths: Sequence[str], image_size: int | None, native: tuple[st
     return pixels
 
 
-def _cannot_decode(path: str, error: Exception) -> DataError:
+def cannot_decode(path: str, error: Exception) -> DataError:
+    """What to say of a damaged file."""
     return DataError(
         f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a whole image file: "
         "replace it, or remove it"

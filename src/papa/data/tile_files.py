@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from papa.data.decode import Pixels, pillow, read_image
+from papa.data.decode import Pixels, cannot_decode, pillow, read_image
 from papa.errors import DataError, did_you_mean
 from papa.streams import stream
 
@@ -102,7 +102,7 @@ def read_classes(root: Path, tiles: Sequence[TileFile], default: Classes | None 
         return default
     highest = 0
     for tile in tiles:
-        if _mode(tile.labels) not in _WHOLE_NUMBERS:
+        if _mode_and_size(tile.labels)[0] not in _WHOLE_NUMBERS:
             raise DataError(
                 f"the labels {tile.labels} are in colour, and nothing says which colour is which class: write {path} "
                 'such as {"classes": ["road", "tree"], "colours": {"road": [255, 255, 255], "tree": [0, 255, 0]}}'
@@ -201,28 +201,37 @@ def _files_by_name(folder: Path, endings: tuple[str, ...]) -> dict[str, Path]:
 
 def _file_problems(tile: TileFile) -> Iterable[str]:
     try:
-        with pillow().open(tile.image) as image, pillow().open(tile.labels) as labels:
-            if image.mode != "RGB":
-                yield f"{tile.image} has the mode {image.mode}, expected RGB: convert it"
-            if image.size != labels.size:
-                sizes = " and ".join(f"{width} x {height}" for width, height in (image.size, labels.size))
-                yield f"{tile.image} and its labels differ in size ({sizes}), expected one label for each pixel"
-    except OSError as error:
-        yield f"{tile.name} cannot be decoded ({error}), expected whole image files: replace it, or remove it"
+        (mode, size), (_, label_size) = _mode_and_size(tile.image), _mode_and_size(tile.labels)
+    except DataError as error:
+        yield str(error)
+        return
+    if mode != "RGB":
+        yield f"{tile.image} has the mode {mode}, expected RGB: convert it"
+    if size != label_size:
+        sizes = " and ".join(f"{width} x {height}" for width, height in (size, label_size))
+        yield f"{tile.image} and its labels differ in size ({sizes}), expected one label for each pixel"
 
 
-def _mode(path: Path) -> str:
-    with pillow().open(path) as image:
-        return str(image.mode)
+def _mode_and_size(path: Path) -> tuple[str, tuple[int, int]]:
+    module = pillow()
+    try:
+        with module.open(path) as image:
+            return image.mode, image.size
+    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
+        raise cannot_decode(str(path), error) from error
 
 
 def _label_array(path: Path) -> npt.NDArray[np.int64]:
-    with pillow().open(path) as image:
-        return np.asarray(image).astype(np.int64)
+    module = pillow()
+    try:
+        with module.open(path) as image:
+            return np.asarray(image).astype(np.int64)
+    except Exception as error:
+        raise cannot_decode(str(path), error) from error
 
 
 def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
-    if _mode(tile.labels) in _WHOLE_NUMBERS:
+    if _mode_and_size(tile.labels)[0] in _WHOLE_NUMBERS:
         found = _label_array(tile.labels)
         known = {*range(len(classes.names)), classes.ignore}
         unknown = sorted(set(np.unique(found).tolist()) - known)

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from papa.report import cells_of, compare_page, compare_rows, paper_cells, run_page
+from papa.report import cells_of, compare_page, compare_rows, details_table, paper_cells, run_page
 from papa.report.chart import line_chart, ticks
 
 
@@ -130,3 +130,25 @@ def test_a_chart_of_nothing_is_nothing_and_one_point_is_drawn() -> None:
     figure = line_chart("t", {"a": [(1.0, 5.0)]}, x_label="x", y_label="y")
     assert re.search(r'points="[\d.]+,[\d.]+"', figure)
     assert "nan" not in figure
+
+
+def with_details(result: dict, road: float) -> dict:
+    details = {"accuracy": 80.0, "F1 <road>": road}
+    whats = ("mean", "ensemble", "average_soup", "greedy_soup")
+    return {**result, "test": {**result["test"], "details": dict.fromkeys(whats, details)}}
+
+
+def test_details_have_a_row_for_each_method_and_what_was_scored():
+    results = [with_details(make_result("papa"), 10.0), with_details(make_result("papa", seed=2), 12.0)]
+    results.append(with_details(make_result("papa-all"), 50.0))
+    head, rows = details_table(results)
+    assert head == ("", "accuracy", "F1 <road>")
+    assert [row[0] for row in rows[:4]] == ["papa: mean", "papa: ensemble", "papa: average soup", "papa: greedy soup"]
+    assert rows[0][1:] == ("80.00 (0.00)", "11.00 (1.41)")
+    assert rows[4] == ("papa-all: mean", "80.00", "50.00")
+    assert "F1 &lt;road&gt;" in compare_page(results)
+    assert "F1 &lt;road&gt;" in run_page(results[0], METRICS)
+
+
+def test_metrics_without_details_have_no_rows():
+    assert details_table([make_result()]) == (("",), [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -179,9 +180,8 @@ def load_tiles(
     )
 
 
-def load_vaihingen(root: str | Path, **options: int | None) -> ImageSet:
-    """ISPRS Vaihingen: as `load_tiles`, with its classes and colours, and with a `splits.json` of yours."""
-    return load_tiles(root, default_classes=ISPRS, needs_splits=True, **options)  # type: ignore[arg-type]
+load_vaihingen = partial(load_tiles, default_classes=ISPRS, needs_splits=True)
+"""ISPRS Vaihingen: as `load_tiles`, with its classes and colours, and with a `splits.json` of yours."""
 
 
 def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from papa.checkpoint import read_json
 from papa.cli import main
 from papa.config import Config
-from papa.errors import ConfigError
+from papa.errors import ConfigError, DataError
 from papa.launch import Recorder, execute
 from papa.recipes import find, paper_scores
 from papa.recipes.build import build, sizes
@@ -132,6 +132,19 @@ def test_a_network_learns_what_pixels_show(root: Path) -> None:
     assert training.data.test is not None
     (member,), _ = training.evaluate_population(training.data.test)
     assert member.score > 90
+
+
+def test_a_mistyped_data_set_finds_tiles_too(root: Path) -> None:
+    config = small_config(root)
+    with pytest.raises(ConfigError, match=r"--data.name is tile: did you mean tiles\?.*folder, tiles, vaihingen"):
+        build(replace(config, data=replace(config.data, name="tile")))
+
+
+def test_networks_for_whole_images_are_refused(root: Path) -> None:
+    config = small_config(root)
+    training = build(replace(config, model=replace(config.model, name="resnet18")))
+    with pytest.raises(DataError, match="F1 got outputs of shape"):
+        training.run()
 
 
 def test_every_pixel_of_a_patch_is_an_example(root: Path) -> None:

@@ -24,6 +24,7 @@ from papa.augment import (
 )
 from papa.config import Config
 from papa.data import ImageSet, load_images, load_tiles, load_vaihingen
+from papa.data.images import LOADERS
 from papa.errors import ConfigError, did_you_mean
 from papa.group import Group, Local
 from papa.models import input_size_of, make_model, normalization_of
@@ -103,6 +104,8 @@ def images_for(config: Config) -> ImageSet:
             shrink=data.shrink,
             max_test=data.max_test,
         )
+    if data.name not in LOADERS:
+        raise ConfigError(f"--data.name is {data.name}: {did_you_mean(data.name, [*LOADERS, *TILES])}")
     # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
     size = wanted_image_size(config) if data.name in ("folder", "imagenet") else None
     return load_images(

@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup
+from papa import (
+    AlignMerges,
+    Averager,
+    MergeAll,
+    MergePairs,
+    Mix,
+    Population,
+    Push,
+    aligned_soups,
+    average_soup,
+    greedy_soup,
+)
 from papa.errors import SoupError
 from papa.group import Group, Local, Shared, start_workers
 
@@ -70,6 +81,32 @@ def march_staged(group: Shared) -> dict[str, Any]:
 
 def march_alone() -> dict[str, Any]:
     return march(Local())
+
+
+def align(group: Group) -> dict[str, Any]:
+    """Members that trained apart, aligned and merged by either way, then made into aligned soups."""
+    torch.manual_seed(0)
+    batches = [torch.randn(16, 5) for _ in range(2)]
+    states = []
+    for by in ("activations", "weights"):
+        members = []
+        for member in group.share(SIZE):
+            torch.manual_seed(member)
+            members.append(nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)))
+        population = Population(members, group)
+        soups = aligned_soups(population, lambda net: float(net[0].weight.detach().mean()), batches, by=by)
+        states += [soups.average.state_dict(), soups.greedy.network.state_dict()]
+        Averager(population, Push(alpha=0.5, every_steps=1), around=AlignMerges(batches, by=by)).step()
+        states += group.gather([net.state_dict() for net in population])
+    return {"states": states}
+
+
+def align_shared(group: Shared) -> dict[str, Any]:
+    return align(group)
+
+
+def align_alone() -> dict[str, Any]:
+    return align(Local())
 
 
 def fail_on_rank_1(group: Shared) -> None:

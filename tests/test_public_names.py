@@ -5,6 +5,7 @@ import pytest
 import papa
 
 PUBLIC_NAMES = [
+    "AlignMerges",
     "Averager",
     "Averaging",
     "Ensemble",
@@ -23,7 +24,8 @@ PUBLIC_NAMES = [
     "Rule",
     "__version__",
     "align_",
-    "align_by_activations_",
+    "align_all_",
+    "aligned_soups",
     "average_soup",
     "evaluate",
     "feature_similarity",

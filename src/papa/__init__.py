@@ -4,7 +4,7 @@ See `papa.Population`, `papa.Averager` and the rules for your own loop, `papa.tr
 """
 
 from papa._version import __version__
-from papa.align import align_, align_by_activations_, symmetries
+from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
 from papa.averager import Averager, Averaging
 from papa.ensemble import Ensemble
 from papa.errors import PapaError
@@ -17,6 +17,7 @@ from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, train
 
 __all__ = [
+    "AlignMerges",
     "Averager",
     "Averaging",
     "Ensemble",
@@ -35,7 +36,8 @@ __all__ = [
     "Rule",
     "__version__",
     "align_",
-    "align_by_activations_",
+    "align_all_",
+    "aligned_soups",
     "average_soup",
     "evaluate",
     "feature_similarity",

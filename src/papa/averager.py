@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,6 +18,36 @@ from papa.rules import Moment, Push, Rule
 
 Around: TypeAlias = Callable[[Population, Tensor, Moment], AbstractContextManager[None]]
 """What happens right before and right after members are mixed, given the population, the matrix and the moment."""
+
+
+def chain(*arounds: Around) -> Around:
+    """Several things around a mix as one: the first is the outermost, so it begins first and ends last.
+
+    Example:
+        >>> @contextlib.contextmanager
+        ... def note(population, matrix, moment):
+        ...     print("before", moment.step)
+        ...     yield
+        ...     print("after", moment.step)
+        >>> from torch import nn
+        >>> around = chain(note, note)
+        >>> with around(Population([nn.Linear(2, 1)]), Tensor([[1.0]]), Moment(step=3, size=1, lr_ratio=1.0)):
+        ...     print("mix")
+        before 3
+        before 3
+        mix
+        after 3
+        after 3
+    """
+
+    @contextlib.contextmanager
+    def together(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for around in arounds:
+                stack.enter_context(around(population, matrix, moment))
+            yield
+
+    return together
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,8 @@ class Averager:
         optimizers: the members' optimizers (or one for all), read for the learning rate that scales `Push`. Without
             them, and without passing `lr_ratio` to `step`, a push is not scaled.
         num_steps: how many steps training has in all; merges then leave out the last.
-        around: makes a context for each averaging from population and matrix, such as `papa.repair.RepairMerges`.
+        around: makes a context for each averaging from population, matrix and moment, such as
+            `papa.repair.RepairMerges` or `papa.AlignMerges`; several with `papa.averager.chain`.
         measure: record distances to the mean, at the price of reading the matrix once more (twice for a merge).
     """
 
@@ -99,13 +130,13 @@ class Averager:
             return None
         if lr_ratio is None:
             lr_ratio = self._lr_ratio() if self.rule.uses_lr else 1.0
-        ratio = _clamped(lr_ratio)
         return self._average(
             Moment(
                 step=self.num_steps_taken,
                 size=self.population.size,
-                lr_ratio=ratio,
+                lr_ratio=_clamped(lr_ratio),
                 generation=self.num_averagings + 1,
+                previous=self.rule.previous(self.num_steps_taken),
             )
         )
 

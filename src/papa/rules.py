@@ -32,6 +32,12 @@ class Moment:
     """The learning rate as a share of its initial value, within [0, 1]."""
     generation: int = 1
     """The how manieth averaging this is."""
+    previous: int = 0
+    """The step at which the rule was due the last time before; 0 if never."""
+
+    def is_first_since(self, every_steps: int) -> bool:
+        """Whether no averaging has come since the last multiple of `every_steps`: a cadence slower than the rule's."""
+        return self.step // every_steps > self.previous // every_steps
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,10 @@ class Rule:
         if self.is_merge and step == num_steps:
             return False
         return step % self.every_steps == 0
+
+    def previous(self, step: int) -> int:
+        """The last step before `step` at which it was due; 0 if it never was."""
+        return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
 
     def matrix(self, moment: Moment) -> Tensor:
         """The mixing matrix for this moment."""

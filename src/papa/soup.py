@@ -118,14 +118,14 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     """
     pot = _pot(members, after)
     values = pot.group.gather([score(member) for member in pot.members_here])
-    readings = [_reading(value, f"member {index}") for index, value in enumerate(values)]
+    readings = [reading(value, f"member {index}") for index, value in enumerate(values)]
     order = sorted(range(pot.size), key=lambda index: (-readings[index][0], readings[index][1], index))
     chosen, best = order[:1], readings[order[0]][0]
     trials = []
     for index in order[1:]:
         candidate = [*chosen, index]
         pot.fill_(mixing.soup_row(pot.size, candidate))
-        result, _ = _reading(score(pot.network), f"the soup of members {candidate}")
+        result, _ = reading(score(pot.network), f"the soup of members {candidate}")
         kept = result >= best
         trials.append(Trial(tuple(candidate), result, kept))
         if kept:
@@ -270,7 +270,7 @@ def _checked_weights(weights: Weights, size: int) -> Tensor:
     return row / row.sum()
 
 
-def _reading(value: Any, subject: str) -> tuple[float, float]:
+def reading(value: Any, subject: str) -> tuple[float, float]:
     """A score and, for ties, a loss; whatever `score` returned."""
     score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, 0.0)
     score, loss = float(score), float(loss)

@@ -1,21 +1,26 @@
 """Permutations: which units of a network are exchangeable, and how to match them between networks."""
 
-from papa.align.activations import align_by_activations_
-from papa.align.derive import symmetries
+from papa.align.derive import prove, symmetries
 from papa.align.groups import Group, Program, Slot, Symmetries
-from papa.align.matching import Alignment, align_
+from papa.align.matching import Alignment, align_, align_all_
+from papa.align.merging import AlignMerges
 from papa.align.permute import inverse, permute_, permute_all_
+from papa.align.soups import AlignedSoups, aligned_soups
 
 __all__ = [
+    "AlignMerges",
+    "AlignedSoups",
     "Alignment",
     "Group",
     "Program",
     "Slot",
     "Symmetries",
     "align_",
-    "align_by_activations_",
+    "align_all_",
+    "aligned_soups",
     "inverse",
     "permute_",
     "permute_all_",
+    "prove",
     "symmetries",
 ]

@@ -1,178 +1,198 @@
-"""Matching by activations: pair the units of two networks that respond alike to the same data."""
+"""Matching by activations: the correlation, over some data, of what units say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from papa.align.blocks import Piece, pieces_of
-from papa.align.derive import symmetries
-from papa.align.groups import Group, Program, Slot, Symmetries
-from papa.align.matching import Alignment, assign, assign_all, matched_tensors
-from papa.align.permute import permute_all_
+from papa.align.assignment import Orders
+from papa.align.blocks import families_of
+from papa.align.groups import Program, Slot, Symmetries
+from papa.align.permute import permute_slot_
 from papa.errors import DataError, MemberError, PapaError
 
 
-@torch.no_grad()
-def align_by_activations_(
-    model: nn.Module, reference: nn.Module, batches: Sequence[Any], *, groups: Symmetries | None = None
-) -> Alignment:
-    """Permute a network's units so that each pairs with the unit of another network that responds most like it.
+class Activations:
+    """How the units of several networks correlate, at every place of the graph where they are seen.
 
-    For every group, the permutation P that maximises the correlation of unit `i` of the reference with unit `P(i)` of
-    the model, over all batches and summed over every place where the group is seen. Correlations do not depend on the
-    order of units, so one pass over the data serves all groups.
-
-    Example:
-        >>> reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> alignment = align_by_activations_(model, reference, [torch.randn(32, 4) for _ in range(2)])
-        >>> alignment.after >= alignment.before
-        True
+    Correlations do not depend on the order of units, so one pass over the data serves all groups and all pairs.
 
     Args:
-        model: the network to permute in place; its tensors keep their memory, and it is untouched when anything fails.
-        reference: the network to match, unchanged.
-        batches: inputs, or tuples whose first entry is the inputs, all of one shape. Never test data.
-        groups: what `symmetries` gave for this architecture and batches of this shape, when known already.
-
-    Returns:
-        The mean correlation of paired units before and after.
+        networks: the tensors of each by name.
+        symmetries: what can be permuted in them, with their graph.
+        batches: inputs of one shape.
+        subjects: what to call each network in errors.
+        pairs: which networks are compared with which.
     """
-    inputs = _checked_inputs(batches)
-    tensors = matched_tensors(model, reference)
-    found = groups if groups is not None else symmetries(model, inputs[0])
-    if found.program is None:
-        raise PapaError("symmetries written by hand have no graph: match by weights with `align_`")
-    watched = {(place.tensor, place.axis) for group in found for place in group.places}
-    alike = _correlations(found.program, tensors, inputs, watched)
-    views = [replace(group, slots=group.places) for group in found if group.places]
-    pieces = {view.name: pieces_of(view, Symmetries(tuple(views))) for view in views if not view.is_inner}
-    paired = {group.name for some in pieces.values() for piece in some for group in piece.groups}
-    orders: dict[str, Tensor] = {}
-    before = after = 0.0
-    # A group inside blocks that are no piece is matched where it stands, before blocks move.
-    for view in sorted((view for view in views if view.name not in paired), key=lambda view: not view.is_inner):
-        order, inner, gains = _best(view, pieces.get(view.name, []), alike)
-        orders |= {view.name: order, **inner}
-        before, after = before + gains[0], after + gains[1]
-    permute_all_(model, found, orders)
-    count = max(sum(place.index.numel() for view in views if view.name not in paired for place in view.places), 1)
-    return Alignment(before / count, after / count, 1)
+
+    def __init__(
+        self,
+        networks: Sequence[Mapping[str, Tensor]],
+        symmetries: Symmetries,
+        batches: Sequence[Tensor],
+        *,
+        subjects: Sequence[str],
+        pairs: Collection[tuple[int, int]],
+    ) -> None:
+        if symmetries.program is None:
+            raise PapaError('symmetries written by hand have no graph: match by weights, with by="weights"')
+        _check_shape(symmetries.program, batches)
+        # The units of a place are the second axis of a correlation, the reference's being the first.
+        groups = [
+            replace(group, slots=tuple(replace(place, axis=1) for place in group.places))
+            for group in symmetries
+            if group.places
+        ]
+        self.symmetries = Symmetries(tuple(groups))
+        self.families = families_of(self.symmetries)
+        dims = {place.tensor: place.axis for group in symmetries for place in group.places}
+        self.alike = _correlations(symmetries.program, networks, batches, dims, subjects, pairs)
+        self.covered = _covered(self.symmetries, dims)
+        self.count = max(sum(len(indices) for indices in self.covered.values()), 1)
+        """How many correlations the likeness of two networks is the sum of."""
+
+    def matching(self, member: int, others: Collection[int]) -> ActivationsMatching:
+        """One network in comparison with some others."""
+        together = {
+            name: torch.stack([self._pair(other, member)[name] for other in others]).sum(0) for name in self.covered
+        }
+        return ActivationsMatching(together, self.covered)
+
+    def _pair(self, first: int, second: int) -> dict[str, Tensor]:
+        if (first, second) in self.alike:
+            return self.alike[first, second]
+        return {name: alike.T for name, alike in self.alike[second, first].items()}
+
+    def permute_(self, member: int, orders: Orders) -> None:
+        """Reorder the units of one network, group after group."""
+        groups = {group.name: group for group in self.symmetries}
+        moves = [(slot, order) for name, order in orders.items() if name in groups for slot in groups[name].slots]
+        for (first, second), alike in self.alike.items():
+            if member in (first, second):
+                for slot, order in moves:
+                    permute_slot_(alike[slot.tensor], replace(slot, axis=int(member == second)), order)
 
 
-def _checked_inputs(batches: Sequence[Any]) -> list[Tensor]:
-    inputs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in batches]
-    if not inputs:
-        raise DataError("align_by_activations_ was given no batches, expected at least one")
-    for number, part in enumerate(inputs):
-        if not isinstance(part, Tensor) or part.shape != inputs[0].shape or not part.numel():
-            shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+class ActivationsMatching:
+    """Correlations of two networks, the model's units along the second axis."""
+
+    def __init__(self, alike: dict[str, Tensor], covered: Mapping[str, Tensor]) -> None:
+        self.tensors = alike
+        self.covered = covered
+
+    def likeness(self, slot: Slot, index: Tensor) -> Tensor:
+        """The sum of correlations over all that two units say at one place."""
+        alike = self.tensors[slot.tensor]
+        return torch.stack([alike[column][:, column] for column in index.T]).sum(0)
+
+    def value(self, name: str) -> float:
+        """The sum of correlations of paired units at one place."""
+        return float(self.tensors[name].diagonal()[self.covered[name]].sum())
+
+
+def _covered(symmetries: Symmetries, dims: Mapping[str, int]) -> dict[str, Tensor]:
+    """The indices that belong to some group, at each place."""
+    found: dict[str, list[Tensor]] = {name: [] for name in dims}
+    for group in symmetries:
+        for slot in group.slots:
+            found[slot.tensor].append(slot.index.flatten())
+    return {name: torch.cat(parts).bincount().nonzero().flatten() for name, parts in found.items()}
+
+
+def _check_shape(program: Program, batches: Sequence[Tensor]) -> None:
+    for node in _inputs(program):
+        expected, found = tuple(node.meta["val"].shape), tuple(batches[0].shape)
+        if expected != found:
             raise DataError(
-                f"batch {number} has inputs of {shape}, expected {tuple(inputs[0].shape)} as batch 0: all batches need "
-                "one shape and at least one example"
+                f"batches have inputs of shape {found}, but the symmetries were derived with an example of shape "
+                f"{expected}: derive them with a batch of the same shape"
             )
-    return inputs
 
 
-class _Watcher(fx.Interpreter):
-    """Runs a graph and keeps what some nodes give, units first."""
-
-    def __init__(self, program: Program, watched: set[tuple[str, int]]) -> None:
-        super().__init__(program.graph)
-        self._dims = dict(watched)
-        self.seen: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
-        result = super().run_node(n)
-        if n.name in self._dims:
-            self.seen[n.name] = result.detach().double().movedim(self._dims[n.name], 0).flatten(1).clone()
-        return result
+def _inputs(program: Program) -> list[fx.Node]:
+    """The placeholders that take the network's inputs."""
+    nodes = [node for node in program.graph.graph.nodes if node.op == "placeholder"]
+    return [node for node in nodes if node.target not in program.tensors and node.target not in program.constants]
 
 
 def _correlations(
     program: Program,
-    tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    inputs: list[Tensor],
-    watched: set[tuple[str, int]],
-) -> dict[str, Tensor]:
-    """For each watched node, the correlation of each index of the reference with each index of the model."""
-    model, reference = tensors
-    sums: dict[str, list[Tensor]] = {}
-    for batch in inputs:
-        theirs, mine = (_seen(program, side, batch, watched) for side in (reference, model))
-        for name in theirs:
-            x, y = theirs[name], mine[name]
-            if not (bool(torch.isfinite(x).all()) and bool(torch.isfinite(y).all())):
-                raise MemberError(f"activations at '{name}' are not finite: networks that diverged cannot be matched")
-            parts = [x.sum(1), y.sum(1), x.square().sum(1), y.square().sum(1), x @ y.T, torch.tensor(x.shape[1])]
-            known = sums.get(name)
-            sums[name] = parts if known is None else [a + b for a, b in zip(known, parts, strict=True)]
-    return {name: _correlation(*parts) for name, parts in sums.items()}
+    networks: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[Tensor],
+    dims: Mapping[str, int],
+    subjects: Sequence[str],
+    pairs: Collection[tuple[int, int]],
+) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """For each pair and each place, the correlation of each index of the first with each index of the second."""
+    single: dict[tuple[str, int], Tensor] = {}
+    double: dict[tuple[str, int, int], Tensor] = {}
+    counts: dict[str, int] = {}
 
+    def add(name: str, outputs: Sequence[Tensor]) -> None:
+        units = [output.detach().double().movedim(dims[name], 0).flatten(1) for output in outputs]
+        counts[name] = counts.get(name, 0) + units[0].shape[1]
+        for member, own in enumerate(units):
+            if not bool(torch.isfinite(own).all()):
+                raise MemberError(
+                    f"{subjects[member]} has activations that are not finite at '{name}': a network that diverged "
+                    "cannot be matched"
+                )
+            sums = torch.stack([own.sum(1), own.square().sum(1)])
+            single[name, member] = single[name, member] + sums if (name, member) in single else sums
+        for first, second in pairs:
+            key = name, first, second
+            product = units[first] @ units[second].T
+            double[key] = double[key].add_(product) if key in double else product
 
-def _correlation(x: Tensor, y: Tensor, xx: Tensor, yy: Tensor, xy: Tensor, count: Tensor) -> Tensor:
-    """From sums to correlations; a unit that never varies correlates with none."""
-    spread = [(square / count - (total / count).square()).clamp(min=0) for total, square in ((x, xx), (y, yy))]
-    scale = (spread[0][:, None] * spread[1]).sqrt()
-    covariance = xy / count - (x / count)[:, None] * (y / count)
-    return torch.where(scale > 1e-12, covariance / scale.clamp(min=1e-12), 0.0)
-
-
-def _seen(
-    program: Program, tensors: Mapping[str, Tensor], batch: Tensor, watched: set[tuple[str, int]]
-) -> dict[str, Tensor]:
-    watcher, batches = _Watcher(program, watched), iter([batch])
-    args = []
-    for node in program.graph.graph.nodes:
-        if node.op == "placeholder":
-            name = node.target
-            if name in program.tensors:
-                args.append(tensors[program.tensors[name]].detach().cpu())
-            else:
-                args.append(program.constants[name] if name in program.constants else next(batches).cpu().clone())
-    watcher.run(*args)
-    return watcher.seen
-
-
-Gains = tuple[float, float]
-
-
-def _best(view: Group, pieces: list[Piece], alike: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Gains]:
-    """The best order of a group's units, that of the units inside its blocks, and the gain before and after."""
-    gain = torch.zeros(view.size, view.size, dtype=torch.float64)
-    for number, place in enumerate(view.slots):
-        free = torch.ones(place.index.shape[1], dtype=torch.bool)
-        for piece in pieces:
-            free[piece.columns[number].flatten()] = False
-        for column in place.index[:, free].T:
-            gain += alike[place.tensor][column][:, column]
-    as_it_was, choices = float(gain.diagonal().sum()), []
-    for piece in pieces:
-        similarity = _piece_similarity(view.slots, piece, alike)
-        values, chosen = assign_all(similarity)
-        gain, as_it_was = gain + values, as_it_was + float(torch.einsum("iiuu->", similarity))
-        choices.append(chosen)
-    order = assign(gain)
-    inner = {
-        piece.groups[block].name: chosen[block][int(order[block])]
-        for piece, chosen in zip(pieces, choices, strict=True)
-        for block in range(view.size)
+    for batch in batches:
+        _march(program, networks, batch, dims, add)
+    return {
+        (first, second): {
+            name: _correlation(single[name, first], single[name, second], double[name, first, second], counts[name])
+            for name in dims
+        }
+        for first, second in pairs
     }
-    return order, inner, (as_it_was, float(gain[torch.arange(view.size), order].sum()))
 
 
-def _piece_similarity(places: tuple[Slot, ...], piece: Piece, alike: Mapping[str, Tensor]) -> Tensor:
-    size, num_units = len(places[0].index), piece.groups[0].size
-    total = torch.zeros(size, size, num_units, num_units, dtype=torch.float64)
-    for number, place in enumerate(places):
-        index = place.index[:, piece.columns[number].flatten()].reshape(size * num_units, -1)
-        for column in index.T:
-            pairs = alike[place.tensor][column][:, column]
-            total += pairs.view(size, num_units, size, num_units).transpose(1, 2)
-    return total
+def _march(
+    program: Program,
+    networks: Sequence[Mapping[str, Tensor]],
+    batch: Tensor,
+    dims: Mapping[str, int],
+    add: Callable[[str, Sequence[Tensor]], None],
+) -> None:
+    """Run the graph with every network's tensors, node by node, so that only what is still needed is in memory."""
+    walkers = [fx.Interpreter(program.graph) for _ in networks]
+    for walker, network in zip(walkers, networks, strict=True):
+        walker.args_iter = iter(_arguments(program, network, batch))
+    for node in program.graph.graph.nodes:
+        for walker in walkers:
+            walker.env[node] = walker.run_node(node)
+        if node.name in dims:
+            add(node.name, [walker.env[node] for walker in walkers])
+        for walker in walkers:
+            for used in walker.user_to_last_uses.get(node, []):
+                del walker.env[used]
+
+
+def _arguments(program: Program, network: Mapping[str, Tensor], batch: Tensor) -> list[Tensor]:
+    found = []
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder" and node.target in program.tensors:
+            found.append(network[program.tensors[node.target]].detach().cpu())
+        elif node.op == "placeholder":
+            constant = program.constants.get(node.target)
+            found.append(batch.cpu().clone() if constant is None else constant)
+    return found
+
+
+def _correlation(first: Tensor, second: Tensor, product: Tensor, count: int) -> Tensor:
+    """From sums to correlations; a unit that never varies correlates with none."""
+    (x, xx), (y, yy) = first / count, second / count
+    scale = ((xx - x.square()).clamp(min=0)[:, None] * (yy - y.square()).clamp(min=0)).sqrt()
+    covariance = product / count - x[:, None] * y
+    return torch.where(scale > 1e-12, covariance / scale.clamp(min=1e-12), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,3 +66,33 @@ def _home(inner: Group, group: Group, owners: list[tuple[Tensor, Tensor]]) -> tu
         block = int(rows[0, 0])
         columns.append(column[index])
     return (block, tuple(columns)) if block >= 0 else None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Units that are matched together: a group, and the units inside its blocks."""
+
+    group: Group
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def members(self) -> Iterator[Group]:
+        """The group itself, then those inside its blocks."""
+        yield self.group
+        for piece in self.pieces:
+            yield from piece.groups
+
+
+def families_of(symmetries: Symmetries) -> list[Family]:
+    """Every group that lives in no block of another, each with what its blocks are made of.
+
+    Units inside a block that the other blocks do not have likewise are in no family: they move with their block.
+    """
+    families = [Family(group, tuple(pieces_of(group, symmetries))) for group in symmetries if not group.is_inner]
+    owners = [(family.group, [_owners(slot) for slot in family.group.slots]) for family in families]
+    lone = [
+        Family(inner)
+        for inner in symmetries
+        if inner.is_inner and not any(_home(inner, group, owner) for group, owner in owners)
+    ]
+    return families + lone

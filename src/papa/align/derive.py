@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import traceback
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from papa import flat
 from papa.align.groups import Group, Program, Symmetries, groups_of
-from papa.align.permute import permute_all_
+from papa.align.permute import found_tensor, permute_all_
 from papa.align.rules import RULES
-from papa.align.trace import Leaf, Trace
-from papa.errors import PapaError
+from papa.align.trace import Leaf, Trace, name_of
+from papa.errors import MemberError, PapaError
 from papa.streams import stream
 
 TOLERANCE = 1e-9
@@ -43,9 +47,7 @@ def symmetries(model: nn.Module, example_input: Any) -> Symmetries:
     Returns:
         The groups of exchangeable units.
     """
-    args = example_input if isinstance(example_input, tuple) else (example_input,)
-    twin = copy.deepcopy(model).cpu().eval()
-    args = pytree.tree_map(lambda part: part.detach().cpu() if isinstance(part, Tensor) else part, args)
+    twin, args = _on_cpu(model, example_input)
     program = _exported(twin, args)
     leaves = _leaves(program, twin)
     trace = Trace(leaves, RULES)
@@ -69,9 +71,84 @@ def _exported(model: nn.Module, args: tuple[Any, ...]) -> torch.export.ExportedP
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         raise PapaError(
-            f"{type(model).__name__} cannot be exported ({type(error).__name__}: {reason}): its units cannot be "
-            "derived; write out its groups by hand as papa.align.Symmetries, or leave it unaligned"
+            f"{type(model).__name__} cannot be exported{_whereabouts(error)} ({type(error).__name__}: {reason}): its "
+            "units cannot be derived. Write out its groups by hand as papa.align.Symmetries and check them with "
+            "papa.align.prove, or keep all units where they are with groups=papa.align.Symmetries(())"
         ) from error
+
+
+def _whereabouts(error: BaseException) -> str:
+    """The innermost line of the network's own code at which an error came up."""
+    foreign = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(foreign)]
+    return f" because of {Path(lines[-1].filename).name}:{lines[-1].lineno}, `{lines[-1].line}`" if lines else ""
+
+
+def prove(model: nn.Module, symmetries: Symmetries, example_input: Any) -> Symmetries:
+    """Those groups of symmetries written by hand that hold, proved as derived ones are.
+
+    A group lists every place in the network's tensors that has to be permuted together: of each tensor the axis, and
+    which indices along it each unit owns. Whole blocks go first, then units inside of blocks (`is_inner`).
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> from papa.align import Slot
+        >>> units = torch.arange(3)[:, None]
+        >>> places = [("0.weight", 0), ("0.bias", 0), ("2.weight", 1)]
+        >>> hidden = Group("hidden", 3, tuple(Slot(name, axis, units) for name, axis in places))
+        >>> [group.name for group in prove(net, Symmetries((hidden,)), torch.randn(5, 4))]
+        ['hidden']
+
+    Args:
+        model: the network, unchanged.
+        symmetries: the groups.
+        example_input: one batch of inputs, or a tuple of the arguments that the network takes.
+
+    Returns:
+        The same without the groups that change the network's outputs, which a warning names.
+    """
+    tensors = {name: tensor for name, _, _, _, tensor in flat.tensors_of(model)}
+    names = [group.name for group in symmetries]
+    for group in symmetries:
+        if names.count(group.name) > 1:
+            raise PapaError(f"there are two groups named '{group.name}': give each a name of its own")
+        for slot in group.slots:
+            found_tensor(tensors, slot)
+            if (
+                slot.index.dim() != 2
+                or len(slot.index) != group.size
+                or slot.index.numel() != len(set(slot.index.flatten().tolist()))
+            ):
+                raise PapaError(
+                    f"group '{group.name}' has {tuple(slot.index.shape)} indices at '{slot.tensor}', expected a row of "
+                    f"indices for each of its {group.size} units, none of them twice"
+                )
+    twin, args = _on_cpu(model, example_input)
+    return replace(symmetries, groups=proved(twin, args, symmetries.groups))
+
+
+def check_same_graph(first: nn.Module, second: nn.Module, example_input: Any, *, subjects: tuple[str, str]) -> None:
+    """Raise a `MemberError` unless two networks run the same operators; networks built alike need no look."""
+    if type(first) is type(second) and str(first) == str(second):
+        return
+    graphs = [_operators(*_on_cpu(model, example_input)) for model in (first, second)]
+    for number, (mine, theirs) in enumerate(itertools.zip_longest(*graphs)):
+        if mine != theirs:
+            raise MemberError(
+                f"{subjects[0]} runs {mine or 'nothing'} as operator {number}, {subjects[1]} runs {theirs or 'nothing'}"
+                ": only networks of one architecture can be aligned"
+            )
+
+
+def _operators(model: nn.Module, args: tuple[Any, ...]) -> list[str]:
+    nodes = _exported(model, args).graph.nodes
+    return [name_of(node) for node in nodes if node.op not in ("placeholder", "output")]
+
+
+def _on_cpu(model: nn.Module, example_input: Any) -> tuple[nn.Module, tuple[Any, ...]]:
+    args = example_input if isinstance(example_input, tuple) else (example_input,)
+    args = pytree.tree_map(lambda part: part.detach().cpu() if isinstance(part, Tensor) else part, args)
+    return copy.deepcopy(model).cpu().eval(), args
 
 
 def _leaves(program: torch.export.ExportedProgram, model: nn.Module) -> dict[str, Leaf]:

@@ -1,216 +1,306 @@
-"""Matching by weights: permute one network's units until its tensors are as close to another's as they get."""
+"""Aligning networks: one to another, each of many to the first, or all with each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from papa import flat
-from papa.align.blocks import Piece, pieces_of
-from papa.align.derive import symmetries
-from papa.align.groups import Group, Slot, Symmetries
-from papa.align.permute import found_tensor, permute_slot_
-from papa.errors import MemberError, PapaError
-from papa.streams import stream
+from papa.align.activations import Activations
+from papa.align.assignment import GAIN, Matching, Orders, compose_, descend_, identity, total
+from papa.align.blocks import Family
+from papa.align.derive import check_same_graph, symmetries
+from papa.align.groups import Symmetries
+from papa.align.permute import inverse, permute_all_
+from papa.align.sinkhorn import anneal_
+from papa.align.weights import Weights
+from papa.errors import DataError, MemberError, PapaError, did_you_mean
+from papa.population import Population
 
-GAIN = 1e-9
-"""What a group must gain, in units of one tensor's cosine, to be permuted."""
-MOST_ROUNDS = 100
-"""How often all groups are gone through at most; it is rarely more than ten."""
+WAYS = ("activations", "weights", "sinkhorn")
+"""What networks can be matched by."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How well two networks matched."""
+    """How well a network matched, and how it was permuted."""
 
     before: float
-    """The mean cosine between the tensors of the two, over all that can be permuted, as they came."""
+    """The mean likeness, as the networks came: of tensors (cosine) when matched by weights, of units (correlation) when
+    matched by activations."""
     after: float
-    """The same after permuting; never less."""
+    """The same after permuting. Never less for two networks; where many are aligned jointly, their sum is not."""
     num_rounds: int
-    """How often all groups were gone through."""
+    """How often all groups were gone through, or all members where many are aligned jointly."""
+    permutations: dict[str, Tensor]
+    """What was done to each group, by its name, for `permute_all_`; `inverse`, in reversed order, undoes it."""
 
 
 @torch.no_grad()
 def align_(
     model: nn.Module,
     reference: nn.Module,
-    example_input: Any = None,
+    batches: Any = None,
     *,
+    by: str | None = None,
     groups: Symmetries | None = None,
+    optimizer: Optimizer | None = None,
     seed: int = 0,
 ) -> Alignment:
     """Permute a network's units to match another's, without changing its function.
 
-    Coordinate descent over the groups of units: with all others as they are, the permutation P of one group that
-    maximises the sum over its tensors of
+    By `"activations"`: each unit pairs with the unit of the reference whose activations correlate most with its own,
+    summed over every place where it is seen; one pass over the batches serves all groups.
 
-        <reference, P model> / (|reference| |model|)
+    By `"weights"`: coordinate descent over groups of units. With all others as they are, the permutation P of one group
+    that maximises the sum over its tensors of `<reference, P model> / (|reference| |model|)` is a linear assignment.
 
-    is a linear assignment. Groups are gone through in random order until none gains. Where units live in blocks
-    (attention heads, groups of channels), units are matched inside each pair of blocks first, then the blocks.
+    By `"sinkhorn"`: the same objective, over soft permutations that harden while a temperature falls.
+
+    Where units live in blocks (attention heads, groups of channels), units are matched inside each pair of blocks
+    first, then the blocks.
 
     Example:
         >>> reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> alignment = align_(model, reference, torch.randn(3, 4))
+        >>> alignment = align_(model, reference, [torch.randn(32, 4) for _ in range(2)])
         >>> alignment.after >= alignment.before
         True
+        >>> alignment = align_(model, reference, torch.randn(3, 4), by="weights")
 
     Args:
         model: the network to permute in place; its tensors keep their memory, and it is untouched when anything fails.
         reference: the network to match, unchanged.
-        example_input: one batch of inputs, from which the symmetries are derived.
-        groups: the symmetries of this architecture when they are known already, in place of `example_input`.
-        seed: of the order in which groups are gone through.
+        batches: inputs, or tuples whose first entry is the inputs, all of one shape, never test data; or one tensor, an
+            example from which the symmetries are derived. Not needed by weights when `groups` are given.
+        by: `"activations"`, `"weights"` or `"sinkhorn"`. By default activations where there is a list of batches, else
+            weights.
+        groups: what `symmetries` gave for this architecture (and batches of this shape), when known already.
+        optimizer: the model's, whose state is permuted with the parameters.
+        seed: of the sequence in which groups are gone through.
 
     Returns:
-        How well the two match before and after.
+        How well the two match before and after, and the permutations.
     """
-    if (example_input is None) == (groups is None):
-        raise PapaError("align_ needs either `example_input` or `groups`, to know which units can be permuted")
-    mine, theirs = matched_tensors(model, reference)
-    found = groups if groups is not None else symmetries(model, example_input)
-    names = {slot.tensor: found_tensor(mine, slot) for group in found for slot in group.slots}
-    work = _Matching({name: mine[name] for name in names}, {name: theirs[name] for name in names})
-    before = work.objective(names)
-    rounds = work.descend_(found, seed)
-    after = work.objective(names)
-    for name in names:
-        mine[name].copy_(work.model[name])
-    count = max(sum(scale > 0 for scale in work.scale.values()), 1)
-    return Alignment(before / count, after / count, rounds)
+    plan = Plan(batches, by=by, groups=groups, seed=seed)
+    (alignment,) = plan.to_first([reference, model], subjects=["the reference", "the model"])
+    permute_all_(model, plan.symmetries_of(model), alignment.permutations, optimizer=optimizer)
+    return alignment
 
 
-def matched_tensors(model: nn.Module, reference: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of two networks by name, or an error that says where they differ."""
-    mine = {name: tensor for name, _, _, _, tensor in flat.tensors_of(model)}
-    theirs = {name: tensor for name, _, _, _, tensor in flat.tensors_of(reference)}
-    cure = "only networks of one architecture can be aligned"
-    for name in sorted(mine.keys() ^ theirs.keys()):
-        side, other = ("model", "reference") if name in mine else ("reference", "model")
-        raise MemberError(f"the {side} has '{name}', the {other} has not: {cure}")
-    for name, tensor in mine.items():
-        shape, expected = tuple(tensor.shape), tuple(theirs[name].shape)
-        if shape != expected:
-            raise MemberError(f"the model has '{name}' of shape {shape}, the reference {expected}: {cure}")
-        for subject, found in (("model", tensor), ("reference", theirs[name])):
-            if tensor.is_floating_point() and not bool(torch.isfinite(found).all()):
-                raise MemberError(f"the {subject} has '{name}' with values that are not finite: it cannot be matched")
-    return mine, theirs
+@torch.no_grad()
+def align_all_(
+    models: Sequence[nn.Module] | Population,
+    batches: Any = None,
+    *,
+    to: str = "first",
+    by: str | None = None,
+    groups: Symmetries | None = None,
+    optimizers: Sequence[Optimizer] = (),
+    seed: int = 0,
+) -> list[Alignment]:
+    """Permute the units of many networks so that they match, without changing their functions.
 
+    To `"first"`: each is aligned to the first (the paper's choice before merges). `"joint"`: all with each other, by
+    coordinate ascent on the sum over pairs; every member is permuted once, so the alignment of a with b and of b with c
+    is that of a with c. It starts from the alignment to the first, unless that is worse than nothing, and never falls.
 
-class _Matching:
-    """Working copies of the tensors of two networks, each divided by its norm where they are compared."""
+    Example:
+        >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
+        >>> alignments = align_all_(nets, [torch.randn(32, 4)], to="joint")
+        >>> len(alignments)
+        3
 
-    def __init__(self, model: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-        self.model = {name: tensor.detach().clone() for name, tensor in model.items()}
-        self.reference = {name: reference[name].detach().to(tensor) for name, tensor in model.items()}
-        norms = {name: _norm(tensor) * _norm(self.reference[name]) for name, tensor in self.model.items()}
-        self.scale = {name: 1.0 / norm if norm > 0 else 0.0 for name, norm in norms.items()}
+    Args:
+        models: networks of one architecture, all in this process; none is changed when anything fails.
+        batches: as for `align_`; one pass over them serves all.
+        to: `"first"` or `"joint"`.
+        by: as for `align_`.
+        groups: as for `align_`.
+        optimizers: one for each network, whose state is permuted with its parameters; or none.
+        seed: of the sequence in which groups are gone through.
 
-    def objective(self, names: Iterable[str]) -> float:
-        """The sum of cosines between tensors."""
-        return sum(
-            float((self.model[name].double() * self.reference[name].double()).sum()) * self.scale[name]
-            for name in names
+    Returns:
+        One for each network: its mean likeness to the first, or to all others when jointly, before and after.
+    """
+    if isinstance(models, Population) and models.size != len(models):
+        raise PapaError(
+            f"the population has {models.size} members, of which {len(models)} are in this process: align members that "
+            "several processes hold with papa.AlignMerges"
         )
-
-    def descend_(self, groups: Symmetries, seed: int) -> int:
-        """Improve group after group until a whole round brings nothing."""
-        inner = {id(group) for group in groups if group.is_inner}
-        pieces = {group.name: pieces_of(group, groups) for group in groups if id(group) not in inner}
-        for round_ in range(MOST_ROUNDS):
-            order = torch.randperm(len(groups), generator=stream(seed, "align", position=round_))
-            gains = [self._improve_(groups.groups[number], pieces) for number in order.tolist()]
-            if not any(gains):
-                return round_ + 1
-        return MOST_ROUNDS
-
-    def _improve_(self, group: Group, pieces: Mapping[str, list[Piece]]) -> bool:
-        """Find the group's best permutation, with that of the units inside its blocks; keep it if there is a gain."""
-        touched = {slot.tensor for slot in group.slots}
-        for piece in pieces.get(group.name, []):
-            touched |= {slot.tensor for inner in piece.groups for slot in inner.slots}
-        kept = {name: self.model[name].clone() for name in touched}
-        before = self.objective(touched)
-        order, inner_orders = self._best(group, pieces.get(group.name, []))
-        for slot in group.slots:
-            permute_slot_(self.model[slot.tensor], slot, order)
-        for inner, inner_order in inner_orders:
-            for slot in inner.slots:
-                permute_slot_(self.model[slot.tensor], slot, inner_order)
-        if self.objective(touched) > before + GAIN:
-            return True
-        self.model.update(kept)
-        return False
-
-    def _best(self, group: Group, pieces: list[Piece]) -> tuple[Tensor, list[tuple[Group, Tensor]]]:
-        gain = self._similarity(group.slots, pieces)
-        choices = []
-        for piece in pieces:
-            similarity = self._piece_similarity(group.slots, piece)
-            values, chosen = assign_all(similarity)
-            gain = gain + values
-            choices.append(chosen)
-        order = assign(gain)
-        inner = [
-            (piece.groups[block], chosen[block][int(order[block])])
-            for piece, chosen in zip(pieces, choices, strict=True)
-            for block in range(group.size)
-        ]
-        return order, inner
-
-    def _similarity(self, slots: tuple[Slot, ...], pieces: list[Piece]) -> Tensor:
-        """For each pair of units, how alike they are; numbers that belong to a piece are left out."""
-        total = torch.zeros((), dtype=torch.float64)
-        size = len(slots[0].index)
-        for number, slot in enumerate(slots):
-            free = torch.ones(slot.index.shape[1], dtype=torch.bool)
-            for piece in pieces:
-                free[piece.columns[number].flatten()] = False
-            rows = [self._rows(side, slot, slot.index[:, free]) for side in (self.reference, self.model)]
-            total = total + (rows[0] @ rows[1].T).double() * self.scale[slot.tensor]
-        return total.expand(size, size)
-
-    def _piece_similarity(self, slots: tuple[Slot, ...], piece: Piece) -> Tensor:
-        """For each pair of blocks, for each pair of the piece's units in them: how alike they are."""
-        size, num_units = len(slots[0].index), piece.groups[0].size
-        total = torch.zeros(size, size, num_units, num_units, dtype=torch.float64)
-        for number, slot in enumerate(slots):
-            index = slot.index[:, piece.columns[number].flatten()].reshape(size * num_units, -1)
-            if index.numel():
-                rows = [self._rows(side, slot, index) for side in (self.reference, self.model)]
-                alike = (rows[0] @ rows[1].T).double() * self.scale[slot.tensor]
-                total += alike.view(size, num_units, size, num_units).transpose(1, 2)
-        return total
-
-    def _rows(self, side: Mapping[str, Tensor], slot: Slot, index: Tensor) -> Tensor:
-        tensor = side[slot.tensor] if slot.within is None else side[slot.tensor][slot.within[0] : slot.within[1]]
-        tensor = tensor if tensor.element_size() >= 4 else tensor.float()
-        chosen = tensor.index_select(slot.axis, index.flatten().to(tensor.device)).movedim(slot.axis, 0)
-        return chosen.reshape(len(index), -1).cpu()
+    models = list(models)
+    if to not in ("first", "joint"):
+        raise PapaError(f"there is no way to align all to '{to}': {did_you_mean(to, ['first', 'joint'])}")
+    if optimizers and len(optimizers) != len(models):
+        raise PapaError(
+            f"align_all_ was given {len(optimizers)} optimizers for {len(models)} networks, expected one each"
+        )
+    plan = Plan(batches, by=by, groups=groups, seed=seed)
+    subjects = [f"member {member}" for member in range(len(models))]
+    if to == "joint":
+        alignments = plan.jointly(models, subjects)
+    else:
+        still = identity(plan.symmetries_of(models[0])) if models else {}
+        alignments = [Alignment(1.0, 1.0, 0, still), *plan.to_first(models, subjects)][: len(models)]
+    for member, (model, alignment) in enumerate(zip(models, alignments, strict=True)):
+        optimizer = optimizers[member] if optimizers else None
+        permute_all_(model, plan.symmetries_of(model), alignment.permutations, optimizer=optimizer)
+    return alignments
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.double().norm())
+class Problem(Protocol):
+    """Several networks, and how alike they are."""
+
+    families: list[Family]
+    count: int
+
+    def matching(self, member: int, others: Collection[int]) -> Any:
+        """One network in comparison with some others."""
+        ...
+
+    def permute_(self, member: int, orders: Orders) -> None:
+        """Reorder the units of one network, in the comparison alone."""
+        ...
 
 
-def assign(gain: Tensor) -> Tensor:
-    """The permutation with the largest sum of `gain[i, permutation[i]]`."""
-    return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+class Plan:
+    """How networks of one architecture are matched; their symmetries are derived once and kept.
+
+    Args:
+        batches: as for `align_`.
+        by: as for `align_`.
+        groups: as for `align_`.
+        seed: as for `align_`.
+    """
+
+    def __init__(
+        self, batches: Any = None, *, by: str | None = None, groups: Symmetries | None = None, seed: int = 0
+    ) -> None:
+        is_example = batches is None or isinstance(batches, Tensor)
+        self.by = by if by is not None else ("weights" if is_example else "activations")
+        if self.by not in WAYS:
+            raise PapaError(f"networks cannot be matched by '{self.by}': {did_you_mean(self.by, WAYS)}")
+        if batches is None and (groups is None or self.by == "activations"):
+            raise PapaError(
+                f"aligning by {self.by} needs `batches`"
+                + ("" if self.by == "activations" else ", if only one to derive from which units can be permuted")
+            )
+        self.inputs = [] if batches is None else checked_inputs([batches] if is_example else batches)
+        self.seed = seed
+        self._groups = groups
+
+    def symmetries_of(self, model: nn.Module) -> Symmetries:
+        """What can be permuted, derived when first asked for."""
+        if self._groups is None:
+            self._groups = symmetries(model, self.inputs[0])
+        return self._groups
+
+    def to_first(self, models: Sequence[nn.Module], subjects: Sequence[str]) -> list[Alignment]:
+        """How each network but the first is to be permuted to match the first; none is changed."""
+        others = range(1, len(models))
+        problem = self._problem(models, subjects, [(0, other) for other in others])
+        return [self._matched(problem, other, [0], models[0])[0] for other in others]
+
+    def jointly(self, models: Sequence[nn.Module], subjects: Sequence[str]) -> list[Alignment]:
+        """How networks are to be permuted to match each other; none is changed."""
+        members = range(len(models))
+        others = [[other for other in members if other != member] for member in members]
+        problem = self._problem(models, subjects, list(itertools.combinations(members, 2)))
+
+        def likeness() -> list[float]:
+            pairs = max(len(models) - 1, 1) * problem.count
+            return [total(problem.matching(m, others[m])) / pairs if others[m] else 1.0 for m in members]
+
+        before = likeness()
+        orders = [identity(self.symmetries_of(models[0])) for _ in members]
+
+        def move_(member: int, found: Orders) -> None:
+            problem.permute_(member, found)
+            for family in problem.families:
+                compose_(orders[member], family, found)
+
+        for member in members[1:]:
+            move_(member, self._matched(problem, member, [0], models[0])[0].permutations)
+        if sum(likeness()) < sum(before):
+            for member in members:
+                problem.permute_(member, {name: inverse(order) for name, order in reversed(orders[member].items())})
+                orders[member] = identity(self.symmetries_of(models[0]))
+        num_rounds, gains = 0, [True]
+        while any(gains) and len(models) > 1:
+            gains, num_rounds = [], num_rounds + 1
+            for member in members:
+                found, has_gained = self._matched(problem, member, others[member], models[0])
+                gains.append(has_gained)
+                if has_gained:
+                    move_(member, found.permutations)
+        after = likeness()
+        return [Alignment(before[member], after[member], num_rounds, orders[member]) for member in members]
+
+    def _matched(
+        self, problem: Problem, member: int, others: Sequence[int], model: nn.Module
+    ) -> tuple[Alignment, bool]:
+        """How one network is to be permuted, and whether that is a gain."""
+        matching: Matching = problem.matching(member, others)
+        orders = identity(self.symmetries_of(model))
+        solve: Callable[..., int] = anneal_ if self.by == "sinkhorn" else descend_
+        before = total(matching)
+        num_rounds = solve(matching, problem.families, orders, self.seed)
+        after = total(matching)
+        count = problem.count * len(others)
+        return Alignment(before / count, after / count, num_rounds, orders), after > before + GAIN
+
+    def _problem(
+        self, models: Sequence[nn.Module], subjects: Sequence[str], pairs: Sequence[tuple[int, int]]
+    ) -> Problem:
+        networks = matched_tensors(models, subjects)
+        found = self.symmetries_of(models[0])
+        for model, subject in zip(models[1:], subjects[1:], strict=True):
+            if self.inputs:
+                check_same_graph(models[0], model, self.inputs[0], subjects=(subjects[0], subject))
+        names = {slot.tensor for group in found for slot in group.slots}
+        for network, subject in zip(networks, subjects, strict=True):
+            for name in sorted(names & network.keys()):
+                if not bool(torch.isfinite(network[name]).all()):
+                    raise MemberError(f"{subject} has '{name}' with values that are not finite: it cannot be matched")
+        if self.by == "activations":
+            return Activations(networks, found, self.inputs, subjects=subjects, pairs=pairs)
+        return Weights(networks, found)
 
 
-def assign_all(similarity: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-    """For each pair of blocks the best permutation of the units in them, and what it is worth."""
-    chosen = [[assign(pair) for pair in row] for row in similarity]
-    values = [
-        [float(pair[torch.arange(len(order)), order].sum()) for pair, order in zip(row, orders, strict=True)]
-        for row, orders in zip(similarity, chosen, strict=True)
-    ]
-    return torch.tensor(values, dtype=torch.float64), chosen
+def matched_tensors(models: Sequence[nn.Module], subjects: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The tensors of networks by name, or an error that says where they differ."""
+    networks = [{name: tensor for name, _, _, _, tensor in flat.tensors_of(model)} for model in models]
+    cure = "only networks of one architecture can be aligned"
+    for network, subject in zip(networks[1:], subjects[1:], strict=True):
+        for name in sorted(network.keys() ^ networks[0].keys()):
+            side, other = (subject, subjects[0]) if name in network else (subjects[0], subject)
+            raise MemberError(f"{side} has '{name}', {other} has not: {cure}")
+        for name, tensor in network.items():
+            shape, expected = tuple(tensor.shape), tuple(networks[0][name].shape)
+            if shape != expected:
+                raise MemberError(f"{subject} has '{name}' of shape {shape}, {subjects[0]} {expected}: {cure}")
+    return networks
+
+
+def checked_inputs(batches: Sequence[Any]) -> list[Tensor]:
+    """The inputs of batches, or an error when there are none or their shapes differ."""
+    inputs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in batches]
+    if not inputs:
+        raise DataError("aligning was given no batches, expected at least one")
+    for number, part in enumerate(inputs):
+        if not isinstance(part, Tensor):
+            raise DataError(f"batch {number} has a {type(part).__name__} as inputs, expected a tensor")
+        if part.shape != inputs[0].shape or not part.numel():
+            raise DataError(
+                f"batch {number} has inputs of {tuple(part.shape)}, expected {tuple(inputs[0].shape)} as batch 0: all "
+                "batches need one shape and at least one example"
+            )
+        if not bool(torch.isfinite(part).all()):
+            raise DataError(f"batch {number} has inputs that are not finite: units cannot be compared on it")
+    return inputs

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from papa import flat
 from papa.align.groups import Group, Slot, Symmetries
@@ -36,19 +37,42 @@ def permute_(model: nn.Module, group: Group, permutation: Permutation) -> None:
 
 
 @torch.no_grad()
-def permute_all_(model: nn.Module, symmetries: Symmetries, permutations: Mapping[str, Permutation]) -> None:
-    """Reorder the units of several groups, one after the other in the order of `permutations`; see `permute_`."""
+def permute_all_(
+    model: nn.Module,
+    symmetries: Symmetries,
+    permutations: Mapping[str, Permutation],
+    *,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Reorder the units of several groups, one after the other in the order of `permutations`; see `permute_`.
+
+    Args:
+        model: the network; left untouched when anything is wrong.
+        symmetries: what can be permuted in it.
+        permutations: one for each group to reorder, by the group's name.
+        optimizer: whose state for the network's parameters is reordered with them where it has their shape (momentum
+            and the like), so that training goes on as it would have.
+    """
     tensors = {name: tensor for name, _, _, _, tensor in flat.tensors_of(model)}
-    changed: dict[str, Tensor] = {}
+    state = optimizer.state if optimizer is not None else {}
+    changed: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, permutation in permutations.items():
         group = symmetries[name]
         order = checked(permutation, group)
         for slot in group.slots:
             if slot.tensor not in changed:
-                changed[slot.tensor] = found_tensor(tensors, slot).detach().clone()
-            permute_slot_(changed[slot.tensor], slot, order)
-    for name, values in changed.items():
-        tensors[name].copy_(values)
+                tensor = found_tensor(tensors, slot)
+                alike = [
+                    part
+                    for part in state.get(tensor, {}).values()
+                    if isinstance(part, Tensor) and part.shape == tensor.shape
+                ]
+                changed[slot.tensor] = [(part, part.detach().clone()) for part in (tensor, *alike)]
+            for _, values in changed[slot.tensor]:
+                permute_slot_(values, slot, order)
+    for pairs in changed.values():
+        for tensor, values in pairs:
+            tensor.copy_(values)
 
 
 def permute_slot_(tensor: Tensor, slot: Slot, order: Tensor) -> None:

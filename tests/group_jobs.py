@@ -18,6 +18,7 @@ from papa import (
     aligned_soups,
     average_soup,
     greedy_soup,
+    symmetries,
 )
 from papa.errors import SoupError
 from papa.group import Group, Local, Shared, start_workers
@@ -87,16 +88,19 @@ def align(group: Group) -> dict[str, Any]:
     """Members that trained apart, aligned and merged by either way, then made into aligned soups."""
     torch.manual_seed(0)
     batches = [torch.randn(16, 5) for _ in range(2)]
-    states = []
+    states, groups = [], None
     for by in ("activations", "weights"):
         members = []
         for member in group.share(SIZE):
             torch.manual_seed(member)
             members.append(nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)))
         population = Population(members, group)
-        soups = aligned_soups(population, lambda net: float(net[0].weight.detach().mean()), batches, by=by)
+        groups = groups or symmetries(members[0], batches[0])
+        soups = aligned_soups(
+            population, lambda net: float(net[0].weight.detach().mean()), batches, by=by, groups=groups
+        )
         states += [soups.average.state_dict(), soups.greedy.network.state_dict()]
-        Averager(population, Push(alpha=0.5, every_steps=1), around=AlignMerges(batches, by=by)).step()
+        Averager(population, Push(alpha=0.5, every_steps=1), around=AlignMerges(batches, by=by, groups=groups)).step()
         states += group.gather([net.state_dict() for net in population])
     return {"states": states}
 

@@ -85,7 +85,7 @@ def test_a_bad_member_leaves_all_untouched() -> None:
         nets[-1][0].weight[0, 0] = float("nan")
     before = copy.deepcopy(nets)
     for to, by in itertools.product(("first", "joint"), WAYS):
-        with pytest.raises(MemberError, match="member 3 has '0.weight' with values that are not finite"):
+        with pytest.raises(MemberError, match=r"member 3 has '0.weight' with values that are not finite"):
             align_all_(nets, [torch.randn(16, 5)], to=to, by=by)
     assert all(same(net, old) for net, old in zip(nets[:-1], before[:-1], strict=True))
 
@@ -100,8 +100,8 @@ def test_one_network_is_aligned_with_itself() -> None:
 def test_what_is_unknown_or_elsewhere_is_refused() -> None:
     with pytest.raises(PapaError, match=r"no way to align all to 'joined': did you mean joint\?"):
         align_all_(members(), torch.randn(16, 5), to="joined")
+    nets = members()
     with pytest.raises(PapaError, match="given 1 optimizers for 4 networks"):
-        nets = members()
         align_all_(nets, torch.randn(16, 5), optimizers=[torch.optim.SGD(nets[0].parameters(), lr=0.1)])
 
     class Elsewhere(Local):

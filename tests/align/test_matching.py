@@ -204,6 +204,6 @@ def test_what_is_missing_or_unknown_is_said(nets: Refusals) -> None:
     with pytest.raises(PapaError, match=r"cannot be matched by 'weight': did you mean weights\?"):
         align_(nets.model, nets.reference, torch.randn(2, 4), by="weight")
     alien = Symmetries((Group("hidden", 8, (Slot("first.weight", 0, torch.arange(8)[:, None]),)),))
-    with pytest.raises(MemberError, match="the network has no 'first.weight'"):
+    with pytest.raises(MemberError, match=r"the network has no 'first.weight'"):
         align_(nets.model, nets.reference, groups=alien)
     assert same(nets.model, nets.before)

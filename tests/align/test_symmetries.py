@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers import Attention
 from papa import models
-from papa.align import Symmetries, permute_all_, symmetries
+from papa.align import Symmetries, align_, permute_all_, prove, symmetries
 from papa.align.derive import proved
 from papa.align.groups import Group, Slot
 from papa.align.permute import permute_slot_
@@ -245,8 +245,56 @@ def test_a_network_that_cannot_be_exported_says_why() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs if inputs.sum() > 0 else -inputs
 
-    with pytest.raises(PapaError, match=r"Branching cannot be exported .*write out its groups by hand"):
+    line = r"because of test_symmetries.py:\d+, `return inputs if inputs.sum\(\) > 0 else -inputs`"
+    with pytest.raises(PapaError, match=rf"Branching cannot be exported {line} .* Write out its groups by hand"):
         symmetries(Branching(), torch.randn(2, 3))
+
+
+class Unexportable(nn.Module):
+    """Two layers, and a branch on the data that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.before(inputs).relu()
+        return self.after(hidden if hidden.sum() > 0 else hidden + 0.0)
+
+
+def by_hand(*places: tuple[str, int], name: str = "hidden", size: int = 6) -> Group:
+    return Group(name, size, tuple(Slot(tensor, axis, torch.arange(size)[:, None]) for tensor, axis in places))
+
+
+RIGHT = by_hand(("before.weight", 0), ("before.bias", 0), ("after.weight", 1))
+
+
+def test_groups_written_by_hand_are_proved_and_match_a_network_that_cannot_be_exported() -> None:
+    torch.manual_seed(0)
+    reference, model, inputs = Unexportable(), Unexportable(), torch.randn(3, 4)
+    wrong = by_hand(("before.weight", 0), ("after.weight", 1), name="no bias")
+    with pytest.warns(UserWarning, match="6 units at 'no bias' changes the network's outputs"):
+        found = prove(model, Symmetries((RIGHT, wrong)), inputs)
+    assert [group.name for group in found] == ["hidden"]
+    expected = model(inputs)
+    alignment = align_(model, reference, groups=found)
+    assert alignment.after > alignment.before
+    assert torch.allclose(model(inputs), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ((by_hand(("first.weight", 0)),), "the network has no 'first.weight'"),
+        ((by_hand(("before.weight", 0), size=7),), r"'before.weight' of shape \(6, 4\), expected more than 6"),
+        ((RIGHT, RIGHT), "two groups named 'hidden'"),
+        ((Group("odd", 5, RIGHT.slots),), r"group 'odd' has \(6, 1\) indices at 'before.weight'"),
+        ((Group("odd", 2, (Slot("before.bias", 0, torch.zeros(2, 1).long()),)),), "none of them twice"),
+    ],
+)
+def test_groups_written_by_hand_that_do_not_fit_are_refused(groups: tuple[Group, ...], message: str) -> None:
+    with pytest.raises(PapaError, match=message):
+        prove(Unexportable(), Symmetries(groups), torch.randn(3, 4))
 
 
 def test_an_unknown_group_is_named() -> None:

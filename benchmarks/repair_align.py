@@ -1,0 +1,150 @@
+"""What repairing and aligning cost: REPAIR around PAPA-all, matching by activations, deriving symmetries.
+
+REPAIR takes one pass over the batches for each parent and one for each distinct child: p + 1 where all members share
+their batches, 2p where each has its own. Activations are matched in one pass over the data for all groups, against one
+pass for each group, as is written by hand. Symmetries are derived once for each architecture. One thread, as a CPU
+worker has.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import papa
+from _bench import Result, best_times, finish, parser
+from papa import mixing, models
+from papa.repair import RepairMerges
+
+SIZES = (2, 4, 8)
+WIDTH = 16
+MOST_SECONDS_TO_DERIVE = 60.0
+SLACK = 1.35
+"""How much more than by the count of passes a time may be."""
+
+IMAGE = (1, 3, 32, 32)
+ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "VGG-16": (lambda: models.VGG(16), IMAGE),
+    "ResNet-18": (models.resnet18, IMAGE),
+    "ResNet-20, option A": (models.resnet20, IMAGE),
+    "ResNet-50": (torchvision.models.resnet50, IMAGE),
+    "DenseNet-121": (torchvision.models.densenet121, IMAGE),
+    "ResNeXt-50": (torchvision.models.resnext50_32x4d, IMAGE),
+    "EfficientNetV2-S": (torchvision.models.efficientnet_v2_s, IMAGE),
+    "ConvNeXt-T": (torchvision.models.convnext_tiny, IMAGE),
+    "ViT-Ti": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32), IMAGE),
+    "ConViT-Ti": (lambda: timm.create_model("convit_tiny", img_size=32), IMAGE),
+    "EVA-02-Ti": (lambda: timm.create_model("eva02_tiny_patch14_224", img_size=28), (1, 3, 28, 28)),
+}
+
+
+def repairs(size: int, batches: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
+    """REPAIR around a merge of all, with shared batches and with each member's own."""
+    population = papa.Population([models.resnet18(width=WIDTH) for _ in range(size)])
+    matrix = mixing.merge_all(size)
+    own = [list(batches) for _ in range(size)]
+
+    def merge(repair: RepairMerges) -> None:
+        with repair(population, matrix):
+            population.mix_(matrix)
+
+    return {
+        f"REPAIR of {size}, shared batches ({size + 1} passes)": lambda: merge(RepairMerges(lambda member: batches)),
+        f"REPAIR of {size}, own batches ({2 * size} passes)": lambda: merge(RepairMerges(lambda member: own[member])),
+    }
+
+
+def repair_results(rounds: int) -> list[Result]:
+    """REPAIR for growing populations: linear in their size."""
+    batches = [torch.randn(64, 3, 32, 32) for _ in range(2)]
+    contenders = {name: run for size in SIZES for name, run in repairs(size, batches).items()}
+    seconds = best_times(contenders, rounds=rounds)
+    names = list(contenders)
+    results = []
+    for number, size in enumerate(SIZES):
+        shared, own = names[2 * number], names[2 * number + 1]
+        results += [
+            Result(
+                name=own, seconds=seconds[own], ratio=seconds[own] / seconds[names[1]], target=SLACK * size / SIZES[0]
+            ),
+            Result(
+                name=shared,
+                seconds=seconds[shared],
+                ratio=seconds[shared] / seconds[own],
+                target=min(SLACK * (size + 1) / (2 * size), 1.0),
+            ),
+        ]
+    return results
+
+
+def matching_results(rounds: int) -> list[Result]:
+    """Matching two networks in one pass over the data, against one pass for each group."""
+    batches = [torch.randn(64, 3, 32, 32)]
+    reference, model = models.resnet18(width=WIDTH), models.resnet18(width=WIDTH)
+    groups = papa.symmetries(model, batches[0])
+
+    def by_layer() -> None:
+        twin = copy.deepcopy(model)
+        for group in groups:
+            papa.align_(twin, reference, batches, groups=replace(groups, groups=(group,)))
+
+    names = ("ResNet-18 matched in one pass for each group", "ResNet-18 matched in one pass")
+    contenders = {
+        names[0]: by_layer,
+        names[1]: lambda: papa.align_(copy.deepcopy(model), reference, batches, groups=groups),
+    }
+    seconds = best_times(contenders, rounds=rounds)
+    return [
+        Result(name=names[0], seconds=seconds[names[0]]),
+        Result(
+            name=names[1],
+            seconds=seconds[names[1]],
+            ratio=seconds[names[1]] / seconds[names[0]],
+            target=0.25,
+        ),
+    ]
+
+
+def deriving_results() -> list[Result]:
+    """How long it takes to derive symmetries, once for each architecture: seconds, not minutes."""
+    results = []
+    for name, (build, shape) in ARCHITECTURES.items():
+        model, inputs = build().eval(), torch.randn(shape)
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            num_groups = len(papa.symmetries(model, inputs))
+        elapsed = time.perf_counter() - start
+        results.append(
+            Result(
+                name=f"deriving {name}: {num_groups} groups, ratio to a minute",
+                seconds=elapsed,
+                ratio=elapsed / MOST_SECONDS_TO_DERIVE,
+                target=1.0,
+            )
+        )
+    return results
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parser(__doc__.splitlines()[0])
+    options.set_defaults(rounds=3)
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    results = [*repair_results(chosen.rounds), *matching_results(chosen.rounds), *deriving_results()]
+    title = f"REPAIR and alignment of ResNet-18 (width {WIDTH}); own batches to p = {SIZES[0]}, shared to own"
+    finish(results, chosen, title=title)
+
+
+if __name__ == "__main__":
+    main()

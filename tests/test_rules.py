@@ -247,3 +247,22 @@ class TestMix:
 def test_a_rule_without_a_matrix_says_so() -> None:
     with pytest.raises(TypeError, match="Rule has no `matrix` method: a rule must say which matrix it wants"):
         Rule().matrix(moment())
+
+
+def test_a_rule_knows_when_it_was_due_before() -> None:
+    rule = Push(every_steps=10, start=15)
+    assert [rule.previous(step) for step in (15, 20, 30, 31)] == [0, 0, 20, 30]
+    assert Independent().previous(50) == 0
+
+
+@pytest.mark.parametrize("every_steps", [1, 3, 10, 25, 40])
+def test_a_slower_cadence_is_met_by_the_first_averaging_at_or_after_each_multiple(every_steps: int) -> None:
+    rule = Push(every_steps=10)
+    due = [step for step in range(1, 201) if rule.is_due(step)]
+    found = [
+        step
+        for step in due
+        if Moment(step=step, size=2, lr_ratio=1.0, previous=rule.previous(step)).is_first_since(every_steps)
+    ]
+    multiples = range(every_steps, 201, every_steps)
+    assert found == sorted({min(step for step in due if step >= multiple) for multiple in multiples})

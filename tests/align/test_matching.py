@@ -13,6 +13,7 @@ from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
 from papa import Population
 from papa.align import Group, Slot, Symmetries, align_, inverse, permute_, permute_all_, symmetries
 from papa.align.matching import WAYS
+from papa.align.sinkhorn import sinkhorn
 from papa.errors import DataError, MemberError, PapaError
 
 Case = tuple[nn.Module, Symmetries, list[Tensor]]
@@ -102,6 +103,17 @@ def test_one_hidden_layer_is_matched_as_well_as_can_be(by: str) -> None:
     best = max(likeness(order) for order in itertools.permutations(range(5)))
     assert align_(model, reference, batches, by=by).after == pytest.approx(best, abs=1e-9)
     assert likeness((0, 1, 2, 3, 4)) == pytest.approx(best, abs=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_soft_permutations_are_doubly_stochastic_and_harden_as_they_cool(temperature: float) -> None:
+    torch.manual_seed(0)
+    gain = torch.randn(2, 6, 6, dtype=torch.float64)
+    matrices = sinkhorn(gain / temperature)
+    assert torch.allclose(matrices.sum(-1), torch.ones(2, 6, dtype=torch.float64), atol=0.02)
+    assert torch.allclose(matrices.sum(-2), torch.ones(2, 6, dtype=torch.float64))
+    colder = sinkhorn(gain / (temperature / 2))
+    assert (colder * gain).sum() > (matrices * gain).sum()
 
 
 def test_activations_are_the_default_for_batches_and_weights_for_an_example() -> None:

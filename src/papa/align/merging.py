@@ -81,6 +81,8 @@ class AlignMerges:
             )
         first = fetched(population, 0)
         here = [index for index, member in enumerate(population.members) if member]
+        if not here:
+            return
         subjects = ["member 0", *(f"member {population.members[index]}" for index in here)]
         self.alignments = self._plan.to_first([first, *(population[index] for index in here)], subjects)
         for index, alignment in zip(here, self.alignments, strict=True):

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import papa
 from _bench import Result, best_times, finish, parser
-from papa import mixing, models
+from papa import models
 from papa.repair import RepairMerges
 
 SIZES = (2, 4, 8)
-WIDTH = 16
+WIDTH = 8
 MOST_SECONDS_TO_DERIVE = 60.0
 SLACK = 1.35
 """How much more than by the count of passes a time may be."""
@@ -49,22 +49,21 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def repairs(size: int, batches: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
     """REPAIR around a merge of all, with shared batches and with each member's own."""
     population = papa.Population([models.resnet18(width=WIDTH) for _ in range(size)])
-    matrix = mixing.merge_all(size)
     own = [list(batches) for _ in range(size)]
 
-    def merge(repair: RepairMerges) -> None:
-        with repair(population, matrix):
-            population.mix_(matrix)
+    def merging(batches_for: Callable[[int], Sequence[Tensor]]) -> Callable[[], object]:
+        rule, repair = papa.MergeAll(every_steps=1), RepairMerges(batches_for)
+        return papa.Averager(population, rule, measure=False, around=repair).step
 
     return {
-        f"REPAIR of {size}, shared batches ({size + 1} passes)": lambda: merge(RepairMerges(lambda member: batches)),
-        f"REPAIR of {size}, own batches ({2 * size} passes)": lambda: merge(RepairMerges(lambda member: own[member])),
+        f"REPAIR of {size}, shared batches ({size + 1} passes)": merging(lambda member: batches),
+        f"REPAIR of {size}, own batches ({2 * size} passes)": merging(lambda member: own[member]),
     }
 
 
 def repair_results(rounds: int) -> list[Result]:
     """REPAIR for growing populations: linear in their size."""
-    batches = [torch.randn(64, 3, 32, 32) for _ in range(2)]
+    batches = [torch.randn(32, 3, 32, 32) for _ in range(2)]
     contenders = {name: run for size in SIZES for name, run in repairs(size, batches).items()}
     seconds = best_times(contenders, rounds=rounds)
     names = list(contenders)
@@ -87,7 +86,7 @@ def repair_results(rounds: int) -> list[Result]:
 
 def matching_results(rounds: int) -> list[Result]:
     """Matching two networks in one pass over the data, against one pass for each group."""
-    batches = [torch.randn(64, 3, 32, 32)]
+    batches = [torch.randn(32, 3, 32, 32)]
     reference, model = models.resnet18(width=WIDTH), models.resnet18(width=WIDTH)
     groups = papa.symmetries(model, batches[0])
 

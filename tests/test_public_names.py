@@ -32,6 +32,7 @@ PUBLIC_NAMES = [
     "greedy_soup",
     "repair_",
     "reset_batch_norm_",
+    "soup_files",
     "symmetries",
     "train",
 ]

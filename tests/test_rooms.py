@@ -38,6 +38,7 @@ ROOMS = [
     "training",
     "config",
     "recipes",
+    "files",
     "report",
     "launch",
     "cli",

@@ -9,6 +9,7 @@ from papa.averager import Averager, Averaging
 from papa.ensemble import Ensemble
 from papa.errors import PapaError
 from papa.evaluate import Evaluation, evaluate
+from papa.files import soup_files
 from papa.population import Population
 from papa.repair import repair_, reset_batch_norm_
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
@@ -44,6 +45,7 @@ __all__ = [
     "greedy_soup",
     "repair_",
     "reset_batch_norm_",
+    "soup_files",
     "symmetries",
     "train",
 ]

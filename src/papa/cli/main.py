@@ -17,6 +17,8 @@ COMMANDS = {
     "show": "show a recipe's configuration",
     "run": "train one population",
     "compare": "train several methods and seeds, side by side",
+    "soup": "average checkpoints that lie in files",
+    "diff": "compare two checkpoints",
 }
 
 HELP = """papa trains a population of networks and hands back one that generalises nearly like the ensemble.
@@ -29,6 +31,7 @@ examples:
   papa compare digits
   papa run digits --method papa-all --members 3 --out runs/mine
   papa run digits --help
+  papa soup a.safetensors b.safetensors -o soup.safetensors
 """
 
 

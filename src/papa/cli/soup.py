@@ -1,0 +1,183 @@
+"""`papa soup`: average checkpoints that lie in files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import rich.progress
+import tyro
+from rich.console import Console
+
+from papa.align import Alignment
+from papa.cli.arguments import use_one_thread
+from papa.cli.kitchens import KitchenOptions, kitchen_from, parse
+from papa.cli.tables import print_table
+from papa.config import Config
+from papa.errors import ConfigError
+from papa.files import FileSoup, soup_files
+from papa.files.sources import is_run
+from papa.runs import RunDirectory
+
+DESCRIPTION = """Averages checkpoints into one network, a block at a time: memory stays small however large they are.
+
+Takes safetensors files; sharded ones by their index or directory; PyTorch files that hold a state dict, bare or under
+state_dict, model_state_dict, model or ema; and run directories of papa, which stand for all their members.
+
+examples:
+  papa soup a.safetensors b.safetensors c.safetensors -o soup.safetensors
+  papa soup a.pt b.pt -o soup.safetensors --weights 0.7,0.3 --dtype bfloat16
+  papa soup sweep/*.pt -o soup.safetensors --greedy --score "python evaluate.py {}"
+  papa soup runs/one runs/two -o soup.safetensors --recipe digits --align --repair
+  papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoupOptions(KitchenOptions):
+    """Options of `papa soup`."""
+
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """The checkpoints."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """Where the soup goes: a file that ends in .safetensors, or a directory."""
+    weights: str | None = None
+    """One for each checkpoint, separated by commas, summing to 1; None for equal ones."""
+    normalize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Divide the weights by their sum."""
+    dtype: str | None = None
+    """What floating-point tensors are stored in (float32, bfloat16, float16, float64); None for the first file's."""
+    greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Add checkpoints best first, as long as the score does not fall. Interrupted, it goes on with what it has."""
+    score: str | None = None
+    """How to score: a command in which {} stands for a safetensors file; the last number it prints counts, higher is
+    better. Without it, the recipe's validation data or the factory's score."""
+    align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Permute each network's units to match the first's, by activations. For networks trained apart."""
+    repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Give averages the activation statistics of what they are made of (REPAIR), BatchNorm included."""
+    reset_batch_norm: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Estimate averages' BatchNorm statistics anew."""
+    max_shard_size: str = "5GB"
+    """Write several files and an index when the soup is larger."""
+    full_digests: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Record the SHA-256 of every byte of files above 67 MB too, instead of a sample of each tensor."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an output that is there."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Average checkpoints that lie in files."""
+    options, config = parse(SoupOptions, arguments, prog="papa soup", description=DESCRIPTION)
+    if not options.paths:
+        raise ConfigError("no checkpoint was named, expected files or directories: see papa soup --help")
+    use_one_thread()
+    with _Bar() as bar:
+        soup = soup_files(
+            options.paths,
+            options.out,
+            None if options.weights is None else split_weights(options.weights),
+            normalize=options.normalize,
+            dtype=options.dtype,
+            key=options.key,
+            greedy=options.greedy,
+            score=options.score,
+            kitchen=kitchen_from(options, config),
+            align=options.align,
+            repair=options.repair,
+            reset_batch_norm=options.reset_batch_norm,
+            max_shard_size=options.max_shard_size,
+            overwrite=options.overwrite,
+            full_digests=options.full_digests,
+            watch=bar.show,
+        )
+    print_soup(soup)
+    for note in [*soup.notes, *_seen_by_training(options, config)]:
+        print(f"note: {note}")
+    return 0
+
+
+def split_weights(text: str) -> list[float]:
+    """Numbers separated by commas."""
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--weights is '{text}', expected numbers such as 0.5,0.3,0.2") from error
+
+
+def print_soup(soup: FileSoup) -> None:
+    """Print what went in, how a greedy soup came about, and where the soup is."""
+    columns = {
+        "": [str(number) for number, _ in enumerate(soup.ingredients, start=1)],
+        "weight": [f"{one.weight:.4g}" if one.weight else "left out" for one in soup.ingredients],
+        "score": ["" if one.score is None else f"{one.score:.6g}" for one in soup.ingredients],
+        "match with 1": [_matched(one.alignment) for one in soup.ingredients],
+        "checkpoint": [str(one.path) for one in soup.ingredients],
+    }
+    used = {name: cells for name, cells in columns.items() if any(cells)}
+    print_table(tuple(used), list(zip(*used.values(), strict=True)))
+    if soup.trials:
+        print()
+        tried = [
+            (
+                "kept" if trial.kept else "left",
+                f"{trial.score:.6g}",
+                ", ".join(str(index + 1) for index in trial.members),
+            )
+            for trial in soup.trials
+        ]
+        print_table(("", "score", "average of"), tried)
+    if soup.score is not None:
+        print(f"\nscore of the greedy soup: {soup.score:.6g}")
+    print(f"\none network: {soup.path}" + (f" ({len(soup.files) - 1} shards)" if len(soup.files) > 1 else ""))
+
+
+def _matched(alignment: Alignment | None) -> str:
+    return "" if alignment is None else f"{alignment.before:.3f}, aligned {alignment.after:.3f}"
+
+
+def _seen_by_training(options: SoupOptions, config: Config | None) -> list[str]:
+    """Runs that trained on some of the data they are scored with: another seed holds out other examples."""
+    if config is None or not options.greedy or options.score is not None:
+        return []
+    notes = []
+    for path in options.paths:
+        if path.is_dir() and is_run(path):
+            seed = RunDirectory(path).read_config().get("seed")
+            if seed != config.seed:
+                notes.append(
+                    f"{path} was trained with seed {seed}, and so on some of the examples that seed {config.seed} "
+                    "holds out: its scores are too high"
+                )
+    return notes
+
+
+class _Bar:
+    """How much is written; silent when nobody is watching."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("writing"),
+            rich.progress.BarColumn(bar_width=24),
+            rich.progress.DownloadColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: rich.progress.TaskID | None = None
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """So many bytes of so many."""
+        if self._task is None:
+            self._task = self._bar.add_task("", total=total)
+        self._bar.update(self._task, completed=done)

@@ -1,0 +1,24 @@
+"""Checkpoints that lie in files: averaging them into one, comparing two of them, without loading any."""
+
+from papa.files.diff import Curve, Difference, FileDiff, diff_files
+from papa.files.digests import digest_of
+from papa.files.kitchen import Kitchen, kitchen_of, recipe_kitchen
+from papa.files.soup import FileSoup, Ingredient, soup_files
+from papa.files.sources import Checkpoint, open_checkpoint, open_checkpoints
+
+__all__ = [
+    "Checkpoint",
+    "Curve",
+    "Difference",
+    "FileDiff",
+    "FileSoup",
+    "Ingredient",
+    "Kitchen",
+    "diff_files",
+    "digest_of",
+    "kitchen_of",
+    "open_checkpoint",
+    "open_checkpoints",
+    "recipe_kitchen",
+    "soup_files",
+]

@@ -1,0 +1,188 @@
+"""From a row of weights to a soup: the mean of checkpoints, aligned before and repaired after where that is asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from papa.align import Alignment
+from papa.errors import ConfigError
+from papa.evaluate import Evaluation
+from papa.files.average import Mean, output_tensors
+from papa.files.header import TensorInfo
+from papa.files.kitchen import Kitchen, align_to_, load_
+from papa.files.scores import run_score_command, split_command
+from papa.files.sources import Checkpoint, SafetensorsFile, TensorDict
+from papa.files.writing import write_file
+from papa.repair import goals_of, layer_moments, repair_toward_, reset_batch_norm_
+from papa.repair.moments import Moments
+
+Watch = Callable[[int, int], object]
+"""Told how many bytes of how many are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What is done to networks besides averaging them; all of it needs a kitchen."""
+
+    align: bool = False
+    """Permute each network's units to match the first's, before averaging."""
+    repair: bool = False
+    """Give each average the activation statistics of what it is made of (REPAIR), BatchNorm included."""
+    reset_batch_norm: bool = False
+    """Estimate each average's BatchNorm statistics anew."""
+
+    @property
+    def after(self) -> bool:
+        """Whether an average is changed after it was made."""
+        return self.repair or self.reset_batch_norm
+
+    def check(self, kitchen: Kitchen | None) -> None:
+        """Raise a `ConfigError` when there is no kitchen to do these in."""
+        if kitchen is None and (self.align or self.after):
+            raise ConfigError(
+                "aligning, repairing and resetting BatchNorm need a network and data: name a --recipe, or a --factory "
+                "package.module:function that returns (network, batches)"
+            )
+
+
+class Cook:
+    """Makes soups of some checkpoints, any number of them.
+
+    Args:
+        checkpoints: of one architecture.
+        workshop: a directory for files that are only needed while cooking; made when needed.
+        dtype: what floating-point tensors are stored in; None for the first checkpoint's.
+        kitchen: the network and data for `steps`.
+        steps: what is done besides averaging.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        workshop: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        kitchen: Kitchen | None = None,
+        steps: Steps = Steps(),  # noqa: B008
+    ) -> None:
+        steps.check(kitchen)
+        self.checkpoints = list(checkpoints)
+        self.workshop, self.kitchen, self.steps = workshop, kitchen, steps
+        self.tensors = output_tensors(checkpoints, dtype)
+        self._moments: dict[int, dict[str, Moments]] = {}
+
+    def align(self) -> list[Alignment | None]:
+        """Replace every checkpoint but the first by a copy whose units match the first's."""
+        kitchen = self._kitchen()
+        self.load(0)
+        reference = copy.deepcopy(kitchen.network)
+        found: list[Alignment | None] = [None]
+        for index in range(1, len(self.checkpoints)):
+            self.load(index)
+            found.append(align_to_(kitchen.network, reference, kitchen.batches))
+            path = self._room(f"aligned-{index:03d}.safetensors")
+            held = TensorDict(path, kitchen.network.state_dict())
+            tensors = self.checkpoints[index].tensors
+            write_file(path, tensors, _stored(Mean([held], [1.0]), tensors), {})
+            self.checkpoints[index] = SafetensorsFile(path)
+        return found
+
+    def _kitchen(self) -> Kitchen:
+        assert self.kitchen is not None  # `Steps.check` and `Scorer` saw to it
+        return self.kitchen
+
+    def _room(self, name: str) -> Path:
+        self.workshop.mkdir(parents=True, exist_ok=True)
+        return self.workshop / name
+
+    def load(self, index: int) -> nn.Module:
+        """The kitchen's network with the weights of one checkpoint."""
+        row = [float(index == other) for other in range(len(self.checkpoints))]
+        network = self._kitchen().network
+        load_(network, Mean(self.checkpoints, row), self.checkpoints[index])
+        return network
+
+    def network(self, row: Sequence[float]) -> nn.Module:
+        """The kitchen's network with the weights of a soup, repaired where that is asked."""
+        kitchen = self._kitchen()
+        if self._is_repaired(row) and self.steps.repair:
+            for index, weight in enumerate(row):
+                if weight and index not in self._moments:
+                    subject = str(self.checkpoints[index].path)
+                    self._moments[index] = layer_moments(self.load(index), kitchen.batches, subject=subject)
+        load_(kitchen.network, Mean(self.checkpoints, row), self.checkpoints[0])
+        if self._is_repaired(row):
+            if self.steps.repair:
+                moments = [self._moments.get(index, {}) for index in range(len(row))]
+                goals = goals_of(moments, torch.tensor(row, dtype=torch.float64))
+                repair_toward_(kitchen.network, goals, kitchen.batches)
+            else:
+                reset_batch_norm_(kitchen.network, kitchen.batches)
+        return kitchen.network
+
+    def _is_repaired(self, row: Sequence[float]) -> bool:
+        """One network of several has the right statistics already; one that came alone is repaired as asked."""
+        return self.steps.after and (sum(map(bool, row)) > 1 or len(row) == 1)
+
+    def blocks(self, row: Sequence[float]) -> Callable[[str], Iterator[Tensor]]:
+        """A soup as it is stored, tensor by tensor and block by block."""
+        if not self._is_repaired(row):
+            return _stored(Mean(self.checkpoints, row), self.tensors)
+        held = TensorDict(Path("the repaired soup"), self.network(row).state_dict())
+        return _stored(Mean([held], [1.0]), self.tensors)
+
+    def write_candidate(self, row: Sequence[float]) -> Path:
+        """A soup in a file of the workshop."""
+        path = self._room("candidate.safetensors")
+        write_file(path, self.tensors, self.blocks(row), {"format": "pt"})
+        return path
+
+
+def _stored(mean: Mean, tensors: Mapping[str, TensorInfo]) -> Callable[[str], Iterator[Tensor]]:
+    return lambda name: mean.blocks_as(name, tensors[name].dtype)
+
+
+ScoreFile = Callable[[Path], float]
+
+
+class Scorer:
+    """Scores soups: by a command, by a function of a file, or in the kitchen.
+
+    Args:
+        cook: makes the soups.
+        score: a command in which `{}` stands for the file, or a function of the file; None for the kitchen's own.
+    """
+
+    def __init__(self, cook: Cook, score: str | ScoreFile | None) -> None:
+        if score is None and cook.kitchen is None:
+            raise ConfigError(
+                "a greedy soup needs scores: give a --score command that prints a number for the file {}, a --recipe, "
+                "or a --factory"
+            )
+        self._cook = cook
+        self._words = split_command(score) if isinstance(score, str) else None
+        self._function = score if callable(score) else None
+        self.name = _name_of(score, cook.kitchen)
+
+    def __call__(self, row: Sequence[float]) -> Evaluation:
+        """A soup's score, and its loss where it is known."""
+        if self._words is not None:
+            return Evaluation(run_score_command(self._words, self._cook.write_candidate(row)), float("nan"))
+        if self._function is not None:
+            return Evaluation(float(self._function(self._cook.write_candidate(row))), float("nan"))
+        network = self._cook.network(row)
+        return self._cook._kitchen().evaluate(network)
+
+
+def _name_of(score: str | ScoreFile | None, kitchen: Kitchen | None) -> str:
+    if isinstance(score, str):
+        return score
+    if score is not None:
+        return getattr(score, "__qualname__", type(score).__name__)
+    return "" if kitchen is None else kitchen.name

@@ -1,0 +1,151 @@
+"""A network to load checkpoints into and data to look at it with: what alignment, REPAIR and scores need."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from papa.align import Alignment, align_by_activations_
+from papa.checkpoint import json_text
+from papa.config import Config
+from papa.errors import ConfigError, DataError, PapaError, SoupError
+from papa.evaluate import Evaluation, evaluate
+from papa.files.average import Mean, differences
+from papa.files.header import TensorInfo
+from papa.files.sources import Checkpoint
+from papa.recipes.build import build
+
+NUM_EXAMPLES = 512
+"""How many training examples of a recipe alignment, REPAIR and BatchNorm look at."""
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    """A network and what it is looked at with.
+
+    Example:
+        >>> batches = [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(4)]
+        >>> kitchen = Kitchen(nn.Linear(4, 2), batches)
+        >>> kitchen.evaluate(kitchen.network).loss > 0
+        True
+    """
+
+    network: nn.Module
+    """Of the checkpoints' architecture; its weights are written over."""
+    batches: Sequence[Any]
+    """Inputs, or tuples whose first entry is the inputs, for alignment, REPAIR and BatchNorm."""
+    score: Callable[[nn.Module], Any] | None = None
+    """From the network to its score, or to (score, loss); None for accuracy and cross-entropy on the batches."""
+    name: str = ""
+    """What says which kitchen it is, so that scores are not taken for those of another."""
+
+    def evaluate(self, network: nn.Module) -> Evaluation:
+        """The network's score, higher is better, and loss, NaN where none is known."""
+        if self.score is None:
+            if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in self.batches):
+                raise DataError("batches hold inputs alone, expected pairs of inputs and targets to score with")
+            return evaluate(network, self.batches)
+        value = self.score(network)
+        score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, math.nan)
+        if math.isnan(float(score)):
+            raise SoupError("the score is NaN, expected a number, higher is better: check the network's outputs")
+        return Evaluation(float(score), float(loss))
+
+
+def kitchen_of(source: Any) -> Kitchen:
+    """A kitchen, or one made by a factory: a function, or its name `package.module:function`.
+
+    The factory takes nothing and returns `(network, batches)` or `(network, batches, score)`; see `Kitchen`.
+    """
+    if isinstance(source, Kitchen):
+        return source
+    name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__name__)
+    made = (_find(source) if isinstance(source, str) else source)()
+    if isinstance(made, Kitchen):
+        return made
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ConfigError(
+            f"the factory {name} returned {type(made).__name__}, expected (network, batches) or "
+            "(network, batches, score)"
+        )
+    batches = list(made[1])
+    if not batches:
+        raise DataError(f"the factory {name} gave no batch, expected at least one")
+    return Kitchen(made[0], batches, made[2] if len(made) == 3 else None, name)
+
+
+def _find(name: str) -> Callable[[], Any]:
+    module_name, colon, function = name.partition(":")
+    if not colon or not module_name or not function:
+        raise ConfigError(f"the factory is '{name}', expected package.module:function")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in function.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the factory {name} cannot be found: {error}") from error
+    if not callable(value):
+        raise ConfigError(f"the factory {name} is a {type(value).__name__}, expected a function")
+    return value  # type: ignore[no-any-return]
+
+
+def recipe_kitchen(config: Config) -> Kitchen:
+    """A recipe's network, some of its training data, and scores on its validation data."""
+    num_batches = math.ceil(NUM_EXAMPLES / config.train.batch_size)
+    alone = replace(
+        config,
+        method="independent",
+        members=1,
+        model=replace(config.model, pretrained=False, weights=None),
+        average=replace(config.average, repair=num_batches),
+    )
+    training = build(alone)
+    batches = training.plain_repair_batches()
+    return Kitchen(
+        training.population[0],
+        [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape
+        lambda network: tuple(training.evaluate([network], training.data.validation)[0][0]),
+        f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(alone)}",
+    )
+
+
+def _short_digest(config: Config) -> str:
+    return hashlib.sha256(json_text(config.to_json()).encode()).hexdigest()[:8]
+
+
+@torch.no_grad()
+def load_(network: nn.Module, mean: Mean, checkpoint: Checkpoint) -> None:
+    """Fill a network with the mean of checkpoints; `checkpoint` says what is in them."""
+    targets = network.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in targets.items() if isinstance(value, Tensor)}
+    found = differences(
+        {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, checkpoint.tensors
+    )
+    if found:
+        lines = "\n".join(f"  {difference}" for difference in found[:10])
+        raise SoupError(f"{checkpoint.path} does not fit the network {type(network).__name__}; it has\n{lines}")
+    for name, target in tensors.items():
+        flat = target.detach().view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+        start = 0
+        for block in mean.blocks(name):
+            flat[start : start + block.numel()].copy_(block)
+            start += block.numel()
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))
+
+
+def align_to_(network: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Alignment:
+    """Permute the network's units to match the reference's, by their activations on the batches."""
+    try:
+        return align_by_activations_(network, reference, batches)
+    except PapaError:
+        raise
+    except RuntimeError as error:
+        raise SoupError(f"the network {type(network).__name__} cannot be aligned: {error}") from error

@@ -69,10 +69,12 @@ class Scratch:
     """Memory for a block that is reused for every block."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(BLOCK * 16, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def get(self, count: int, dtype: torch.dtype) -> Tensor:
         """Room for `count` numbers; what was in it before is lost."""
+        if self._memory.numel() < count * dtype.itemsize:
+            self._memory = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
         return self._memory[: count * dtype.itemsize].view(dtype)
 
 

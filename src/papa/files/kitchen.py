@@ -16,7 +16,7 @@ from papa.align import Alignment, align_by_activations_
 from papa.checkpoint import json_text
 from papa.config import Config
 from papa.errors import ConfigError, DataError, PapaError, SoupError
-from papa.evaluate import Evaluation, evaluate
+from papa.evaluate import Evaluation, evaluate, evaluating
 from papa.files.average import Mean, differences
 from papa.files.header import TensorInfo
 from papa.files.sources import Checkpoint
@@ -42,7 +42,8 @@ class Kitchen:
     batches: Sequence[Any]
     """Inputs, or tuples whose first entry is the inputs, for alignment, REPAIR and BatchNorm."""
     score: Callable[[nn.Module], Any] | None = None
-    """From the network to its score, or to (score, loss); None for accuracy and cross-entropy on the batches."""
+    """From the network, in evaluation mode and without gradients, to its score, higher is better, or to (score, loss);
+    None for accuracy and cross-entropy on the batches."""
     name: str = ""
     """What says which kitchen it is, so that scores are not taken for those of another."""
 
@@ -52,7 +53,8 @@ class Kitchen:
             if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in self.batches):
                 raise DataError("batches hold inputs alone, expected pairs of inputs and targets to score with")
             return evaluate(network, self.batches)
-        value = self.score(network)
+        with evaluating(network), torch.no_grad():
+            value = self.score(network)
         score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, math.nan)
         if math.isnan(float(score)):
             raise SoupError("the score is NaN, expected a number, higher is better: check the network's outputs")

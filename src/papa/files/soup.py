@@ -275,7 +275,8 @@ def _notes(checkpoints: Sequence[Checkpoint], dtype: torch.dtype | None) -> list
     if whole:
         count = "1 tensor" if len(whole) == 1 else f"{len(whole)} tensors"
         notes.append(
-            f"not averaged but taken from the first file with a weight: {count} of whole numbers, such as '{whole[0]}'"
+            f"not averaged but taken from the first file that has a weight: {count} of whole numbers, "
+            f"such as '{whole[0]}'"
         )
     kinds = [{_name(info.dtype) for info in one.tensors.values() if is_averaged(info.dtype)} for one in checkpoints]
     if dtype is None and any(kind != kinds[0] for kind in kinds):

@@ -1,0 +1,165 @@
+"""Greedy soups of files: the same choice as of networks, by any command, and resumable."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import papa
+from papa.errors import ConfigError, SoupError
+from papa.files.scores import last_number
+
+TARGET = 2.0
+VALUES = [1.0, 3.5, 2.5, 10.0, 1.0]
+"""Five networks of one number; the score says how near it is to the target."""
+
+
+def score_of(file: Path) -> float:
+    return -abs(float(load_file(file)["w"]) - TARGET)
+
+
+def make_files(folder: Path) -> list[Path]:
+    files = [folder / f"{index}.safetensors" for index in range(len(VALUES))]
+    for file, value in zip(files, VALUES, strict=True):
+        save_file({"w": torch.tensor(value)}, file)
+    return files
+
+
+# Reads the number without torch, and counts how often it ran.
+SCRIPT = """
+import struct, sys
+content = open(sys.argv[1], "rb").read()
+open(sys.argv[2], "a").write("x")
+print("epoch 3 of 7")
+print(f"score: {-abs(struct.unpack('<f', content[-4:])[0] - 2.0):.9f}")
+"""
+
+
+def command(folder: Path, script: str = SCRIPT) -> str:
+    (folder / "score it.py").write_text(script)
+    return shlex.join([sys.executable, str(folder / "score it.py"), "{}", str(folder / "count")])
+
+
+def num_runs(folder: Path) -> int:
+    return len((folder / "count").read_text())
+
+
+def test_files_are_chosen_as_networks_are(tmp_path: Path) -> None:
+    files = make_files(tmp_path)
+    soup = papa.soup_files(files, tmp_path / "soup.safetensors", greedy=True, score=score_of)
+    twin = papa.greedy_soup(
+        [{"w": torch.tensor(value)} for value in VALUES], lambda state: -abs(float(state["w"]) - TARGET)
+    )
+    assert soup.trials == twin.trials
+    assert soup.score == twin.score
+    assert tuple(one.score for one in soup.ingredients) == twin.member_scores
+    assert [index for index, weight in enumerate(soup.weights) if weight] == sorted(twin.members)
+    assert torch.equal(load_file(soup.path)["w"], twin.network["w"])
+    record = json.loads((tmp_path / "soup.safetensors.json").read_text())["greedy"]
+    assert record["members"] == [str(files[index]) for index in twin.members]
+    assert [trial["kept"] for trial in record["trials"]] == [trial.kept for trial in twin.trials]
+
+
+def test_any_command_scores_and_what_it_said_is_remembered(tmp_path: Path) -> None:
+    files, out, score = make_files(tmp_path), tmp_path / "soup.safetensors", command(tmp_path)
+    soup = papa.soup_files(files, out, greedy=True, score=score)
+    by_function = papa.soup_files(files, tmp_path / "other.safetensors", greedy=True, score=score_of)
+    assert soup.weights == by_function.weights
+    # The first and the last network are the same, and so one score serves both.
+    assert num_runs(tmp_path) == len(VALUES) - 1 + len(soup.trials)
+    again = papa.soup_files(files, out, greedy=True, score=score, overwrite=True)
+    assert again.trials == soup.trials
+    assert num_runs(tmp_path) == len(VALUES) - 1 + len(soup.trials)
+    save_file({"w": torch.tensor(2.0)}, files[0])
+    assert papa.soup_files(files, out, greedy=True, score=score, overwrite=True).score == 0.0
+    assert num_runs(tmp_path) > len(VALUES) - 1 + len(soup.trials)
+
+
+def test_an_interrupted_soup_goes_on_with_the_scores_it_has(tmp_path: Path) -> None:
+    files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
+    seen: list[float] = []
+
+    def interrupted(file: Path) -> float:
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        seen.append(score_of(file))
+        return seen[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        papa.soup_files(files, out, greedy=True, score=interrupted)
+    left = {path.name for path in tmp_path.iterdir()} - {file.name for file in files}
+    assert left == {"soup.safetensors.scores.json"}
+    fresh: list[float] = []
+
+    def going_on(file: Path) -> float:
+        fresh.append(score_of(file))
+        return fresh[-1]
+
+    going_on.__qualname__ = interrupted.__qualname__
+    soup = papa.soup_files(files, out, greedy=True, score=going_on)
+    whole = papa.soup_files(files, tmp_path / "whole.safetensors", greedy=True, score=score_of)
+    assert soup.trials == whole.trials
+    assert len(fresh) == len(VALUES) - 1 + len(whole.trials) - 3
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("import sys; sys.exit('no such data')", "ended with code 1:\n  no such data"),
+        ("print('all is well')", "printed no number, expected a score, higher is better:\n  all is well"),
+        ("print(float('nan'))", "printed no number"),
+        ("", r"printed no number.*\n  \(it printed nothing\)"),
+    ],
+)
+def test_a_command_that_fails_or_says_nothing_is_told(script: str, message: str, tmp_path: Path) -> None:
+    files, score = make_files(tmp_path), command(tmp_path, script)
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(SoupError, match=message):
+        papa.soup_files(files, tmp_path / "soup.safetensors", greedy=True, score=score)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        ("python eval.py", "has no {}, which stands for the file"),
+        ("python 'eval.py {}", "cannot be read: No closing quotation"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(score: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score)
+
+
+def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SoupError, match="cannot be run: No such file"):
+        papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score="./nowhere {}")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 0}'])
+def test_scores_that_are_none_are_not_believed(text: str, tmp_path: Path) -> None:
+    (tmp_path / "soup.safetensors.scores.json").write_text(text)
+    with pytest.raises(SoupError, match="remove it to start anew"):
+        papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score_of)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("97", 97.0),
+        ("acc 1.5e-3\n", 1.5e-3),
+        ("loss=-0.25, top1=.5;", 0.5),
+        ("97.5%", 97.5),
+        ("resnet18 v2.0.1", None),
+        ("score: 3.\n", 3.0),
+        ("1e999", None),
+    ],
+)
+def test_the_last_number_counts(text: str, number: float | None) -> None:
+    assert last_number(text) == number

@@ -1,0 +1,263 @@
+"""Checkpoints of every kind give the same tensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from helpers import make_network
+from papa.errors import RunError, SoupError
+from papa.files.sources import Checkpoint, open_checkpoint, open_checkpoints
+
+State = dict[str, Tensor]
+
+
+def a_state() -> State:
+    return {name: value.clone() for name, value in make_network("conv_batch_norm", 0).state_dict().items()}
+
+
+def save_sharded(state: State, folder: Path, num_shards: int = 3) -> Path:
+    """As hubs publish large models."""
+    folder.mkdir()
+    weight_map = {}
+    for number in range(num_shards):
+        part = dict(list(state.items())[number::num_shards])
+        name = f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+def torch_layout(wrap: Callable[[State], Any], **options: Any) -> Callable[[State, Path], Path]:
+    def save(state: State, folder: Path) -> Path:
+        torch.save(wrap(state), folder / "a.pt", **options)
+        return folder / "a.pt"
+
+    return save
+
+
+def save_single(state: State, folder: Path) -> Path:
+    save_file(state, folder / "a.safetensors")
+    return folder / "a.safetensors"
+
+
+def save_single_in_a_directory(state: State, folder: Path) -> Path:
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def save_torch_shards(state: State, folder: Path) -> Path:
+    torch.save(state, folder / "pytorch_model-00001-of-00001.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state, "pytorch_model-00001-of-00001.bin")}))
+    return folder
+
+
+def without_a_suffix(state: State, folder: Path) -> Path:
+    torch.save(state, folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+def averaged_model(state: State) -> dict[str, Any]:
+    return {"model": {"n_averaged": torch.tensor(3), **{f"module.{name}": value for name, value in state.items()}}}
+
+
+LAYOUTS: dict[str, Callable[[State, Path], Path]] = {
+    "safetensors": save_single,
+    "a directory with one safetensors file": save_single_in_a_directory,
+    "an index": lambda state, folder: save_sharded(state, folder / "sharded"),
+    "the directory of an index": lambda state, folder: save_sharded(state, folder / "sharded").parent,
+    "PyTorch shards": save_torch_shards,
+    "a bare state dict": torch_layout(lambda state: state),
+    "a file without a suffix": without_a_suffix,
+    "the old form": torch_layout(lambda state: state, _use_new_zipfile_serialization=False),
+    "state_dict": torch_layout(lambda state: {"epoch": 3, "state_dict": state}),
+    "model": torch_layout(lambda state: {"model": state, "args": {"lr": 0.1}}),
+    "model_state_dict": torch_layout(lambda state: {"model_state_dict": state, "optimizer": {"state": {}}}),
+    "ema": torch_layout(lambda state: {"ema": state}),
+    "module prefix": torch_layout(lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}),
+    "an averaged model": torch_layout(averaged_model),
+    "values that are no tensors": torch_layout(lambda state: {**state, "version": 3, "name": "net"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_tensors(layout: str, tmp_path: Path) -> None:
+    state = a_state()
+    checkpoint = open_checkpoint(LAYOUTS[layout](state, tmp_path))
+    assert checkpoint.tensors.keys() == state.keys()
+    for name, expected in state.items():
+        found = checkpoint.read(name)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "an index", "a bare state dict", "the old form"])
+def test_any_part_of_a_tensor_can_be_read(layout: str, tmp_path: Path) -> None:
+    state = a_state()
+    state["4.weight"] = state["4.weight"].t().contiguous().t() if "state" in layout else state["4.weight"]
+    checkpoint = open_checkpoint(LAYOUTS[layout](state, tmp_path))
+    part = torch.empty(7)
+    for name in ("4.weight", "0.weight", "4.weight"):
+        checkpoint.read_into(name, 5, part)
+        assert torch.equal(part, state[name].reshape(-1)[5:12])
+
+
+def test_tied_tensors_are_read_under_each_of_their_names(tmp_path: Path) -> None:
+    state = make_network("tied", 0).state_dict()
+    torch.save(state, tmp_path / "a.pt")
+    checkpoint = open_checkpoint(tmp_path / "a.pt")
+    assert torch.equal(checkpoint.read("head.weight"), checkpoint.read("embedding.weight"))
+
+
+def test_of_several_state_dicts_the_key_chooses(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    one, two, three = ({"w": torch.full((2,), float(n))} for n in range(3))
+    torch.save({"ema": one, "model": two, "deep": {"er": three}}, file)
+    taken = open_checkpoint(file)
+    assert taken.read("w").tolist() == [1.0, 1.0]
+    assert taken.notes == (f"took 'model' of {file}, which also has ema (--key chooses)",)
+    assert open_checkpoint(file, key="ema").read("w").tolist() == [0.0, 0.0]
+    assert open_checkpoint(file, key="deep.er").read("w").tolist() == [2.0, 2.0]
+    with pytest.raises(SoupError, match="has nothing under 'emma'; it has ema, model, deep"):
+        open_checkpoint(file, key="emma")
+    with pytest.raises(SoupError, match="has no state dict under 'deep'"):
+        open_checkpoint(file, key="deep")
+
+
+def a_run(folder: Path, *, members: int = 2, finished: bool = True) -> Path:
+    (folder / "members").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"recipe": "digits", "members": 2, "seed": 1}))
+    for member in range(members):
+        save_file({"w": torch.full((2,), float(member))}, folder / "members" / f"{member:03d}.safetensors")
+    if finished:
+        (folder / "result.json").write_text("{}")
+    return folder
+
+
+def read_all(checkpoints: list[Checkpoint]) -> list[float]:
+    return [float(checkpoint.read("w")[0]) for checkpoint in checkpoints]
+
+
+def test_a_run_directory_stands_for_its_members(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    assert read_all(open_checkpoints([run, run / "members" / "000.safetensors"])) == [0.0, 1.0, 0.0]
+    with pytest.raises(SoupError, match="is a run directory, expected one checkpoint"):
+        open_checkpoint(run)
+
+
+def test_an_incomplete_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds an unfinished run: finish it with"):
+        open_checkpoints([a_run(tmp_path / "one", finished=False)])
+    with pytest.raises(RunError, match="has 1 of the 2 members its config names"):
+        open_checkpoints([a_run(tmp_path / "two", members=1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../a.safetensors", "expected one that lies beside the index"),
+        ("/etc/passwd", "expected one that lies beside the index"),
+        ("sub/../../a.safetensors", "expected one that lies beside the index"),
+        ("model.safetensors.index.json", "expected one that lies beside the index"),
+        ("missing.safetensors", "which is not there: fetch the missing shard"),
+        ("other.safetensors", "says that 'w' is in other.safetensors, but it is not"),
+    ],
+)
+def test_an_index_names_only_shards_beside_it(tmp_path: Path, name: str, message: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.zeros(2)}, tmp_path / "a.safetensors")
+    save_file({"v": torch.zeros(2)}, folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(SoupError, match=message):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 9999])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.safetensors.index.json").write_text(text)
+    with pytest.raises(SoupError, match=r"is not an index|names no tensor"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_directory_with_two_indices_or_none_is_ambiguous(tmp_path: Path) -> None:
+    with pytest.raises(SoupError, match="holds no checkpoint: expected an index"):
+        open_checkpoint(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
+    with pytest.raises(SoupError, match=r"has several indices \(a.safetensors.index.json, b"):
+        open_checkpoint(tmp_path)
+
+
+class Runs:
+    """What a hostile pickle would do."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("it ran",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Runs(), {"state_dict": {"w": torch.zeros(2)}, "args": argparse.Namespace(lr=1)}, nn.Linear(2, 2)],
+    ids=["code", "a namespace", "a module"],
+)
+def test_nothing_that_could_run_code_is_loaded(value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for new in (False, True):
+        torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+        with pytest.raises(SoupError, match="holds more than tensors and plain values"):
+            open_checkpoint(tmp_path / "a.pt")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, old: bool, share: float) -> None:
+    file = tmp_path / "a.pt"
+    torch.save(a_state(), file, _use_new_zipfile_serialization=not old)
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    with pytest.raises(SoupError, match=r"is not a whole|or is damaged"):
+        open_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([torch.zeros(2)], "holds a list, expected a state dict"),
+        ({"epoch": 3}, "has no state dict: expected tensors, or one under state_dict, model_state_dict, model, ema"),
+        ({"w": torch.zeros(2).to_sparse()}, "has 'w' as a sparse_coo tensor, expected plain ones"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, value: Any, message: str) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    with pytest.raises(SoupError, match=message):
+        open_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_file_that_is_not_there_and_one_without_tensors(tmp_path: Path) -> None:
+    with pytest.raises(SoupError, match="there is no checkpoint"):
+        open_checkpoint(tmp_path / "a.pt")
+    save_file({}, tmp_path / "a.safetensors")
+    with pytest.raises(SoupError, match="holds no tensor"):
+        open_checkpoint(tmp_path / "a.safetensors")
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    file = save_single(a_state(), tmp_path)
+    checkpoint = open_checkpoint(file)
+    save_file({"0.weight": torch.zeros(3)}, tmp_path / "b.safetensors")
+    (tmp_path / "b.safetensors").replace(file)
+    with pytest.raises(SoupError, match="changed while it was read"):
+        checkpoint.read("0.weight")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from papa.cli import main
-from papa.files import recipe_kitchen
+from papa.files.recipe import recipe_kitchen
 from papa.recipes import find
 
 

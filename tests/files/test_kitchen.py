@@ -17,7 +17,8 @@ import papa
 from helpers import assert_close
 from papa.align import permute_all_, symmetries
 from papa.errors import ConfigError, DataError, SoupError
-from papa.files import Kitchen, kitchen_of, recipe_kitchen
+from papa.files import Kitchen, kitchen_of
+from papa.files.recipe import recipe_kitchen
 from papa.recipes import find
 
 BATCHES = [(torch.randn(64, 6, generator=torch.Generator().manual_seed(n)), torch.arange(64) % 3) for n in range(3)]

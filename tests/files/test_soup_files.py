@@ -247,6 +247,13 @@ def test_mistakes_leave_nothing_behind(
     assert names_in(tmp_path) == before
 
 
+def test_a_directory_that_was_made_in_vain_is_removed(tmp_path: Path) -> None:
+    files = save_all([{"w": torch.full((2,), 1e6)}], tmp_path)
+    with pytest.raises(SoupError, match="cannot hold"):
+        papa.soup_files(files, tmp_path / "new" / "soup.safetensors", dtype="float16")
+    assert names_in(tmp_path) == {"0.safetensors"}
+
+
 def test_differences_are_all_kinds(tmp_path: Path) -> None:
     one, other = (open_checkpoint(file).tensors for file in unlike(tmp_path))
     found = average.differences(one, other)

@@ -127,7 +127,7 @@ def test_of_several_state_dicts_the_key_chooses(tmp_path: Path) -> None:
     torch.save({"ema": one, "model": two, "deep": {"er": three}}, file)
     taken = open_checkpoint(file)
     assert taken.read("w").tolist() == [1.0, 1.0]
-    assert taken.notes == (f"took 'model' of {file}, which also has ema (--key chooses)",)
+    assert taken.notes == ("took 'model', there is also ema: --key chooses",)
     assert open_checkpoint(file, key="ema").read("w").tolist() == [0.0, 0.0]
     assert open_checkpoint(file, key="deep.er").read("w").tolist() == [2.0, 2.0]
     with pytest.raises(SoupError, match="has nothing under 'emma'; it has ema, model, deep"):
@@ -216,8 +216,9 @@ class Runs:
 def test_nothing_that_could_run_code_is_loaded(value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for new in (False, True):
         torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
-        with pytest.raises(SoupError, match="holds more than tensors and plain values"):
+        with pytest.raises(SoupError, match="holds more than tensors and plain values, such as ") as caught:
             open_checkpoint(tmp_path / "a.pt")
+        assert "trust" not in str(caught.value)
     assert capsys.readouterr().out == ""
 
 

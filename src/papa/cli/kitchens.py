@@ -13,7 +13,8 @@ import tyro
 from papa.cli.arguments import take_budget
 from papa.config import Config
 from papa.errors import ConfigError
-from papa.files import Kitchen, kitchen_of, recipe_kitchen
+from papa.files import Kitchen, kitchen_of
+from papa.files.recipe import recipe_kitchen
 from papa.recipes import find
 
 

@@ -2,7 +2,7 @@
 
 from papa.files.diff import Curve, Difference, FileDiff, diff_files
 from papa.files.digests import digest_of
-from papa.files.kitchen import Kitchen, kitchen_of, recipe_kitchen
+from papa.files.kitchen import Kitchen, kitchen_of
 from papa.files.soup import FileSoup, Ingredient, soup_files
 from papa.files.sources import Checkpoint, open_checkpoint, open_checkpoints
 
@@ -19,6 +19,5 @@ __all__ = [
     "kitchen_of",
     "open_checkpoint",
     "open_checkpoints",
-    "recipe_kitchen",
     "soup_files",
 ]

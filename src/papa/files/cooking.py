@@ -22,6 +22,10 @@ from papa.files.writing import write_file
 from papa.repair import goals_of, layer_moments, repair_toward_, reset_batch_norm_
 from papa.repair.moments import Moments
 
+NO_KITCHEN = (
+    "aligning, repairing and resetting BatchNorm need a network and data: name a --recipe, or a --factory "
+    "package.module:function that returns (network, batches)"
+)
 Watch = Callable[[int, int], object]
 """Told how many bytes of how many are written."""
 
@@ -45,10 +49,7 @@ class Steps:
     def check(self, kitchen: Kitchen | None) -> None:
         """Raise a `ConfigError` when there is no kitchen to do these in."""
         if kitchen is None and (self.align or self.after):
-            raise ConfigError(
-                "aligning, repairing and resetting BatchNorm need a network and data: name a --recipe, or a --factory "
-                "package.module:function that returns (network, batches)"
-            )
+            raise ConfigError(NO_KITCHEN)
 
 
 class Cook:
@@ -79,7 +80,7 @@ class Cook:
 
     def align(self) -> list[Alignment | None]:
         """Replace every checkpoint but the first by a copy whose units match the first's."""
-        kitchen = self._kitchen()
+        kitchen = self.require_kitchen()
         self.load(0)
         reference = copy.deepcopy(kitchen.network)
         found: list[Alignment | None] = [None]
@@ -93,8 +94,10 @@ class Cook:
             self.checkpoints[index] = SafetensorsFile(path)
         return found
 
-    def _kitchen(self) -> Kitchen:
-        assert self.kitchen is not None  # `Steps.check` and `Scorer` saw to it
+    def require_kitchen(self) -> Kitchen:
+        """The kitchen, or a `ConfigError` when there is none."""
+        if self.kitchen is None:
+            raise ConfigError(NO_KITCHEN)
         return self.kitchen
 
     def _room(self, name: str) -> Path:
@@ -104,13 +107,13 @@ class Cook:
     def load(self, index: int) -> nn.Module:
         """The kitchen's network with the weights of one checkpoint."""
         row = [float(index == other) for other in range(len(self.checkpoints))]
-        network = self._kitchen().network
+        network = self.require_kitchen().network
         load_(network, Mean(self.checkpoints, row), self.checkpoints[index])
         return network
 
     def network(self, row: Sequence[float]) -> nn.Module:
         """The kitchen's network with the weights of a soup, repaired where that is asked."""
-        kitchen = self._kitchen()
+        kitchen = self.require_kitchen()
         if self._is_repaired(row) and self.steps.repair:
             for index, weight in enumerate(row):
                 if weight and index not in self._moments:
@@ -177,7 +180,7 @@ class Scorer:
         if self._function is not None:
             return Evaluation(float(self._function(self._cook.write_candidate(row))), float("nan"))
         network = self._cook.network(row)
-        return self._cook._kitchen().evaluate(network)
+        return self._cook.require_kitchen().evaluate(network)
 
 
 def _name_of(score: str | ScoreFile | None, kitchen: Kitchen | None) -> str:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from papa.align import Alignment, align_by_activations_
-from papa.checkpoint import json_text
-from papa.config import Config
 from papa.errors import ConfigError, DataError, PapaError, SoupError
 from papa.evaluate import Evaluation, evaluate, evaluating
 from papa.files.average import Mean, differences
 from papa.files.header import TensorInfo
 from papa.files.sources import Checkpoint
-from papa.recipes.build import build
-
-NUM_EXAMPLES = 512
-"""How many training examples of a recipe alignment, REPAIR and BatchNorm look at."""
 
 
 @dataclass(frozen=True)
@@ -96,30 +89,6 @@ def _find(name: str) -> Callable[[], Any]:
     if not callable(value):
         raise ConfigError(f"the factory {name} is a {type(value).__name__}, expected a function")
     return value  # type: ignore[no-any-return]
-
-
-def recipe_kitchen(config: Config) -> Kitchen:
-    """A recipe's network, some of its training data, and scores on its validation data."""
-    num_batches = math.ceil(NUM_EXAMPLES / config.train.batch_size)
-    alone = replace(
-        config,
-        method="independent",
-        members=1,
-        model=replace(config.model, pretrained=False, weights=None),
-        average=replace(config.average, repair=num_batches),
-    )
-    training = build(alone)
-    batches = training.plain_repair_batches()
-    return Kitchen(
-        training.population[0],
-        [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape
-        lambda network: tuple(training.evaluate([network], training.data.validation)[0][0]),
-        f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(alone)}",
-    )
-
-
-def _short_digest(config: Config) -> str:
-    return hashlib.sha256(json_text(config.to_json()).encode()).hexdigest()[:8]
 
 
 @torch.no_grad()

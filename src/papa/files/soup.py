@@ -160,7 +160,6 @@ def soup_files(
     scorer = Scorer(cook, score) if greedy else None
     output.check(overwrite=overwrite)
     try:
-        output.remove_partial()
         digests = [digest_of(checkpoint, full=full_digests or greedy) for checkpoint in checkpoints]
         alignments = cook.align() if align else [None] * len(checkpoints)
         choice = None
@@ -270,7 +269,11 @@ def _record(
 
 def _notes(checkpoints: Sequence[Checkpoint], dtype: torch.dtype | None) -> list[str]:
     first = checkpoints[0]
-    notes = [note for checkpoint in checkpoints for note in checkpoint.notes]
+    told: dict[str, list[Path]] = {}
+    for checkpoint in checkpoints:
+        for note in checkpoint.notes:
+            told.setdefault(note, []).append(checkpoint.path)
+    notes = [f"{paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {note}" for note, paths in told.items()]
     whole = [name for name, info in first.tensors.items() if not is_averaged(info.dtype)]
     if whole:
         count = "1 tensor" if len(whole) == 1 else f"{len(whole)} tensors"

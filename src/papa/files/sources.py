@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -255,20 +256,24 @@ def _open_torch(path: Path, key: str | None) -> TensorDict:
 def _load_torch(path: Path) -> tuple[Any, list[str]]:
     """What a PyTorch file holds, mapped where its form allows; only tensors and plain values, never code."""
     is_mapped = zipfile.is_zipfile(path)
-    notes = [] if is_mapped else [f"{path} is in PyTorch's old form, which is read as a whole: memory holds all of it"]
+    notes = [] if is_mapped else ["in PyTorch's old form, which is read as a whole: memory holds all of it"]
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped), notes
     except pickle.UnpicklingError as error:
+        # PyTorch's own message goes on to explain how to load it all the same, which is no advice of ours.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f", such as {found[1]}," if found else ""
         raise SoupError(
-            f"{path} holds more than tensors and plain values, or is damaged, and nothing that could run code is "
-            f"loaded: save its state dict alone ({_first_line(error)})"
+            f"{path} holds more than tensors and plain values{what} or is damaged, and nothing that could run code is "
+            "loaded: save its state dict alone"
         ) from error
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise SoupError(f"{path} is not a whole PyTorch file: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    """The first sentence of what PyTorch says."""
+    return (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
 
 
 def _state_in(path: Path, value: Any, key: str | None) -> tuple[Mapping[str, Any], str | None]:
@@ -287,8 +292,8 @@ def _state_in(path: Path, value: Any, key: str | None) -> tuple[Mapping[str, Any
     present = [name for name in STATE_KEYS if _has_tensors(value.get(name))]
     if present:
         others = [name for name in value if name != present[0] and _has_tensors(value[name])]
-        also = f", which also has {', '.join(map(str, others))} (--key chooses)" if others else ""
-        return value[present[0]], f"took '{present[0]}' of {path}{also}" if others else None
+        note = f"took '{present[0]}', there is also {', '.join(map(str, others))}: --key chooses"
+        return value[present[0]], note if others else None
     if not _has_tensors(value):
         raise SoupError(
             f"{path} has no state dict: expected tensors, or one under {', '.join(STATE_KEYS)}; it has "

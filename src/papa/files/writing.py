@@ -47,6 +47,7 @@ class Output:
         self.scores = path.with_name(path.name + ".scores.json")
         self.workshop = path.with_name(f".{path.name}.parts")
         """Where a soup's candidates and aligned networks lie while it is made."""
+        self._made_parent = False
 
     def shard(self, number: int, count: int) -> Path:
         """The name of a shard, as hubs call them."""
@@ -59,10 +60,12 @@ class Output:
         return sorted(self.file.parent.glob(f"{_literal(self.file.stem)}-{digits}-of-{digits}{SUFFIX}"))
 
     def check(self, *, overwrite: bool) -> None:
-        """Refuse an output that is there, unless told to overwrite it, and one that cannot be written."""
+        """Refuse an output that is there, unless told to overwrite it, and make room for a new one."""
         there = [path for path in (self.file, self.index, *self.loose_shards) if path.exists()]
         if there and not overwrite:
             raise SoupError(f"{there[0]} exists: choose another output, or replace it with --overwrite")
+        self.remove_partial()
+        self._made_parent = not self.file.parent.exists()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -78,6 +81,9 @@ class Output:
             for path in self.workshop.iterdir():
                 path.unlink(missing_ok=True)
             self.workshop.rmdir()
+        if self._made_parent:
+            with contextlib.suppress(OSError):  # it holds the output, or scores
+                self.file.parent.rmdir()
 
 
 def _literal(name: str) -> str:

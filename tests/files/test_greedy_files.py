@@ -137,6 +137,17 @@ def test_a_command_that_makes_no_sense_is_refused(score: str, message: str, tmp_
         papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score)
 
 
+def test_an_error_of_ones_own_score_comes_through_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        papa.soup_files(
+            make_files(tmp_path),
+            tmp_path / "soup.safetensors",
+            greedy=True,
+            score=lambda _: float(Path("no").read_text()),
+        )
+    assert "soup.safetensors" not in {path.name for path in tmp_path.iterdir()}
+
+
 def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(SoupError, match="cannot be run: No such file"):
         papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score="./nowhere {}")

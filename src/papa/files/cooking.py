@@ -18,7 +18,7 @@ from papa.files.header import TensorInfo
 from papa.files.kitchen import Kitchen, align_to_, load_
 from papa.files.scores import run_score_command, split_command
 from papa.files.sources import Checkpoint, SafetensorsFile, TensorDict
-from papa.files.writing import write_file
+from papa.files.writing import told_as_soup_errors, write_file
 from papa.repair import goals_of, layer_moments, repair_toward_, reset_batch_norm_
 from papa.repair.moments import Moments
 
@@ -101,7 +101,8 @@ class Cook:
         return self.kitchen
 
     def _room(self, name: str) -> Path:
-        self.workshop.mkdir(parents=True, exist_ok=True)
+        with told_as_soup_errors(self.workshop):
+            self.workshop.mkdir(parents=True, exist_ok=True)
         return self.workshop / name
 
     def load(self, index: int) -> nn.Module:

@@ -46,9 +46,9 @@ class Ingredient:
     """Which file it was; see `papa.files.digest_of`."""
     weight: float
     """Its share of the soup; 0 for one that a greedy soup left out."""
-    score: float | None = None
+    score: float | None
     """What it scored alone, for a greedy soup."""
-    alignment: Alignment | None = None
+    alignment: Alignment | None
     """How well its units matched the first's, where it was aligned."""
 
 
@@ -139,24 +139,19 @@ def soup_files(
     output = Output(out)
     most_bytes = parse_size(max_shard_size)
     stored = _dtype_of(dtype)
+    if greedy and weights is not None:
+        raise ConfigError("a greedy soup weights what it chooses alike: give weights, or ask for a greedy soup")
+    if score is not None and not greedy:
+        raise ConfigError("a score is only used by a greedy soup: ask for one with --greedy")
     checkpoints = open_checkpoints(paths, key=key)
     if not checkpoints:
         raise SoupError("a soup needs at least one checkpoint, got none")
     check_alike(checkpoints)
     _check_storable(checkpoints[0])
-    if greedy and weights is not None:
-        raise ConfigError("a greedy soup weights what it chooses alike: give weights, or ask for a greedy soup")
-    if score is not None and not greedy:
-        raise ConfigError("a score is only used by a greedy soup: ask for one with --greedy")
     row = checked_weights(weights, len(checkpoints), normalize=normalize)
+    place = None if kitchen is None else kitchen_of(kitchen)
     steps = Steps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
-    cook = Cook(
-        checkpoints,
-        output.workshop,
-        dtype=stored,
-        kitchen=None if kitchen is None else kitchen_of(kitchen),
-        steps=steps,
-    )
+    cook = Cook(checkpoints, output.workshop, dtype=stored, kitchen=place, steps=steps)
     scorer = Scorer(cook, score) if greedy else None
     output.check(overwrite=overwrite)
     try:
@@ -166,16 +161,11 @@ def soup_files(
         if scorer is not None:
             choice = _choose(scorer, digests, checkpoints, Memory(output.scores), _how(cook, scorer, stored, digests))
             row = choice.network["row"].tolist()
-        ingredients = tuple(
-            Ingredient(
-                checkpoint.path, digest, weight, None if choice is None else choice.member_scores[index], alignment
-            )
-            for index, (checkpoint, digest, weight, alignment) in enumerate(
-                zip(checkpoints, digests, row, alignments, strict=True)
-            )
-        )
-        notes = _notes(checkpoints, stored)
+        scores = [None] * len(row) if choice is None else choice.member_scores
+        paths_given = [checkpoint.path for checkpoint in checkpoints]
+        ingredients = tuple(map(Ingredient, paths_given, digests, row, scores, alignments))
         record = _record(ingredients, cook, stored, choice, scorer)
+        notes = _notes(checkpoints, stored)
         files = write_output(
             output,
             cook.tensors,
@@ -184,18 +174,10 @@ def soup_files(
             sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
             most_bytes=most_bytes,
         )
-    except OSError as error:
-        raise SoupError(f"cannot write {output.file}: {error.strerror or error}") from error
     finally:
         output.remove_partial()
-    return FileSoup(
-        path=files[-1],
-        files=tuple(files),
-        ingredients=ingredients,
-        score=None if choice is None else choice.score,
-        trials=() if choice is None else choice.trials,
-        notes=tuple(notes),
-    )
+    found, trials = (None, ()) if choice is None else (choice.score, choice.trials)
+    return FileSoup(files[-1], tuple(files), ingredients, found, trials, tuple(notes))
 
 
 def _choose(

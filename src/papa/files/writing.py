@@ -117,9 +117,9 @@ def write_output(
     shards = plan_shards(tensors, most_bytes)
     files = [output.file] if len(shards) == 1 else [output.shard(n + 1, len(shards)) for n in range(len(shards))]
     written = list(files)
-    with _told_as_soup_errors(output.file):
-        for file, shard in zip(files, shards, strict=True):
-            write_file(partial_of(file), shard, blocks, metadata)
+    for file, shard in zip(files, shards, strict=True):
+        write_file(partial_of(file), shard, blocks, metadata)
+    with told_as_soup_errors(output.file):
         if len(shards) > 1:
             weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
             size = sum(info.num_bytes for info in tensors.values())
@@ -166,7 +166,7 @@ def write_file(path: Path, tensors: Mapping[str, TensorInfo], blocks: Blocks, me
     for name, info in ordered.items():
         if info.dtype not in NAMES:
             raise SoupError(f"'{name}' is of dtype {info.dtype}, which safetensors cannot hold; known: {list(NAMES)}")
-    with path.open("wb", buffering=BUFFER_BYTES) as file:
+    with told_as_soup_errors(path), path.open("wb", buffering=BUFFER_BYTES) as file:
         file.write(header_bytes(ordered, metadata))
         for name in ordered:
             for block in blocks(name):
@@ -183,7 +183,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _told_as_soup_errors(path: Path) -> Iterator[None]:
+def told_as_soup_errors(path: Path) -> Iterator[None]:
+    """Tell what the system says about writing a file as a `SoupError`."""
     try:
         yield
     except OSError as error:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import weakref
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,9 @@ class Checkpoint(ABC):
         """How many bytes its tensors take."""
         return sum(info.num_bytes for info in self.tensors.values())
 
+    def close(self) -> None:  # noqa: B027
+        """Let go of what is held open, if anything."""
+
     @abstractmethod
     def read_into(self, name: str, start: int, target: Tensor) -> None:
         """Fill `target`, flat and of the tensor's dtype, with its numbers from `start` on."""
@@ -69,6 +73,8 @@ class SafetensorsFile(Checkpoint):
     def __init__(self, path: Path) -> None:
         self._identity = _identity(os.stat(path))
         self._places = read_header(path)
+        self._handle: int | None = None
+        self._closing: weakref.finalize[..., object] | None = None
         super().__init__(path, {name: info for name, (info, _) in self._places.items()}, [path])
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
@@ -76,19 +82,30 @@ class SafetensorsFile(Checkpoint):
         if not target.numel():
             return
         info, begin = self._places[name]
-        view = memoryview(bytes_of(target))
+        position, view = begin + start * info.dtype.itemsize, memoryview(bytes_of(target))
         try:
-            with self.path.open("rb", buffering=0) as file:
-                if _identity(os.fstat(file.fileno())) != self._identity:
-                    raise SoupError(f"{self.path} changed while it was read: start again when it is at rest")
-                file.seek(begin + start * info.dtype.itemsize)
-                while view:
-                    count = file.readinto(view)
-                    if not count:
-                        raise SoupError(f"{self.path} ended while '{name}' was read: it was cut short")
-                    view = view[count:]
+            handle = self._opened()
+            if _identity(os.fstat(handle)) != self._identity:
+                raise SoupError(f"{self.path} changed while it was read: start again when it is at rest")
+            while view:
+                count = os.preadv(handle, [view], position)
+                if not count:
+                    raise SoupError(f"{self.path} ended while '{name}' was read: it was cut short")
+                position, view = position + count, view[count:]
         except OSError as error:
             raise SoupError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+    def _opened(self) -> int:
+        if self._handle is None:
+            self._handle = os.open(self.path, os.O_RDONLY)
+            self._closing = weakref.finalize(self, os.close, self._handle)
+        return self._handle
+
+    def close(self) -> None:
+        """Let go of the file until it is read again."""
+        if self._closing is not None:
+            self._closing()
+        self._handle = self._closing = None
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
@@ -122,14 +139,24 @@ class Sharded(Checkpoint):
     """Several files of which an index says which tensor is in which."""
 
     def __init__(self, path: Path, shards: Mapping[str, Checkpoint], weight_map: Mapping[str, str]) -> None:
+        self._current: Checkpoint | None = None
         self._shard_of = {name: shards[file] for name, file in weight_map.items()}
         tensors = {name: shard.tensors[name] for name, shard in self._shard_of.items()}
         files = [file for shard in shards.values() for file in shard.files]
         super().__init__(path, tensors, files, [note for shard in shards.values() for note in shard.notes])
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Read from the shard that has it."""
-        self._shard_of[name].read_into(name, start, target)
+        """Read from the shard that has it; one shard is open at a time."""
+        shard = self._shard_of[name]
+        if shard is not self._current:
+            self.close()
+            self._current = shard
+        shard.read_into(name, start, target)
+
+    def close(self) -> None:
+        """Let go of the shard that is open."""
+        if self._current is not None:
+            self._current.close()
 
 
 def open_checkpoints(paths: Iterable[PathLike], *, key: str | None = None) -> list[Checkpoint]:

@@ -20,7 +20,8 @@ from papa.files.header import NAMES, TensorInfo, header_bytes
 from papa.files.sources import INDEX_SUFFIX, bytes_of
 
 SUFFIX = ".safetensors"
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 16
+"""What is smaller is gathered before it is written; whole blocks are not copied once more."""
 
 
 class Output:

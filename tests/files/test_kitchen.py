@@ -133,7 +133,7 @@ def test_a_factory_that_gives_no_kitchen_is_refused(factory: Any, error: type[Ex
 
 def test_a_kitchen_scores_with_what_it_was_given() -> None:
     net = nn.Linear(1, 1)
-    assert kitchen_of(lambda: (net, BATCHES, lambda _: (3.0, 0.5))).evaluate(net) == (3.0, 0.5)
+    assert kitchen_of(lambda: (net, BATCHES, lambda _: (3.0, 0.5))).evaluate(net)[:2] == (3.0, 0.5)
     assert kitchen_of(lambda: (net, BATCHES, lambda _: 3.0)).evaluate(net).score == 3.0
     with pytest.raises(DataError, match="batches hold inputs alone"):
         Kitchen(net, [torch.zeros(2, 1)]).evaluate(net)
@@ -146,7 +146,7 @@ def test_a_recipe_scores_on_its_validation_data() -> None:
     kitchen = recipe_kitchen(config)
     assert kitchen.batches[0].shape[1:] == (1, 8, 8)
     assert {batch.shape for batch in kitchen.batches} == {kitchen.batches[0].shape}
-    score, loss = kitchen.evaluate(kitchen.network)
+    score, loss = kitchen.evaluate(kitchen.network)[:2]
     assert 0 <= score <= 100
     assert loss > 0
     assert kitchen.name != recipe_kitchen(replace(config, seed=4)).name

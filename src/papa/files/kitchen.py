@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.align import Alignment, align_by_activations_
+from papa.align import Alignment, align_
 from papa.errors import ConfigError, DataError, PapaError, SoupError
 from papa.evaluate import Evaluation, evaluate, evaluating
 from papa.files.average import Mean, differences
@@ -115,7 +115,7 @@ def load_(network: nn.Module, mean: Mean, checkpoint: Checkpoint) -> None:
 def align_to_(network: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Alignment:
     """Permute the network's units to match the reference's, by their activations on the batches."""
     try:
-        return align_by_activations_(network, reference, batches)
+        return align_(network, reference, list(batches))
     except PapaError:
         raise
     except RuntimeError as error:

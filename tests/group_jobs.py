@@ -154,3 +154,19 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
     return bool(first == second)
+
+
+def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
+    """Two members become sick one after the other, on different ranks."""
+    population = Population([make_member(member) for member in group.share(SIZE)], group)
+    averager = Averager(population, Push(alpha=0.9, every_steps=1), sick=policy)
+    sick = []
+    for victim in (3, None, 0, None):
+        for index, member in enumerate(population.members):
+            if member == victim:
+                with torch.no_grad():
+                    population[index][2].bias[7] = float("nan")
+        averaging = averager.step()
+        assert averaging is not None
+        sick += averaging.sick
+    return {"sick": sick, "states": group.gather([net.state_dict() for net in population])}

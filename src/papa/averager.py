@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
+from papa import mixing
 from papa.errors import MixingError
+from papa.health import Health, Sickness
 from papa.population import Population
-from papa.rules import Moment, Push, Rule
+from papa.rules import Independent, Moment, Push, Rule
 
 Around: TypeAlias = Callable[[Population, Tensor, Moment], AbstractContextManager[None]]
 """What happens right before and right after members are mixed, given the population, the matrix and the moment."""
@@ -64,6 +66,8 @@ class Averaging:
     """Each member's distance to the mean before; None when not measured."""
     distances_after: tuple[float, ...] | None
     """Each member's distance to the mean after; None when not measured."""
+    sick: tuple[Sickness, ...] = ()
+    """Members that were found sick right before, and what was done about them."""
 
 
 class Averager:
@@ -90,6 +94,10 @@ class Averager:
         around: makes a context for each averaging from population, matrix and moment, such as
             `papa.repair.RepairMerges` or `papa.AlignMerges`; several with `papa.averager.chain`.
         measure: record distances to the mean, at the price of reading the matrix once more (twice for a merge).
+        sick: what to do with a member whose numbers are not finite, before it poisons the mean: `restart` it from the
+            mean of the healthy ones with fresh optimizer state, `drop` it, `stop` with an error; None not to look.
+            Without averaging there is no mean to restart from: then `restart` drops.
+        symptom: what else is wrong with a member held here, by its index, such as its loss; None when nothing is.
     """
 
     def __init__(
@@ -101,6 +109,8 @@ class Averager:
         num_steps: int | None = None,
         measure: bool = True,
         around: Around | None = None,
+        sick: str | None = "restart",
+        symptom: Callable[[int], str | None] | None = None,
     ) -> None:
         if num_steps is not None and num_steps < 0:
             raise MixingError(f"num_steps is {num_steps}, expected the number of steps of the whole training")
@@ -113,6 +123,9 @@ class Averager:
         self.num_averagings = 0
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._highest_lrs = [0.0] * len(self._optimizers)
+        if sick == "restart" and isinstance(rule, Independent):
+            sick = "drop"
+        self.health = None if sick is None else Health(population, self._optimizers, policy=sick, symptom=symptom)
         self._note_lrs()
 
     def step(self, lr_ratio: float | None = None) -> Averaging | None:
@@ -142,8 +155,12 @@ class Averager:
 
     def _average(self, moment: Moment) -> Averaging:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
-        before = tuple(self.population.distances().tolist()) if self.measure else None
-        matrix = self.rule.matrix(moment)
+        distances = self.population.distances() if self.measure else None
+        sick = self.check_health(distances)
+        if distances is not None and (sick or self.population.dropped):
+            distances = self.population.distances()
+        before = None if distances is None else tuple(distances.tolist())
+        matrix = self._matrix(moment)
         with self.around(self.population, matrix, moment) if self.around is not None else contextlib.nullcontext():
             self.population.mix_(matrix)
         self.num_averagings += 1
@@ -151,7 +168,17 @@ class Averager:
             after = tuple(self.population.distances().tolist()) if self.measure else None
         else:
             after = tuple(alpha * distance for distance in before)  # a push contracts by exactly alpha
-        return Averaging(moment.step, type(self.rule).__name__, alpha, before, after)
+        return Averaging(moment.step, type(self.rule).__name__, alpha, before, after, sick)
+
+    def check_health(self, distances: Tensor | None = None) -> tuple[Sickness, ...]:
+        """Look for sick members now and treat them; `step` does so before each averaging."""
+        return () if self.health is None else self.health.check_(self.num_steps_taken, distances)
+
+    def _matrix(self, moment: Moment) -> Tensor:
+        present = self.population.present
+        if len(present) == moment.size:
+            return self.rule.matrix(moment)
+        return mixing.among(self.rule.matrix_among(moment, present), present, moment.size)
 
     def _note_lrs(self) -> None:
         for index, optimizer in enumerate(self._optimizers):

@@ -98,6 +98,7 @@ def evaluate_together(
     metric: Metric = accuracy,
     apply: Apply = call,
     gather: Gather = list,
+    ensemble_of: Sequence[int] | None = None,
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
 
@@ -108,6 +109,7 @@ def evaluate_together(
         metric: the mean score of a batch, or counts that add up over batches; higher is better.
         apply: how a network gives its outputs.
         gather: turns one tensor per network held here into one per network of all, where several processes hold them.
+        ensemble_of: which of all networks the ensemble is made of; None for all.
 
     Returns:
         One evaluation per network, and the ensemble's (averaged outputs).
@@ -124,7 +126,7 @@ def evaluate_together(
             outputs = [_output(model, inputs, apply).float() for model in models]
             for tally, output in zip(tallies, outputs, strict=True):
                 tally.add(output, targets)
-            ensemble.add(mean_of_all(outputs, gather), targets)
+            ensemble.add(mean_of_all(outputs, gather, ensemble_of), targets)
     if not ensemble.num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
     losses = gather([tally.total_loss for tally in tallies])
@@ -133,10 +135,12 @@ def evaluate_together(
     return each, ensemble.evaluation(ensemble.total_loss, ensemble.total_counts)
 
 
-def mean_of_all(outputs: list[Tensor], gather: Gather) -> Tensor:
+def mean_of_all(outputs: list[Tensor], gather: Gather, members: Sequence[int] | None = None) -> Tensor:
     """The mean over all networks of their outputs, a bounded piece at a time: whole images of all may be too many."""
     pieces = zip(*(torch.split(output.reshape(-1), CHUNK) for output in outputs), strict=True)
-    means = [mean_logits(torch.stack(gather(list(piece)))) for piece in pieces]
+    everyone = (gather(list(piece)) for piece in pieces)
+    counted = (all_of if members is None else [all_of[member] for member in members] for all_of in everyone)
+    means = [mean_logits(torch.stack(some)) for some in counted]
     return torch.cat(means).view(outputs[0].shape)
 
 

@@ -91,6 +91,15 @@ def soup_row(size: int, chosen: Sequence[int]) -> Tensor:
     return row
 
 
+def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
+    """A matrix for some members only, as one for all `size`: the others become the mean of those, and count nowhere."""
+    whole = soup_row(size, members).repeat(size, 1)
+    for row, member in zip(matrix, members, strict=True):
+        whole[member] = 0.0
+        whole[member, list(members)] = row
+    return whole
+
+
 def check_rows(matrix: Any, size: int) -> Tensor:
     """`matrix` as float64, or a `MixingError` that says why it cannot mix a population of `size`."""
     try:

@@ -13,6 +13,7 @@ from papa import flat
 from papa.errors import MemberError, MixingError
 from papa.group import Group, Local
 from papa.mixing import check_row, check_rows, soup_row
+from papa.product import is_finite
 
 
 class Population:
@@ -45,6 +46,8 @@ class Population:
     ) -> None:
         self._models = list(models)
         self._average = dict(average or {})
+        self.dropped: frozenset[int] = frozenset()
+        """Members that take no further part: in no mean, soup or ensemble."""
         self.group: Group = group if group is not None else Local()
         if not hasattr(self.group, "check_same"):
             raise MemberError(
@@ -113,6 +116,11 @@ class Population:
         return self.group.members(len(self))
 
     @property
+    def present(self) -> tuple[int, ...]:
+        """The indices of all members of the whole population that were not dropped."""
+        return tuple(member for member in range(self.size) if member not in self.dropped)
+
+    @property
     def matrix(self) -> Tensor:
         """The rows in this process's memory, in the dtype that most numbers have (all dtypes: `matrices`)."""
         return self.matrices[self._layout.main_dtype]
@@ -121,6 +129,28 @@ class Population:
     def averaged(self) -> tuple[str, ...]:
         """The names of the tensors that are averaged; tied tensors are named once."""
         return tuple(slot.name for slot in self._layout.slots)
+
+    @property
+    def not_averaged(self) -> tuple[str, ...]:
+        """The names of floating-point tensors that stay with their member."""
+        averaged, seen, names = set(self.averaged), set(), []
+        for name, _, _, _, tensor in flat.tensors_of(self._models[0]):
+            is_number = tensor.is_floating_point() or tensor.is_complex()
+            if is_number and id(tensor) not in seen and name not in averaged:
+                names.append(name)
+            seen.add(id(tensor))
+        return tuple(names)
+
+    def is_finite(self, index: int, *, only_buffers: bool = False) -> bool:
+        """Whether all averaged numbers of a member held here are finite; one pass over its row.
+
+        Args:
+            index: of the member, among those held here.
+            only_buffers: look at the averaged buffers alone, where the parameters are known to be finite.
+        """
+        row = self.group.first_row(len(self), self._layout.device) + index
+        starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
+        return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
 
     def combined(self, weights: Any) -> dict[str, Tensor]:
         """The averaged tensors of the weighted mean of all members, by name, in memory of their own.
@@ -171,7 +201,7 @@ class Population:
     def mean(self) -> Tensor:
         """The mean row of `matrix`: the average soup as one vector."""
         self.refresh_()
-        return self.group.combine(self.matrix, soup_row(self.size, range(self.size)))
+        return self.group.combine(self.matrix, soup_row(self.size, self.present))
 
     def distances(self) -> Tensor:
         """The Euclidean distance of each member's parameters to the population's mean, one per member of all."""

@@ -154,6 +154,15 @@ def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
     return parts.cpu()
 
 
+def is_finite(row: Tensor) -> bool:
+    """Whether all numbers of a row are finite.
+
+    One that is not makes the sum not finite; only when the sum is not, which may also be too large, is each looked at.
+    """
+    wide = row.dtype if row.element_size() >= 4 else torch.float32
+    return bool(torch.isfinite(row.sum(dtype=wide))) or bool(torch.isfinite(row).all())
+
+
 def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]:
     """The matrix in blocks of columns; boundaries depend on its shape and dtype only, never on who asks.
 

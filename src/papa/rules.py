@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from papa import mixing
@@ -54,6 +55,8 @@ class Rule:
 
     is_merge: ClassVar[bool] = True
     """Merges replace members, and so never fire on the last step of training."""
+    is_for_any_size: ClassVar[bool] = False
+    """Whether `matrix` goes by the moment's size alone, so that it can be asked for fewer members."""
 
     @property
     def uses_lr(self) -> bool:
@@ -81,6 +84,18 @@ class Rule:
     def matrix(self, moment: Moment) -> Tensor:
         """The mixing matrix for this moment."""
         raise TypeError(f"{type(self).__name__} has no `matrix` method: a rule must say which matrix it wants")
+
+    def matrix_among(self, moment: Moment, members: Sequence[int]) -> Tensor:
+        """The mixing matrix when only some of the members still take part.
+
+        Unless the rule is for any number of members, it is what the rule's matrix says of those; a member that is told
+        to become others who are gone stays itself.
+        """
+        if self.is_for_any_size:
+            return self.matrix(replace(moment, size=len(members)))
+        part = self.matrix(moment)[list(members)][:, list(members)]
+        sums = part.sum(dim=1, keepdim=True)
+        return torch.where(sums > 0, part / sums.clamp(min=1e-300), mixing.identity(len(members)))
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class Push(Rule):
     every_steps: int = 10
 
     is_merge: ClassVar[bool] = False
+    is_for_any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,6 +187,8 @@ class Push(Rule):
 class MergeAll(Rule):
     """PAPA-all: now and then, replace every member by the mean of all."""
 
+    is_for_any_size: ClassVar[bool] = True
+
     def matrix(self, moment: Moment) -> Tensor:
         """`1/p` everywhere."""
         return mixing.merge_all(moment.size)
@@ -188,6 +206,8 @@ class MergePairs(Rule):
     share: float = 0.5
     seed: int = 0
 
+    is_for_any_size: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_share(self.share)
@@ -203,6 +223,8 @@ class MergeMany(Rule):
     """Now and then, replace every member by `share` of itself and the rest of all others (many-half, many-75)."""
 
     share: float = 0.5
+
+    is_for_any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

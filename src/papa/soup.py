@@ -54,7 +54,7 @@ def average_soup(members: Any, weights: Weights | None = None, *, after: After |
         A module of its own, or a state dict when given state dicts.
     """
     pot = _pot(members, after)
-    row = mixing.soup_row(pot.size, range(pot.size)) if weights is None else _checked_weights(weights, pot.size)
+    row = mixing.soup_row(pot.size, pot.present) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
     return pot.network
 
@@ -117,9 +117,13 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
         The soup, who went in, and every score tried. One extra network is held in memory.
     """
     pot = _pot(members, after)
-    values = pot.group.gather([score(member) for member in pot.members_here])
-    readings = [reading(value, f"member {index}") for index, value in enumerate(values)]
-    order = sorted(range(pot.size), key=lambda index: (-readings[index][0], readings[index][1], index))
+    here = zip(pot.group.members(len(pot.members_here)), pot.members_here, strict=True)
+    values = pot.group.gather([score(network) if member in pot.present else None for member, network in here])
+    readings = [
+        reading(value, f"member {index}") if index in pot.present else (math.nan, math.nan)
+        for index, value in enumerate(values)
+    ]
+    order = sorted(pot.present, key=lambda index: (-readings[index][0], readings[index][1], index))
     chosen, best = order[:1], readings[order[0]][0]
     trials = []
     for index in order[1:]:
@@ -146,9 +150,11 @@ class _Pot:
         *,
         size: int,
         group: Group | None = None,
+        present: Sequence[int] | None = None,
     ) -> None:
         self.network = network
         self.size = size
+        self.present = range(size) if present is None else present
         self.members_here = members_here
         self.group: Group = group if group is not None else Local()
         self.after: After | None = None
@@ -197,7 +203,8 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def _population_pot(population: Population) -> _Pot:
-    network = _copy_of(population[0])
+    here = zip(population.members, population, strict=True)
+    network = _copy_of(next((model for member, model in here if member in population.present), population[0]))
     return _Pot(
         network,
         flat.named_tensors(network, population.averaged),
@@ -205,6 +212,7 @@ def _population_pot(population: Population) -> _Pot:
         list(population),
         size=population.size,
         group=population.group,
+        present=population.present,
     )
 
 

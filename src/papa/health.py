@@ -1,0 +1,133 @@
+"""Sick members: found before they poison the mean, then restarted, dropped, or a reason to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from papa import mixing
+from papa.errors import MemberError, did_you_mean
+from papa.flat import named_tensors
+from papa.population import Population
+
+POLICIES = {
+    "restart": "a sick member starts again from the mean of the healthy ones, with fresh optimizer state",
+    "drop": "a sick member takes no further part: not in averages, soups and ensembles",
+    "stop": "a sick member ends training",
+}
+
+ACTIONS = {"restart": "restarted from the mean of the healthy", "drop": "dropped"}
+
+
+@dataclass(frozen=True)
+class Sickness:
+    """A member that was found sick, and what was done about it."""
+
+    step: int
+    """Optimizer steps taken."""
+    member: int
+    """Its index in the whole population."""
+    reason: str
+    """What was wrong."""
+    action: str
+    """What was done."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a line of `metrics.jsonl`."""
+        return {"event": "sick", **asdict(self)}
+
+
+class Health:
+    """Looks after a population: finds members whose numbers are not finite, and treats them. All processes agree.
+
+    Args:
+        population: whose members are looked at.
+        optimizers: theirs; what they keep of a restarted member is forgotten.
+        policy: one of `POLICIES`.
+        symptom: what else is wrong with a member held here, by its index; None when nothing is.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        policy: str = "restart",
+        symptom: Callable[[int], str | None] | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise MemberError(f"there is no policy {policy} for sick members: {did_you_mean(policy, POLICIES)}")
+        self.population, self.optimizers, self.policy, self.symptom = population, optimizers, policy, symptom
+
+    def check_(self, step: int, distances: Tensor | None = None) -> tuple[Sickness, ...]:
+        """Find and treat sick members; the healthy ones' numbers are not touched.
+
+        Args:
+            step: for the record.
+            distances: the members' distances to the mean, where they are known: one number that is not finite makes all
+                of them not finite, so as long as they are finite no weight needs to be read again.
+        """
+        population = self.population
+        population.refresh_()
+        are_finite = distances is not None and bool(torch.isfinite(distances).all())
+        reasons = population.group.gather([self._reason(index, are_finite) for index in range(len(population))])
+        found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
+        if found:
+            self._treat_(step, sorted(found), "; ".join(f"member {m}: {reason}" for m, reason in found.items()))
+        if found or population.dropped:
+            self._mend_(sorted(found))
+        action = ACTIONS.get(self.policy, "")
+        return tuple(Sickness(step, member, reason, action) for member, reason in found.items())
+
+    def _reason(self, index: int, are_parameters_finite: bool) -> str | None:
+        if self.population.members[index] in self.population.dropped:
+            return None
+        if not self.population.is_finite(index, only_buffers=are_parameters_finite):
+            return "its weights are not finite"
+        return None if self.symptom is None else self.symptom(index)
+
+    def _treat_(self, step: int, sick: list[int], told: str) -> None:
+        healthy = [member for member in self.population.present if member not in sick]
+        if self.policy == "stop" or not healthy:
+            cure = "look for what made them diverge: the learning rate, the loss, the data"
+            everyone = "all members are" if not healthy else "there is a"
+            raise MemberError(f"{everyone} sick at step {step} ({told}): {cure}")
+        if self.policy == "drop":
+            self.population.dropped = self.population.dropped | set(sick)
+
+    def _mend_(self, sick: list[int]) -> None:
+        """Restarted and dropped members become the mean of the healthy ones, who keep every bit."""
+        population = self.population
+        healthy = [member for member in population.present if member not in sick]
+        away = [member for member in range(population.size) if member not in healthy]
+        matrix = mixing.identity(population.size)
+        matrix[away] = mixing.soup_row(population.size, healthy)
+        population.mix_(matrix)
+        self._copy_what_is_not_averaged_(healthy[0], sick)
+        for index, model in enumerate(population):
+            if population.members[index] in sick:
+                for optimizer in self.optimizers:
+                    for parameter in model.parameters():
+                        optimizer.state.pop(parameter, None)
+
+    @torch.no_grad()
+    def _copy_what_is_not_averaged_(self, source: int, sick: list[int]) -> None:
+        """Numbers that stay with their member, such as a head of its own, have no mean: take a healthy member's."""
+        if not sick:
+            return
+        population = self.population
+        names = population.not_averaged
+        offers = [
+            {name: tensor.cpu() for name, tensor in named_tensors(model, names).items()} if member == source else {}
+            for member, model in zip(population.members, population, strict=True)
+        ]
+        own = population.group.gather(offers)[source]
+        for member, model in zip(population.members, population, strict=True):
+            if member in sick:
+                for name, tensor in named_tensors(model, names).items():
+                    tensor.copy_(own[name])

@@ -22,3 +22,14 @@ settings.load_profile("papa")
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the small config that nothing disturbed."""
+    from helpers import small_config
+    from papa.launch import execute
+
+    path = tmp_path_factory.mktemp("whole") / "run"
+    execute(small_config(), path, workers=1)
+    return path

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from papa import flat
+from papa.config import Config
 from papa.population import Population
+from papa.recipes import find
 
 TOLERANCES = {
     torch.float64: 1e-13,
@@ -155,3 +158,13 @@ def averaged_tensors(population: Population) -> list[dict[str, Tensor]]:
         {name: tensor.detach() for name, tensor in flat.named_tensors(model, population.averaged).items()}
         for model in population
     ]
+
+
+def small_config(**changes: object) -> Config:
+    """A few steps of the digits recipe."""
+    config = replace(find("digits").config(), members=3, **changes)  # type: ignore[arg-type]
+    return replace(
+        config,
+        train=replace(config.train, epochs=3, batch_size=64),
+        average=replace(config.average, repair=2),
+    )

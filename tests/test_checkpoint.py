@@ -1,19 +1,27 @@
+import copy
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from papa import __version__
 from papa.checkpoint import (
+    CheckpointWriter,
+    DamagedError,
+    Expected,
+    Failure,
+    checkpoints,
     json_text,
-    latest_checkpoint,
     load_checkpoint,
     load_member_state_,
     member_state,
     read_json,
-    save_checkpoint,
     save_network,
     write_atomically,
     write_json,
@@ -21,8 +29,10 @@ from papa.checkpoint import (
 from papa.errors import RunError
 from papa.group import Local
 
+Member = tuple[nn.Module, torch.optim.Optimizer]
 
-def trained_member(optimizer_type: type[torch.optim.Optimizer], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+
+def trained_member(optimizer_type: type[torch.optim.Optimizer], seed: int) -> Member:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     options = {"momentum": 0.9} if optimizer_type is torch.optim.SGD else {}
@@ -34,17 +44,31 @@ def trained_member(optimizer_type: type[torch.optim.Optimizer], seed: int) -> tu
     return net, optimizer
 
 
+def save(directory: Path, step: int, members: list[Member], *, keep: int = 2, state: Any = None) -> Path:
+    """One checkpoint, waited for."""
+    directory.mkdir(exist_ok=True)
+    with CheckpointWriter(directory, group=Local(), num_members=len(members), keep=keep) as writer:
+        states = {number: member_state(*member) for number, member in enumerate(members)}
+        assert writer.save(step, states, state or {}, lambda: None) is None
+        assert writer.settle() is None
+    return directory / f"step-{step:08d}"
+
+
+def expected_of(members: list[Member]) -> dict[int, Expected]:
+    return {number: Expected(*member) for number, member in enumerate(members)}
+
+
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_member_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path, optimizer_type: type) -> None:
     net, optimizer = trained_member(optimizer_type, seed=0)
-    save_checkpoint(tmp_path, 3, {0: member_state(net, optimizer)}, {"note": 1}, group=Local())
-    path = latest_checkpoint(tmp_path)
-    assert path is not None
-    manifest, members = load_checkpoint(path, [0])
-    assert manifest["step"] == 3
-    assert manifest["state"] == {"note": 1}
+    path = save(tmp_path, 3, [(net, optimizer)], state={"note": 1})
     other, other_optimizer = trained_member(optimizer_type, seed=1)
-    load_member_state_(other, other_optimizer, *members[0])
+    before = copy.deepcopy(other_optimizer.state_dict())
+    found = load_checkpoint(path, {0: Expected(other, other_optimizer)}, num_members=1)
+    assert torch.equal(before["state"][0].popitem()[1], other_optimizer.state_dict()["state"][0].popitem()[1])
+    assert found.step == 3
+    assert found.state == {"note": 1}
+    load_member_state_(other, other_optimizer, *found.members[0])
     for each, its_optimizer in ((net, optimizer), (other, other_optimizer)):
         each.train()
         its_optimizer.zero_grad()
@@ -53,40 +77,157 @@ def test_a_member_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path, 
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in net.state_dict().items())
 
 
+def test_optimizer_state_comes_back_in_the_memory_order_of_its_parameter(tmp_path: Path) -> None:
+    net = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    path = save(tmp_path, 1, [(net, optimizer)])
+    found = load_checkpoint(path, expected_of([(net, optimizer)]), num_members=1)
+    momentum = optimizer.state[net.weight]["momentum_buffer"].clone()
+    load_member_state_(net, optimizer, *found.members[0])
+    assert torch.equal(optimizer.state[net.weight]["momentum_buffer"], momentum)
+    assert optimizer.state[net.weight]["momentum_buffer"].stride() == net.weight.stride()
+
+
 def test_only_the_newest_checkpoints_stay_and_only_asked_members_are_read(tmp_path: Path) -> None:
-    state = member_state(*trained_member(torch.optim.SGD, seed=0))
-    for step in (1, 2, 30, 4):
-        save_checkpoint(tmp_path, step, {0: state, 1: state}, {}, group=Local(), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000030"]
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    assert newest.name == "step-00000030"
+    members = [trained_member(torch.optim.SGD, seed=seed) for seed in (0, 1)]
+    for step in (1, 2, 30, 123456789):
+        save(tmp_path, step, members, keep=2)
+    assert [step for step, _ in checkpoints(tmp_path)] == [30, 123456789]
+    assert len(list(tmp_path.iterdir())) == 2
+    newest = checkpoints(tmp_path)[-1][1]
     (newest / "member-000.safetensors").write_bytes(b"damaged")
-    assert list(load_checkpoint(newest, [1])[1]) == [1]
+    expected = expected_of(members)
+    assert list(load_checkpoint(newest, {1: expected[1]}, num_members=2).members) == [1]
 
 
-def test_an_altered_missing_or_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, {0: member_state(*trained_member(torch.optim.SGD, seed=0))}, {}, group=Local())
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    member = trained_member(torch.optim.SGD, seed=0)
+    save(tmp_path, 7, [member], state={"take": 1})
+    path = save(tmp_path, 7, [member], state={"take": 2})
+    assert load_checkpoint(path, expected_of([member]), num_members=1).state == {"take": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_what_is_saved_is_what_was_there_when_it_was_handed_over(tmp_path: Path) -> None:
+    net, optimizer = trained_member(torch.optim.SGD, seed=0)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with CheckpointWriter(tmp_path, group=Local(), num_members=1) as writer:
+        writer.save(1, {0: member_state(net, optimizer)}, {}, lambda: None)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(9.0)
+        assert writer.settle() is None
+    saved = load_file(tmp_path / "step-00000001" / "member-000.safetensors")
+    assert all(torch.equal(saved[f"model.{name}"], tensor) for name, tensor in before.items())
+
+
+def damage(path: Path, how: str) -> None:
     file, manifest = path / "member-000.safetensors", path / "manifest.json"
-    content, text = file.read_bytes(), manifest.read_text()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(RunError, match=r"member-000\.safetensors does not match the digest"):
-        load_checkpoint(path, [0])
-    file.unlink()
-    with pytest.raises(RunError, match=r"names the file member-000\.safetensors, which is not there"):
-        load_checkpoint(path, [0])
-    manifest.write_text(json.dumps({**json.loads(text), "format": 99}))
-    with pytest.raises(RunError, match="has checkpoint format 99"):
-        load_checkpoint(path, [0])
-    manifest.write_text(text[:-5])
-    with pytest.raises(RunError, match="is not valid JSON"):
-        load_checkpoint(path, [0])
+    content, value = file.read_bytes(), json.loads(manifest.read_text())
+    if how == "bit":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "cut":
+        file.write_bytes(content[:-8])
+    elif how == "gone":
+        file.unlink()
+    elif how == "link":
+        shutil.move(file, path / "elsewhere")
+        file.symlink_to(path / "elsewhere")
+    elif how == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    elif how == "manifest cut":
+        manifest.write_text(manifest.read_text()[:-5])
+    elif how == "manifest gone":
+        manifest.unlink()
+    else:
+        manifest.write_text(json.dumps({**value, **json.loads(how)}))
 
 
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path / "nowhere") is None
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("bit", r"member-000\.safetensors does not match the digest"),
+        ("cut", r"member-000\.safetensors has [0-9,]+ bytes, its manifest says"),
+        ("gone", r"names the file member-000\.safetensors, which is not there"),
+        ("link", r"names the file member-000\.safetensors, which is not there"),
+        ("pipe", r"names the file member-000\.safetensors, which is not there"),
+        ("manifest cut", "is not valid JSON"),
+        ("manifest gone", r"names the file manifest\.json, which is not there"),
+        ('{"step": 2}', "its step is 2"),
+        ('{"members": -1}', "its number of members is -1"),
+        ('{"files": {"../../x": {}}}', r"names the file '\.\./\.\./x', which no checkpoint has"),
+        ('{"files": {"/etc/passwd": {}}}', "names the file '/etc/passwd'"),
+        ('{"files": {}}', "names 0 files, expected 1"),
+        ('{"files": []}', "are to be objects"),
+        ('{"files": {"member-000.safetensors": {"bytes": -5}}}', "the size of"),
+        ('{"files": {"member-000.safetensors": {"bytes": 5, "sha256": "x"}}}', "the digest of"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, how: str, message: str) -> None:
+    member = trained_member(torch.optim.SGD, seed=0)
+    path = save(tmp_path, 1, [member])
+    damage(path, how)
+    with pytest.raises(DamagedError, match=message):
+        load_checkpoint(path, expected_of([member]), num_members=1)
+
+
+def test_a_checkpoint_of_another_model_population_or_version_says_what_differs(tmp_path: Path) -> None:
+    member = trained_member(torch.optim.SGD, seed=0)
+    path = save(tmp_path, 1, [member])
+    wide = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    wide_expected = {0: Expected(wide, torch.optim.SGD(wide.parameters(), lr=0.1))}
+    with pytest.raises(RunError, match=r"does not fit: its tensor .* it is of another model"):
+        load_checkpoint(path, wide_expected, num_members=1)
+    adam = torch.optim.AdamW(member[0].parameters())
+    with pytest.raises(RunError, match=r"its tensor 'optimizer\.[0-9]\.momentum_buffer' is torch.float32 of shape"):
+        load_checkpoint(path, {0: Expected(member[0], adam)}, num_members=1)
+    with pytest.raises(RunError, match="has 1 members, expected 2"):
+        load_checkpoint(path, expected_of([member]), num_members=2)
+    for how, message in (
+        ('{"format": 99}', "has checkpoint format 99"),
+        ('{"papa": "9.9"}', "was written by papa '9.9'"),
+    ):
+        save(tmp_path, 1, [member])
+        damage(path, how)
+        with pytest.raises(RunError, match=message) as caught:
+            load_checkpoint(path, expected_of([member]), num_members=1)
+        assert not isinstance(caught.value, DamagedError)
+    assert __version__ in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["step-1", "step-0000000x", "step-..", "step-000000001"])
+def test_strange_names_among_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunError, match="is no checkpoint, expected directories such as step-00000123"):
+        checkpoints(tmp_path)
+
+
+def test_no_checkpoint_is_none_and_what_was_half_written_goes(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path / "nowhere") == []
     (tmp_path / ".step-00000001.partial").mkdir()
-    assert latest_checkpoint(tmp_path) is None
+    assert checkpoints(tmp_path) == []
+    CheckpointWriter(tmp_path, group=Local(), num_members=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_is_told_at_the_next_save_and_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    member = trained_member(torch.optim.SGD, seed=0)
+    states = {0: member_state(*member)}
+    good = save(tmp_path, 1, [member])
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    writer = CheckpointWriter(tmp_path, group=Local(), num_members=1)
+    assert writer.save(2, states, {}, fail) is None
+    assert writer.save(3, states, {}, lambda: None) == Failure(2, "No space left on device: metrics.jsonl")
+    assert writer.settle() is None
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 3]
+    assert load_checkpoint(good, expected_of([member]), num_members=1).step == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +261,51 @@ def test_networks_are_saved_with_tied_weights_under_every_name(tmp_path: Path) -
     assert torch.equal(loaded["1.weight"], net[0].weight)
 
 
+def test_every_dtype_comes_back_from_the_files_as_other_readers_see_them(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds = (torch.bool, torch.int8, torch.bfloat16, torch.float16, torch.int64, torch.float64, torch.complex64)
+            for kind in kinds:
+                self.register_buffer(f"of_{str(kind)[6:]}", (torch.randn(3, 5) * 9).to(kind).t())
+            self.register_buffer("scalar", torch.tensor(2.5))
+            self.register_buffer("nothing", torch.empty(0, 4))
+
+    net = Odd()
+    save_network(tmp_path / "odd.safetensors", net, {"role": "odd"})
+    loaded = load_file(tmp_path / "odd.safetensors")
+    for name, tensor in net.state_dict().items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
 def test_reading_what_is_not_there_names_it(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"cannot read .*gone\.json"):
         read_json(tmp_path / "gone.json")
     with pytest.raises(RunError, match="cannot write"):
         write_atomically(tmp_path / "no" / "such" / "file", "x")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": 1, "a": 2}', "has a key twice"),
+        (b'{"a": NaN}', "NaN is no finite number"),
+        (b'{"a": 1e999}', "1e999 is no finite number"),
+        (b'{"a": "\xff"}', "is not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+    ],
+)
+def test_strange_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "strange.json").write_bytes(content)
+    with pytest.raises(RunError, match=message):
+        read_json(tmp_path / "strange.json")
+
+
+def test_huge_json_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "huge.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(RunError, match="expected at most"):
+        read_json(tmp_path / "huge.json")

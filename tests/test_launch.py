@@ -1,27 +1,27 @@
 import json
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers import small_config
+from papa.checkpoint import checkpoints
 from papa.config import Config
-from papa.errors import ConfigError, RunError
-from papa.launch import Recorder, execute, useful_workers
+from papa.errors import ConfigError, RunError, StoppedError
+from papa.launch import Recorder, Saving, execute, listening, useful_workers
 from papa.recipes import find
 from papa.runs import RunDirectory
-from papa.training import Training
-
-
-def small_config(**changes: object) -> Config:
-    config = replace(find("digits").config(), members=3, **changes)  # type: ignore[arg-type]
-    return replace(
-        config,
-        train=replace(config.train, epochs=3, batch_size=64),
-        average=replace(config.average, repair=2),
-    )
+from papa.training import Hook, Training
 
 
 def networks_of(path: Path) -> dict[str, torch.Tensor]:
@@ -70,14 +70,36 @@ def test_two_workers_end_with_the_bits_of_one(tmp_path: Path, method: str) -> No
     assert together["environment"]["workers"] == 2
 
 
+class Patient(Hook):
+    """Lets every checkpoint be finished, and hears what is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def __enter__(self) -> "Patient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def before_step(self, training: Training) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):
+                thread.join()
+
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+
 class Killed(BaseException):
     pass
 
 
 @pytest.mark.parametrize("kill_at", [1, 5, 9])
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kill_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(
+    tmp_path: Path, whole: Path, kill_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small_config()
-    execute(config, tmp_path / "whole")
 
     def kill(self: Recorder, training: Training) -> None:
         if training.step == kill_at:
@@ -89,22 +111,167 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, kill_at: int, mon
             execute(config, tmp_path / "broken")
     assert not RunDirectory(tmp_path / "broken").is_finished
     execute(config, tmp_path / "broken", resume=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    assert_same_run(whole, tmp_path / "broken")
 
 
 @pytest.mark.parametrize("workers_after", [1, 2])
-def test_a_run_of_several_workers_resumes_with_any_number(tmp_path: Path, workers_after: int) -> None:
+def test_a_run_of_several_workers_resumes_with_any_number(tmp_path: Path, whole: Path, workers_after: int) -> None:
     torch.set_num_threads(1)
     config = small_config()
-    execute(config, tmp_path / "whole", workers=1)
     execute(config, tmp_path / "broken", workers=2)
     run = RunDirectory(tmp_path / "broken")
     run.result.unlink()
     newest = run.latest_checkpoint()
     assert newest is not None
-    shutil.rmtree(newest)  # as if it had been stopped in the last epoch
+    shutil.rmtree(newest)  # as if it had been stopped in an earlier epoch
     execute(config, tmp_path / "broken", workers=workers_after, resume=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+    assert_same_run(whole, tmp_path / "broken")
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(tmp_path: Path, whole: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path / "broken", watch=Patient)
+    run = RunDirectory(tmp_path / "broken")
+    run.result.unlink()
+    newest = run.latest_checkpoint()
+    assert newest is not None
+    (newest / "member-001.safetensors").write_bytes(b"damaged")
+    told = Patient()
+    execute(config, tmp_path / "broken", resume=True, watch=lambda: told)
+    assert [event["text"] for event in told.events] == [
+        f"{newest}/member-001.safetensors has 7 bytes, its manifest says "
+        f"{(newest / 'member-001.safetensors').stat().st_size:,}: it was altered or damaged; continuing from step 8"
+    ]
+    assert_same_run(whole, tmp_path / "broken")
+
+
+def test_when_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path, watch=Patient)
+    run = RunDirectory(tmp_path)
+    run.result.unlink()
+    for _, path in checkpoints(run.checkpoints):
+        (path / "manifest.json").write_text("{")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(RunError, match=r"no checkpoint of .* can be read; start anew with --overwrite"):
+        execute(config, tmp_path, resume=True)
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
+def test_a_checkpoint_of_another_run_names_the_fields_that_differ(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path / "one")
+    execute(replace(config, seed=2), tmp_path / "two")
+    run = RunDirectory(tmp_path / "one")
+    run.result.unlink()
+    shutil.rmtree(run.checkpoints)
+    shutil.copytree(tmp_path / "two" / "checkpoint", run.checkpoints)
+    with pytest.raises(RunError, match="holds a run of another configuration; nothing was changed:\n  seed is 2"):
+        execute(config, tmp_path / "one", resume=True)
+
+
+def test_altered_metrics_are_refused_and_missing_ones_are_begun_anew(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path)
+    run = RunDirectory(tmp_path)
+    run.result.unlink()
+    text = run.metrics.read_text()
+    run.metrics.write_text(text.replace("0", "1", 1))
+    with pytest.raises(RunError, match="is not what the checkpoint was taken with: put the original back, or remove"):
+        execute(config, tmp_path, resume=True)
+    run.metrics.write_text(text + '{"event": "average", "st')  # a line that was cut short
+    execute(config, tmp_path, resume=True)
+    assert run.metrics.read_text() == text
+    run.result.unlink()
+    run.metrics.unlink()
+    execute(config, tmp_path, resume=True)
+
+
+class Asking(Hook):
+    """Asks its own process to stop after some steps."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def __enter__(self) -> "Asking":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def before_step(self, training: Training) -> None:
+        if training.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 7), (signal.SIGTERM, 11)])
+def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path: Path, whole: Path, number: int, step: int) -> None:
+    config = small_config()
+    with pytest.raises(StoppedError, match=f"stopped at step {step + 1} of 12, and saved; continue with: papa resume"):
+        execute(config, tmp_path / "stopped", watch=lambda: Asking(number, step))
+    assert checkpoints(tmp_path / "stopped" / "checkpoint")[-1][0] == step + 1
+    execute(config, tmp_path / "stopped", resume=True)
+    assert_same_run(whole, tmp_path / "stopped")
+
+
+def test_the_second_signal_is_not_waited_for() -> None:
+    stop = multiprocessing.get_context("spawn").RawValue("i", 0)
+    before = signal.getsignal(signal.SIGTERM)
+    with listening(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.value == signal.SIGTERM
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path) -> None:
+    config = small_config()
+    long = replace(config, train=replace(config.train, epochs=60))
+    path = tmp_path / "stopped"
+    execute(long, tmp_path / "whole", workers=1)
+
+    def ask_once_it_trains() -> None:
+        while not (path / "metrics.jsonl").exists() or not (path / "metrics.jsonl").stat().st_size:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asker = threading.Thread(target=ask_once_it_trains)
+    asker.start()
+    with pytest.raises(StoppedError, match="stopped at step"):
+        execute(long, path, workers=2)
+    asker.join()
+    execute(long, path, workers=1, resume=True)
+    assert_same_run(tmp_path / "whole", path)
+
+
+def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path) -> None:
+    config = small_config()
+    often = Saving(minutes=1e-9, keep=100)
+    execute(config, tmp_path / "often", saving=often)
+    assert len(checkpoints(tmp_path / "often" / "checkpoint")) == 12
+    run = RunDirectory(tmp_path / "often")
+    for _, path in checkpoints(run.checkpoints)[6:]:
+        shutil.rmtree(path)
+    run.result.unlink()
+    execute(config, tmp_path / "often", resume=True)  # from the middle of an epoch
+    assert_same_run(whole, tmp_path / "often")
+    for wrong in (Saving(minutes=0), Saving(keep=0)):
+        with pytest.raises(ConfigError, match=r"--(checkpoint-minutes|keep) is 0"):
+            execute(config, tmp_path / "no", saving=wrong)
+
+
+def test_a_directory_in_use_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    execute(small_config(), tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    with RunDirectory(tmp_path).lock():
+        for options in ({"overwrite": True}, {}):
+            with pytest.raises(RunError, match=f"is in use by process {os.getpid()} on .*: wait until it ends"):
+                execute(small_config(), tmp_path, **options)  # type: ignore[arg-type]
+    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from papa.errors import ConfigError, did_you_mean
+from papa.health import POLICIES
 
 METHODS = {
     "independent": "never average: the baseline",
@@ -126,6 +128,8 @@ class AverageConfig:
     """The first epoch at which it no longer does; None for never."""
     scale_by_lr: bool = True
     """papa: weaken the push with the learning rate."""
+    sick: str = "restart"
+    """A member that diverged: restart it from the mean of the healthy ones, drop it, or stop. independent: drops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +193,25 @@ def _from_json(kind: Any, value: Any, where: str) -> Any:
             arguments[name] = _from_json(hints[name], part, f"{where}.{name}")
         else:
             arguments[name] = tuple(part) if isinstance(part, list) else part
+            if not _fits(arguments[name], hints[name]):
+                raise ConfigError(f"{where}.{name} is {part!r}, expected {_named(hints[name])}")
     return kind(**arguments)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was read is of the type a field has."""
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(part, options[0]) for part in value)
+    if options:
+        return any(_fits(value, option) for option in options)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is hint
+
+
+def _named(hint: Any) -> str:
+    return str(getattr(hint, "__name__", hint)).replace("NoneType", "None")
 
 
 def _problems(config: Config) -> typing.Iterator[str]:
@@ -199,6 +221,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("train.optimizer", train.optimizer, OPTIMIZERS),
         ("train.schedule", train.schedule, SCHEDULES),
         ("train.precision", train.precision, PRECISIONS),
+        ("average.sick", average.sick, POLICIES),
     ):
         if value not in known:
             yield f"--{option} is {value}: {did_you_mean(value, known)}"

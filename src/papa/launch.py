@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import platform
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 
 from papa._version import __version__
 from papa.averager import Averaging
-from papa.checkpoint import load_checkpoint, read_json, save_checkpoint, write_atomically, write_json
+from papa.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    DamagedError,
+    Expected,
+    Failure,
+    checkpoints,
+    discard,
+    load_checkpoint,
+    write_atomically,
+    write_json,
+)
 from papa.config import Config
-from papa.errors import ConfigError, RunError
+from papa.errors import ConfigError, RunError, StoppedError
 from papa.group import Group, Local, start_workers
 from papa.recipes import paper_scores
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
 from papa.recipes.picture import prediction_picture
 from papa.report import run_page
-from papa.runs import RunDirectory
+from papa.runs import RunDirectory, is_metrics_state
 from papa.training import EpochRecord, Hook, Training, harvest
 
 Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
@@ -32,6 +48,26 @@ Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
 
 WORK_FOR_MORE_WORKERS = 1e10
 """Examples seen times parameters, below which starting a second process costs more than it saves."""
+
+SECONDS_BETWEEN_MEETINGS = 1.0
+"""How often several processes ask each other whether to stop or to save, at the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """How often checkpoints are written, and how many stay; the result does not depend on it."""
+
+    minutes: float = 10.0
+    """Besides at the end of each epoch, after so many minutes without one."""
+    keep: int = 2
+    """How many stay."""
+
+    def check(self) -> None:
+        """Raise a `ConfigError` where this makes no sense."""
+        if not self.minutes > 0:
+            raise ConfigError(f"--checkpoint-minutes is {self.minutes}, expected more than 0")
+        if self.keep < 1:
+            raise ConfigError(f"--keep is {self.keep}, expected at least 1: the newest checkpoint stays")
 
 
 def execute(
@@ -41,9 +77,12 @@ def execute(
     workers: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    saving: Saving = Saving(),  # noqa: B008
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Run a config in a directory and return what its `result.json` holds.
+
+    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second one ends it at once.
 
     Args:
         config: what to run.
@@ -51,21 +90,47 @@ def execute(
         workers: how many processes hold the members; None for as many as help. The result does not depend on it.
         overwrite: replace a run that is there.
         resume: continue a run that is there; a finished one is not run again.
+        saving: how often checkpoints are written.
         watch: makes a hook for the leading process; it must be possible to pickle it.
     """
     config.check()
-    if resume and RunDirectory(path).is_finished:
-        workers = 1
+    saving.check()
+    run = RunDirectory(path)
+    if resume and run.is_finished:
+        _check_same(config, Config.from_json(run.read_config()), path)
+        return run.read_result()
     num_workers = useful_workers(config) if workers is None else workers
     if not 1 <= num_workers <= config.members:
         raise ConfigError(
             f"--workers is {num_workers}, expected 1 to {config.members}: a worker holds at least one of the members"
         )
-    arguments = (config, path, overwrite, resume, watch)
-    if num_workers == 1:
-        return _job(Local(), *arguments)
-    result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
-    return result
+    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # one number that all processes see
+    arguments = (config, path, overwrite, resume, saving, watch, stop)
+    with run.lock(), listening(stop):
+        if num_workers == 1:
+            return _job(Local(), *arguments)
+        result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
+        return result
+
+
+@contextlib.contextmanager
+def listening(stop: Any) -> Iterator[None]:
+    """Note the first SIGINT or SIGTERM in `stop.value`; leave at once on the second."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may listen
+        return
+
+    def note(number: int, _: FrameType | None) -> None:
+        if stop.value:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        stop.value = number
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def useful_workers(config: Config) -> int:
@@ -86,29 +151,38 @@ def usable_cores() -> int:
 
 
 def _job(
-    group: Group, config: Config, path: Path, overwrite: bool, resume: bool, watch: Watch | None
+    group: Group,
+    config: Config,
+    path: Path,
+    overwrite: bool,
+    resume: bool,
+    saving: Saving,
+    watch: Watch | None,
+    stop: Any,
 ) -> dict[str, Any]:
     """What every process does; all return the result."""
     run = RunDirectory(path)
-    is_there, is_finished = run.holds_run, run.is_finished
+    is_there = run.holds_run
     group.wait()  # nobody writes before everybody has looked
+    notices: list[str] = []
     if resume and is_there:
         _check_same(config, Config.from_json(run.read_config()), path)
-        if is_finished:
-            finished: dict[str, Any] = read_json(run.result)
-            return finished
         training = build(config, group)
-        _continue(run, training)
+        notices = _continue(config, run, training)
     else:
         training = build(config, group)  # whatever is wrong shows before anything is written or removed
         if group.leads:
             run.create(config.to_json(), overwrite=overwrite)
         group.wait()
     with contextlib.ExitStack() as stack:
-        hooks: list[Hook] = [*hooks_for(config), Recorder(run)]
+        writer = stack.enter_context(
+            CheckpointWriter(run.checkpoints, group=group, num_members=config.members, keep=saving.keep)
+        )
+        recorder = Recorder(run, writer, config, minutes=saving.minutes, stop=stop, notices=notices)
+        hooks: list[Hook] = [*hooks_for(config), recorder]
         if watch is not None and group.leads:
             hooks.append(stack.enter_context(watch()))
-        return _train(config, run, training, hooks)
+        return _train(config, run, training, hooks, recorder)
 
 
 def _check_same(config: Config, found: Config, path: Path) -> None:
@@ -131,21 +205,58 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _continue(run: RunDirectory, training: Training) -> None:
-    checkpoint = run.latest_checkpoint()
+def _continue(config: Config, run: RunDirectory, training: Training) -> list[str]:
+    """Go on from the newest checkpoint that is whole; returns what was wrong with newer ones."""
+    group, damaged = training.group, []
+    for _, path in reversed(checkpoints(run.checkpoints)):
+        checkpoint, error = _load(config, path, training)
+        # One process's file may be damaged and another's not: all take the same checkpoint.
+        errors = [other for other in group.gather([error] * len(training.members)) if other is not None]
+        if checkpoint is not None and not errors:
+            break
+        damaged.append((path, errors[0]))
+    else:
+        if damaged:
+            listing = "\n".join(f"  {error}" for _, error in damaged)
+            raise RunError(f"no checkpoint of {run.path} can be read; start anew with --overwrite:\n{listing}")
+        checkpoint = None
     if checkpoint is not None:
-        manifest, members = load_checkpoint(checkpoint, training.members)
-        training.load_checkpoint_(manifest["step"], manifest["state"], members)
-    training.group.wait()
-    if training.group.leads:
-        run.rewind(training.step)
+        training.load_checkpoint_(checkpoint.step, checkpoint.state["training"], checkpoint.members)
+    if group.leads:
+        run.rewind_metrics(None if checkpoint is None else checkpoint.state["metrics"])
+        for path, _ in damaged:
+            discard(path)
+    group.wait()
+    return [f"{error}; continuing from step {training.step}" for _, error in damaged]
 
 
-def _train(config: Config, run: RunDirectory, training: Training, hooks: Sequence[Hook]) -> dict[str, Any]:
+def _load(config: Config, path: Path, training: Training) -> tuple[Checkpoint | None, str | None]:
+    """This process's part of a checkpoint, or what is damaged about it."""
+    expected = {
+        member: Expected(model, optimizer)
+        for member, model, optimizer in zip(training.members, training.population, training.optimizers, strict=True)
+    }
+    try:
+        checkpoint = load_checkpoint(path, expected, num_members=config.members)
+        found, state, metrics = (checkpoint.state.get(part) for part in ("config", "training", "metrics"))
+        if not isinstance(found, dict) or not isinstance(state, dict) or not is_metrics_state(metrics):
+            raise DamagedError(f"{path} has a manifest without config, training or metrics: it was altered or damaged")
+        _check_same(config, Config.from_json(found), path)
+        training.check_checkpoint(checkpoint.step, state, checkpoint.members)
+    except DamagedError as error:
+        return None, str(error)
+    return checkpoint, None
+
+
+def _train(
+    config: Config, run: RunDirectory, training: Training, hooks: Sequence[Hook], recorder: Recorder
+) -> dict[str, Any]:
     training.run(hooks)
+    recorder.finish(training)
     outcome = harvest(training)
     for member, network in zip(training.members, training.population, strict=True):
-        run.save_member(member, network)
+        if member not in training.population.dropped:
+            run.save_member(member, network)
     result = {
         "recipe": config.recipe,
         "method": config.method,
@@ -159,20 +270,54 @@ def _train(config: Config, run: RunDirectory, training: Training, hooks: Sequenc
     }
     training.group.wait()
     if training.group.leads:
+        events = list(run.read_metrics())
+        result["failed_checkpoints"] = sum(event["event"] == "checkpoint-failed" for event in events)
         run.save_soups(outcome.average_soup, outcome.greedy.network)
         picture = prediction_picture(training, outcome.greedy.network)
         if picture is not None:
             write_atomically(run.picture, picture)
-        write_atomically(run.report, run_page(result, run.read_metrics()))
+        write_atomically(run.report, run_page(result, events))
         write_json(run.result, result)
     return result
 
 
 class Recorder(Hook):
-    """Writes a run's metrics and checkpoints."""
+    """Writes a run's metrics and checkpoints, and stops it when it is asked to.
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
+    Args:
+        run: where to.
+        writer: writes the checkpoints.
+        config: goes into each of them.
+        minutes: how long the run may go without one.
+        stop: its `value` is the signal that asked the run to stop, or 0.
+        notices: what is to be told at the start.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        writer: CheckpointWriter,
+        config: Config,
+        *,
+        minutes: float,
+        stop: Any,
+        notices: Sequence[str] = (),
+    ) -> None:
+        self.run, self.writer, self.config, self.stop, self.notices = run, writer, config, stop, notices
+        self.seconds_between = 60.0 * minutes
+        self._failures_in_a_row = 0
+        self._saved_step = -1
+        self._saved_at = self._met_at = time.monotonic()
+        self._met_step = 0
+        self._next_meeting = 0
+        self._log_error: str | None = None
+
+    def on_start(self, training: Training) -> None:
+        """Say what a resume found."""
+        self._met_step = self._saved_step = training.step
+        self._next_meeting = training.step + 1
+        for notice in self.notices:
+            training.tell({"event": "notice", "step": training.step, "text": notice})
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         """One line per averaging."""
@@ -204,17 +349,87 @@ class Recorder(Hook):
                 "distances": record.distances,
             },
         )
-        save_checkpoint(
-            self.run.checkpoints,
-            training.step,
-            training.member_states(),
-            training.state_dict(),
-            group=training.group,
+        if not self.writer.is_busy:  # where epochs are shorter than writing is, training does not wait for the disk
+            self._save(training)
+
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        """One line for what is out of the ordinary; notices are for people only, and not part of the run."""
+        if event["event"] != "notice":
+            self._log(training, event)
+
+    def after_step(self, training: Training) -> None:
+        """Stop or save when it is time; all processes do so at the same step."""
+        if training.step < self._next_meeting:
+            return
+        wants_stop, wants_save = self._meet(training)
+        if (wants_stop or wants_save) and self._saved_step != training.step:
+            self._save(training)
+        if wants_stop:
+            self._stop(training)
+
+    def _meet(self, training: Training) -> tuple[bool, bool]:
+        """Whether any process was asked to stop, and whether the leading one says that it is time to save."""
+        now = time.monotonic()
+        seconds_per_step = (now - self._met_at) / max(1, training.step - self._met_step)
+        num_steps = 1
+        if training.group.num_ranks > 1:
+            num_steps = int(SECONDS_BETWEEN_MEETINGS / max(seconds_per_step, 1e-6))
+            num_steps = max(1, min(num_steps, 2 * (training.step - self._met_step)))
+        note = (self.stop.value != 0, now - self._saved_at >= self.seconds_between, num_steps)
+        notes = training.group.gather([note] * len(training.members))
+        self._met_at, self._met_step = now, training.step
+        self._next_meeting = training.step + notes[0][2]
+        return any(note[0] for note in notes), notes[0][1]
+
+    def _stop(self, training: Training) -> None:
+        failure = self.writer.settle()
+        if failure is not None:
+            raise RunError(f"{self.run.path} was asked to stop at step {training.step}, but {_told(failure)}")
+        training.group.wait()  # nobody leaves while somebody still writes
+        raise StoppedError(
+            f"stopped at step {training.step} of {training.length.num_steps}, and saved; continue with: papa resume "
+            f"{self.run.path}"
         )
 
-    def _log(self, training: Training, event: dict[str, Any]) -> None:
-        if training.group.leads:
-            self.run.log(event)
+    def finish(self, training: Training) -> None:
+        """After training: wait for what is still being written."""
+        if self._saved_step != training.step:
+            self._save(training)
+        self._note(training, self.writer.settle())
+        if self._log_error is not None:
+            raise RunError(f"training is done, but {self._log_error}; make room and continue with --resume")
+
+    def _save(self, training: Training) -> None:
+        state = {
+            "config": self.config.to_json(),
+            "training": training.state_dict(),
+            "metrics": self.run.metrics_state(),
+        }
+        failure = self.writer.save(training.step, training.member_states(), state, self.run.flush_metrics)
+        self._saved_step, self._saved_at = training.step, time.monotonic()
+        self._note(training, failure)
+
+    def _note(self, training: Training, failure: Failure | None) -> None:
+        """Tell of a checkpoint that failed; the second in a row ends the run."""
+        if failure is None:
+            self._failures_in_a_row = 0
+            return
+        self._failures_in_a_row += 1
+        training.tell({"event": "checkpoint-failed", "step": failure.step, "error": failure.error})
+        if self._failures_in_a_row > 1:
+            raise RunError(f"twice in a row a checkpoint failed; {_told(failure)}. The last good one is untouched")
+
+    def _log(self, training: Training, event: Mapping[str, Any]) -> None:
+        if not training.group.leads:
+            return
+        error = self.run.log(event)
+        if error is not None and self._log_error is None:
+            training.tell({"event": "notice", "step": training.step, "text": f"{error}; its lines are kept in memory"})
+        self._log_error = error
+
+
+def _told(failure: Failure) -> str:
+    return f"the checkpoint of step {failure.step} could not be written: {failure.error}"
 
 
 def environment(training: Training) -> dict[str, Any]:

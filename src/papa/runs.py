@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,8 +11,21 @@ from typing import Any
 
 from torch import nn
 
-from papa.checkpoint import json_text, latest_checkpoint, read_json, save_network, write_atomically, write_json
+from papa.checkpoint import (
+    checkpoints,
+    json_text,
+    parse_json,
+    read_file,
+    read_object,
+    save_network,
+    write_atomically,
+    write_json,
+)
 from papa.errors import RunError
+from papa.lock import Lock
+
+MOST_METRICS_BYTES = 1 << 30
+SCORES = ("mean", "min", "max", "ensemble", "average_soup", "greedy_soup")
 
 
 class RunDirectory:
@@ -32,6 +46,13 @@ class RunDirectory:
         self.greedy_soup = path / "greedy.safetensors"
         self.members = path / "members"
         self.checkpoints = path / "checkpoint"
+        self._unwritten = b""
+        self._metrics_end = 0
+        self._metrics_sha = hashlib.sha256()
+
+    def lock(self) -> Lock:
+        """A context in which no other process may write here."""
+        return Lock(self.path / ".lock")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -74,6 +95,7 @@ class RunDirectory:
         self.read_config()  # a directory without a papa config is somebody else's
         written = [file for file in self.files if not file.is_dir()]
         written += [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
+        written += self.checkpoints.glob(".step-*.partial")
         for file in written:
             shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
@@ -81,34 +103,90 @@ class RunDirectory:
         """The config of the run here."""
         if not self.config.exists():
             raise RunError(f"{self.path} holds no run of papa: there is no config.json in it")
-        config: dict[str, Any] = read_json(self.config)
-        return config
+        return read_object(self.config)
 
-    def log(self, event: Mapping[str, Any]) -> None:
-        """Add one line to the metrics."""
+    def read_result(self) -> dict[str, Any]:
+        """The result of the finished run here, when it has everything that tables show."""
+        result = read_object(self.result)
+        if not _is_result(result):
+            raise RunError(f"{self.result} is no result of papa: it was altered; run again with --overwrite")
+        return result
+
+    def log(self, event: Mapping[str, Any]) -> str | None:
+        """Add one line to the metrics; a line that cannot be written now is kept and written with a later one.
+
+        Returns:
+            What kept it from being written, if anything did.
+        """
+        self._unwritten += (json_text(event) + "\n").encode()
         try:
-            with self.metrics.open("a") as file:
-                file.write(json_text(event) + "\n")
+            handle = os.open(self.metrics, os.O_WRONLY)
+            try:
+                # At a known place, over what a failed write may have left there: only whole lines count.
+                num_written = os.pwrite(handle, self._unwritten, self._metrics_end)
+                if num_written < len(self._unwritten):
+                    os.ftruncate(handle, self._metrics_end)
+                    return f"cannot write {self.metrics}: no space left"
+            finally:
+                os.close(handle)
         except OSError as error:
-            raise RunError(f"cannot write {self.metrics}: {error.strerror or error}") from error
+            return f"cannot write {self.metrics}: {error.strerror or error}"
+        self._metrics_end += len(self._unwritten)
+        self._metrics_sha.update(self._unwritten)
+        self._unwritten = b""
+        return None
+
+    def metrics_state(self) -> dict[str, Any]:
+        """How far the metrics are, for a checkpoint: what the file holds, and lines that could not be written yet."""
+        return {
+            "bytes": self._metrics_end,
+            "sha256": self._metrics_sha.hexdigest(),
+            "unwritten": self._unwritten.decode(),
+        }
+
+    def flush_metrics(self) -> None:
+        """Make sure that the metrics are on disk. May raise an `OSError`."""
+        handle = os.open(self.metrics, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rewind_metrics(self, state: Any) -> None:
+        """Forget lines after those of `metrics_state`, which will be written again; None for all lines.
+
+        A file that is gone is begun anew. One that holds other lines raises a `RunError` and stays as it is.
+        """
+        content = read_file(self.metrics, MOST_METRICS_BYTES) if state is not None and self.metrics.exists() else b""
+        if content:
+            kept = content[: state["bytes"]]
+            if (len(kept), hashlib.sha256(kept).hexdigest()) != (state["bytes"], state["sha256"]):
+                raise RunError(
+                    f"{self.metrics} is not what the checkpoint was taken with: put the original back, or remove it to "
+                    "go on without the lines so far"
+                )
+            content = kept + state["unwritten"].encode()
+        write_atomically(self.metrics, content)
+        self._metrics_end, self._metrics_sha, self._unwritten = len(content), hashlib.sha256(content), b""
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics so far; a last line that was cut short is left out."""
-        if self.metrics.exists():
-            for line in self.metrics.read_text().splitlines():
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    return
-
-    def rewind(self, step: int) -> None:
-        """Forget metrics of steps after `step`, which will be taken again."""
-        kept = [json_text(event) + "\n" for event in self.read_metrics() if event["step"] <= step]
-        write_atomically(self.metrics, "".join(kept))
+        if not self.metrics.exists():
+            return
+        lines = read_file(self.metrics, MOST_METRICS_BYTES).split(b"\n")
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                event = parse_json(line)
+            except ValueError as error:
+                raise RunError(f"line {number} of {self.metrics} is not valid JSON: {error}") from error
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                raise RunError(f"line {number} of {self.metrics} is no event: it was altered")
+            yield event
 
     def latest_checkpoint(self) -> Path | None:
         """The newest whole checkpoint, or None."""
-        return latest_checkpoint(self.checkpoints)
+        found = checkpoints(self.checkpoints)
+        return found[-1][1] if found else None
 
     def save_member(self, member: int, network: nn.Module) -> None:
         """Write one member's weights."""
@@ -118,3 +196,65 @@ class RunDirectory:
         """Write both soups' weights."""
         save_network(self.average_soup, average, {"role": "average soup"})
         save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
+
+
+def is_metrics_state(value: Any) -> bool:
+    """Whether this is what `RunDirectory.metrics_state` gives."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("bytes")) is int
+        and value["bytes"] >= 0
+        and isinstance(value.get("sha256"), str)
+        and isinstance(value.get("unwritten"), str)
+    )
+
+
+def _is_result(result: Mapping[str, Any]) -> bool:
+    """Whether all is there that tables and pages read without asking."""
+    texts = isinstance(result.get("recipe"), str) and isinstance(result.get("method"), str)
+    parts = all(isinstance(result.get(name), dict) for name in ("config", "environment", "seconds"))
+    repaired, paper = result.get("repaired"), result.get("paper")
+    return (
+        texts
+        and parts
+        and result.keys() >= {"test", "repaired", "paper"}
+        and type(result.get("seed")) is int
+        and type(result.get("num_averagings")) is int
+        and isinstance(result.get("greedy_members"), list)
+        and (result.get("test") is None or _are_scores(result["test"]))
+        and _are_scores(result.get("validation"))
+        and _are_sick(result.get("sick"))
+        and _are_policies(result.get("policies"))
+        and (paper is None or (isinstance(paper, dict) and all(map(_is_number, paper.values()))))
+        and (repaired is None or (isinstance(repaired, dict) and all(map(_is_repaired, repaired.items()))))
+    )
+
+
+def _are_scores(scores: Any) -> bool:
+    return (
+        isinstance(scores, dict)
+        and isinstance(scores.get("members"), list)
+        and all(name in scores and (scores[name] is None or _is_number(scores[name])) for name in SCORES)
+    )
+
+
+def _are_sick(events: Any) -> bool:
+    keys = {"event", "step", "member", "reason", "action"}
+    return isinstance(events, list) and all(isinstance(event, dict) and event.keys() == keys for event in events)
+
+
+def _are_policies(policies: Any) -> bool:
+    if not isinstance(policies, list) or not all(isinstance(policy, dict) for policy in policies):
+        return False
+    return all(policy.keys() == policies[0].keys() for policy in policies)
+
+
+def _is_repaired(item: tuple[str, Any]) -> bool:
+    name, value = item
+    if name not in ("test", "validation"):
+        return name == "greedy_members"
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)

@@ -15,7 +15,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("papa 0.")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "run", "compare"])
+@pytest.mark.parametrize("command", ["ls", "show", "run", "resume", "compare"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"usage: papa {command}" in capsys.readouterr().out
@@ -52,6 +52,9 @@ def test_run_prints_the_table_and_where_the_files_are(tmp_path: Path, capsys: py
     for part in ("mean [min, max]", "ensemble", "average soup", "greedy soup", "test", str(out / "soup.safetensors")):
         assert part in shown
     assert main(["run", "digits", "--out", str(out), "--resume"]) == 0
+    assert "mean [min, max]" in capsys.readouterr().out
+    assert main(["resume", str(out)]) == 0
+    assert "mean [min, max]" in capsys.readouterr().out
     assert main(["run", "digits", "--members", "3", "--out", str(out), "--resume"]) == 2
     assert "members is 2, asked for 3" in capsys.readouterr().err
 
@@ -89,6 +92,10 @@ def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
         (["run", "digits", "--train.clip-norm", "-1"], "--train.clip-norm is -1.0, expected more than 0"),
         (["show", "digits", "more"], "takes a recipe and a budget"),
         (["ls", "digits"], "takes no arguments"),
+        (["resume"], "the directory of a run is missing"),
+        (["resume", "nowhere"], "nowhere holds no run of papa"),
+        (["run", "digits", "--keep", "0"], "--keep is 0, expected at least 1"),
+        (["run", "digits", "--average.sick", "restrat"], "did you mean restart?"),
         (["run", "digits", "--device", "cuda:7"], "--device is cuda:7, which cannot be used here"),
     ],
 )

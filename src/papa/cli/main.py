@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from papa._version import __version__
-from papa.errors import ConfigError, PapaError, did_you_mean
+from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
 
 COMMANDS = {
     "ls": "list the recipes",
     "show": "show a recipe's configuration",
     "run": "train one population",
+    "resume": "continue a run that was stopped",
     "compare": "train several methods and seeds, side by side",
     "soup": "average checkpoints that lie in files",
     "diff": "compare two checkpoints",
@@ -32,14 +33,23 @@ examples:
   papa run digits --method papa-all --members 3 --out runs/mine
   papa run digits --help
   papa soup a.safetensors b.safetensors -o soup.safetensors
+
+exit codes: 0 all went well; 2 used wrongly, or could not go on; 75 stopped by SIGINT or SIGTERM, and saved;
+130 and 143 ended at once by a second SIGINT or SIGTERM
 """
+
+STOPPED = 75
+"""What the system calls a temporary failure: try again, with `papa resume`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 when all went well, 2 when it was used wrongly or could not go on."""
+    """Run the command line; returns its exit code, see `HELP`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
+    except StoppedError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {error}", markup=False, style="yellow")
+        return STOPPED
     except PapaError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {error}", markup=False, style="red")
         return 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import rich.progress
 from rich.console import Console
+from rich.text import Text
 
 from papa.training import EpochRecord, Hook, Training
 
@@ -49,7 +52,20 @@ class Progress(Hook):
         """One step further."""
         self._bar.update(self._task, completed=training.step)
 
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        """One line above the bar, or on its own where there is none."""
+        self._bar.console.print(Text(f"papa: {told(event)}", style="yellow"), soft_wrap=True)
+
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         """The members' losses."""
         losses = " ".join(f"{loss:.3f}" for loss in record.losses)
         self._bar.update(self._task, news=f"epoch {record.epoch}/{training.num_epochs}  losses {losses}")
+
+
+def told(event: Mapping[str, Any]) -> str:
+    """An event in words."""
+    if event["event"] == "checkpoint-failed":
+        return f"the checkpoint of step {event['step']} could not be written, training goes on: {event['error']}"
+    if event["event"] == "sick":
+        return f"member {event['member']} is sick at step {event['step']} ({event['reason']}): {event['action']}"
+    return str(event.get("text", event["event"]))

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import tyro
 
 from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
-from papa.cli.progress import Progress
+from papa.cli.progress import Progress, told
 from papa.cli.tables import print_table
 from papa.config import Config
-from papa.launch import execute
+from papa.launch import Saving, execute
 from papa.report import COLUMNS, PAPER_ROW, cells_of, details_table, paper_cells
 from papa.runs import RunDirectory
 
@@ -23,6 +23,7 @@ USAGE = """usage: papa run RECIPE [OPTIONS]
 Trains one population and writes its networks, scores and report.
 `papa ls` lists the recipes; `papa run RECIPE --help` lists every option.
 --budget full is the paper's setting, mini takes about ten minutes on two CPU cores, smoke takes seconds.
+On SIGINT (Ctrl-C) or SIGTERM it finishes the step, saves and leaves with code 75; a second signal ends it at once.
 
 examples:
   papa run digits
@@ -46,6 +47,10 @@ class RunOptions:
     """Replace a run that is there."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue a run that is there."""
+    checkpoint_minutes: float = 10.0
+    """Save the state at the end of each epoch, and after so many minutes without that."""
+    keep: int = 2
+    """How many checkpoints stay."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,14 +70,19 @@ def main(arguments: Sequence[str]) -> int:
         workers=options.workers,
         overwrite=options.overwrite,
         resume=options.resume,
+        saving=Saving(minutes=options.checkpoint_minutes, keep=options.keep),
         watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
     )
+    print_run(result, RunDirectory(path))
+    return 0
+
+
+def print_run(result: dict[str, Any], run: RunDirectory) -> None:
+    """Print what a run ends with: its table, and where its files are."""
     print_result(result)
-    run = RunDirectory(path)
     print(f"one network: {run.average_soup}\nreport:      {run.report}")
     if run.picture.exists():
         print(f"a picture:   {run.picture}")
-    return 0
 
 
 def config_to_resume(asked: Config, default: Config, path: Path) -> Config:
@@ -97,3 +107,5 @@ def print_result(result: dict[str, Any]) -> None:
     if details:
         print()
         print_table(head, details)
+    for event in result.get("sick") or []:
+        print(told(event))

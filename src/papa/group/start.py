@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,17 +46,28 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
             process = context.Process(
                 target=_work, args=(there, directory, rank, num_workers, size, job, arguments), daemon=True
             )
-            process.start()
+            with _signals_held_back():
+                process.start()
             there.close()
             workers.append((process, here))
         try:
             answers = [_answer(connection) for _, connection in _as_they_come(workers)]
         finally:
             for process, _ in workers:
-                process.terminate()
+                process.kill()
             for process, _ in workers:
                 process.join()
     return next(value for rank, value in answers if rank == 0)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Workers inherit that interrupts and requests to end do not reach them: those are for the parent to pass on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_they_come(workers: list[Any]) -> Any:

@@ -74,6 +74,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         numerics=numerics_for(config),
         eval_batch_size=task.eval_batch_size,
         num_repair_batches=config.average.repair,
+        sick=config.average.sick,
         apply=task.apply,
         group=group,
     )

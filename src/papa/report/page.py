@@ -64,6 +64,7 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
         table(("", *COLUMNS), rows),
         _details([result]),
         f'<p class="quiet">Greedy soup: members {html.escape(str(result["greedy_members"]))}.</p>',
+        _sick(result),
         *_curves(events),
         _policies(result),
         _folded("Configuration", result["config"]),
@@ -110,6 +111,14 @@ def _curves(events: list[Mapping[str, Any]]) -> list[str]:
         line_chart("Distance of members to the mean", by_member("distances"), x_label="epoch", y_label="distance"),
         line_chart("Mean distance around each averaging", distances, x_label="step", y_label="distance"),
     ]
+
+
+def _sick(result: Mapping[str, Any]) -> str:
+    if not result.get("sick"):
+        return ""
+    names = ("step", "member", "reason", "action")
+    rows = [tuple(str(event.get(name)) for name in names) for event in result["sick"]]
+    return "<h2>Sick members</h2>" + table(names, rows)
 
 
 def _details(results: Sequence[Mapping[str, Any]]) -> str:

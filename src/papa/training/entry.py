@@ -47,6 +47,7 @@ def train(
     numerics: Numerics = Numerics(),  # noqa: B008
     eval_batch_size: int = 512,
     num_repair_batches: int = 0,
+    sick: str | None = "restart",
     apply: Apply = call,
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
@@ -83,6 +84,8 @@ def train(
         numerics: precision, memory format, gradient clipping.
         eval_batch_size: examples per batch when scoring.
         num_repair_batches: repair members after each merge (REPAIR), by their statistics on so many batches; 0 for not.
+        sick: what to do with a member whose weights, or loss for three steps, are not finite: `restart`, `drop` or
+            `stop`, see `Averager`; None not to look.
         apply: how a network gives its outputs when it is scored, such as `papa.tasks.apply_whole`.
         hooks: told of every step, averaging and epoch.
 
@@ -108,6 +111,7 @@ def train(
         numerics=numerics,
         eval_batch_size=eval_batch_size,
         num_repair_batches=num_repair_batches,
+        sick=sick,
         apply=apply,
         group=None,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_o
 from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
+from papa.health import Sickness
 from papa.population import Population
 from papa.repair import RepairMerges
 from papa.rules import Push, Rule
@@ -30,6 +32,10 @@ Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
 
 REPAIR_SEED = 666
 """The paper's: REPAIR sees the same data on every call, whatever the run's seed."""
+
+
+MOST_BAD_LOSSES = 3
+"""A member whose loss was not finite for so many steps in a row is sick, whatever its weights."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,9 @@ class Hook:
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         """After an epoch."""
 
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        """After something out of the ordinary, such as a checkpoint that could not be written."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
@@ -117,6 +126,7 @@ class Training:
         numerics: Numerics,
         eval_batch_size: int,
         num_repair_batches: int = 0,
+        sick: str | None = "restart",
         apply: Apply = call,
         group: Group | None,
     ) -> None:
@@ -137,12 +147,16 @@ class Training:
         self.members = self.group.share(num_members)
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
         self.optimizers = [make_optimizer(model) for model in self.population]
-        self.scalers = [torch.amp.GradScaler(self.device.type) if self._needs_scaler else None for _ in self.members]
+        self.scalers = [self._make_scaler() for _ in self.members]
         self.augments = [_augment_of(augment, member, prepare) for member in self.members]
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self._loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
+        self._recent_losses = torch.zeros(len(self.members), MOST_BAD_LOSSES, device=self.device)
+        self.sick: list[dict[str, Any]] = []
+        """Members that were found sick so far, as lines of the metrics."""
         self._streams: dict[int, Iterator[Batch]] = {}
+        self._hooks: Sequence[Hook] = ()
         self.set_lr_()
         rule = _rule_of(rule, self.length)
         self.averager = Averager(
@@ -151,6 +165,8 @@ class Training:
             self.optimizers,
             num_steps=self.length.num_steps,
             around=RepairMerges(self.repair_batches) if num_repair_batches and rule.is_merge else None,
+            sick=sick,
+            symptom=self._symptom,
         )
         self.num_repair_batches = num_repair_batches
 
@@ -158,10 +174,6 @@ class Training:
     def epoch(self) -> int:
         """Whole epochs done."""
         return self.step // self.length.steps_per_epoch
-
-    @property
-    def _needs_scaler(self) -> bool:
-        return self.numerics.autocast is torch.float16
 
     def _make_member(self, make_model: Callable[[], nn.Module], member: int) -> nn.Module:
         with global_stream(self.seed, "init", member):
@@ -179,6 +191,7 @@ class Training:
     def run(self, hooks: Sequence[Hook] = ()) -> None:
         """Train from the current step to the end."""
         self._try_out()
+        self._hooks = hooks
         for hook in hooks:
             hook.on_start(self)
         with torch.random.fork_rng(
@@ -193,6 +206,11 @@ class Training:
                 for hook in hooks:
                     hook.after_step(self)
 
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Tell all hooks of something out of the ordinary."""
+        for hook in self._hooks:
+            hook.on_event(self, event)
+
     def _try_out(self) -> None:
         """Score one batch, so that a loss or metric that does not fit shows now and not after the first epoch."""
         first = Subset(self.data.validation, torch.arange(min(2, len(self.data.validation)), device="cpu"))
@@ -202,13 +220,15 @@ class Training:
         for hook in hooks:
             hook.before_step(self)
         with self._timed("train"):
-            for index in range(len(self.population)):
-                self._member_step(index)
+            for index, member in enumerate(self.members):
+                if member not in self.population.dropped:
+                    self._member_step(index)
             self.step += 1
             self.set_lr_()
         with self._timed("average"):
             averaging = self.averager.step()
         if averaging is not None:
+            self._note_sick(averaging.sick)
             for hook in hooks:
                 hook.on_averaging(self, averaging)
 
@@ -238,6 +258,7 @@ class Training:
             scaler.step(optimizer)
             scaler.update()
         self._loss_sums[index] += loss.detach()
+        self._recent_losses[index, self.step % MOST_BAD_LOSSES] = loss.detach()
 
     def _batch(self, member: int) -> Batch:
         epoch, position = divmod(self.step, self.length.steps_per_epoch)
@@ -288,7 +309,29 @@ class Training:
         yield
         self.seconds[what] += time.perf_counter() - start
 
+    def _symptom(self, index: int) -> str | None:
+        """Looked at where members meet, so that no step waits for an accelerator."""
+        if bool(torch.isfinite(self._recent_losses[index]).any()):
+            return None
+        return f"its loss was not finite for {MOST_BAD_LOSSES} steps"
+
+    def _note_sick(self, found: Sequence[Sickness]) -> None:
+        for sickness in found:
+            if sickness.member in self.members:
+                index = sickness.member - self.members.start
+                self._recent_losses[index] = 0.0
+                self.scalers[index] = self._make_scaler()
+            self.sick.append(sickness.to_json())
+            self.tell(sickness.to_json())
+
+    def _make_scaler(self) -> torch.amp.GradScaler | None:
+        return torch.amp.GradScaler(self.device.type) if self.numerics.autocast is torch.float16 else None
+
     def _finish_epoch(self) -> EpochRecord:
+        self._note_sick(self.averager.check_health())
+        for index, member in enumerate(self.members):
+            if member in self.population.dropped:
+                self._loss_sums[index] = math.nan
         losses = (self._loss_sums / self.length.steps_per_epoch).tolist()
         self._loss_sums.zero_()
         validation, ensemble = self.evaluate_population(self.data.validation)
@@ -304,10 +347,20 @@ class Training:
 
     def evaluate_population(self, source: Source) -> tuple[list[Evaluation], Evaluation]:
         """Every member of the whole population, and their ensemble, on a source."""
-        return self.evaluate(list(self.population), source, gather=self.group.gather)
+        dropped = self.population.dropped
+        members, ensemble = self.evaluate(
+            list(self.population), source, gather=self.group.gather, ensemble_of=self.population.present
+        )
+        nothing = Evaluation(math.nan, math.nan)
+        return [nothing if member in dropped else found for member, found in enumerate(members)], ensemble
 
     def evaluate(
-        self, models: Sequence[nn.Module], source: Source, *, gather: Callable[[list[Any]], list[Any]] = list
+        self,
+        models: Sequence[nn.Module],
+        source: Source,
+        *,
+        gather: Callable[[list[Any]], list[Any]] = list,
+        ensemble_of: Sequence[int] | None = None,
     ) -> tuple[list[Evaluation], Evaluation]:
         """Some networks, and their ensemble, on a source, without augmentation."""
         with self._timed("evaluate"), self._autocast():
@@ -318,6 +371,7 @@ class Training:
                 metric=self.metric,
                 apply=self.apply,
                 gather=gather,
+                ensemble_of=ensemble_of,
             )
 
     def _prepared(self, source: Source) -> Iterator[Batch]:
@@ -332,32 +386,74 @@ class Training:
             scaler = self.scalers[index]
             numbers["scaler"] = None if scaler is None else scaler.state_dict()
             numbers["loss_sum"] = float(self._loss_sums[index])
+            numbers["bad_losses"] = (~torch.isfinite(self._recent_losses[index])).tolist()
             states[member] = (tensors, numbers)
         return states
 
     def state_dict(self) -> dict[str, Any]:
         """What else a checkpoint needs; a JSON value."""
-        return {"num_averagings": self.averager.num_averagings, "seconds": dict(self.seconds)}
+        return {
+            "num_averagings": self.averager.num_averagings,
+            "seconds": dict(self.seconds),
+            "sick": list(self.sick),
+            "dropped": sorted(self.population.dropped),
+        }
 
-    def load_checkpoint_(
-        self, step: int, state: dict[str, Any], members: dict[int, tuple[dict[str, Tensor], dict[str, Any]]]
-    ) -> None:
-        """Go on where a checkpoint was taken."""
+    def check_checkpoint(self, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]) -> None:
+        """Raise a `RunError` unless a checkpoint's state has the form that `load_checkpoint_` needs."""
+        seconds, num_averagings = state.get("seconds"), state.get("num_averagings")
+        if not 0 <= step <= self.length.num_steps:
+            raise RunError(f"the checkpoint is of step {step}, expected at most {self.length.num_steps}")
+        if (
+            not isinstance(seconds, dict)
+            or seconds.keys() != self.seconds.keys()
+            or not all(map(_is_number, seconds.values()))
+        ):
+            raise RunError(f"the checkpoint has {seconds!r} as seconds, expected {', '.join(self.seconds)}")
+        if type(num_averagings) is not int or num_averagings < 0:
+            raise RunError(f"the checkpoint has {num_averagings!r} averagings, expected a whole number")
+        sick, dropped, size = state.get("sick"), state.get("dropped"), self.population.size
+        if not isinstance(sick, list) or not all(isinstance(event, dict) for event in sick):
+            raise RunError(f"the checkpoint has {sick!r} as sick members, expected a list")
+        if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
+            raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
         for index, member in enumerate(self.members):
-            if member not in members:
-                raise RunError(f"the checkpoint has members {sorted(members)}, but no {member}: it is of another run")
+            numbers, scaler = members[member][1], self.scalers[index]
+            found, expected = numbers.get("scaler"), None if scaler is None else scaler.state_dict().keys()
+            if (found.keys() if isinstance(found, dict) else found) != expected or not all(
+                map(_is_number, (found or {}).values())
+            ):
+                raise RunError(f"the checkpoint has {found!r} as the gradient scaler of member {member}")
+            loss_sum = numbers.get("loss_sum", "nothing")
+            if loss_sum is not None and not _is_number(loss_sum):
+                raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
+            bad = numbers.get("bad_losses")
+            if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
+                raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
+
+    def load_checkpoint_(self, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]) -> None:
+        """Go on where a checkpoint was taken."""
+        self.check_checkpoint(step, state, members)
+        for index, member in enumerate(self.members):
             tensors, numbers = members[member]
             checkpoint.load_member_state_(self.population[index], self.optimizers[index], tensors, numbers)
             scaler = self.scalers[index]
-            if scaler is not None and numbers["scaler"] is not None:
+            if scaler is not None:
                 scaler.load_state_dict(numbers["scaler"])
-            self._loss_sums[index] = numbers["loss_sum"]
+            self._loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
+            for position, is_bad in enumerate(numbers["bad_losses"]):
+                self._recent_losses[index, position] = math.nan if is_bad else 0.0
         self.step = step
+        self.sick, self.population.dropped = list(state["sick"]), frozenset(state["dropped"])
         self._streams.clear()
         self.seconds.update(state["seconds"])
         self.averager.num_steps_taken = step
         self.averager.num_averagings = state["num_averagings"]
         self.set_lr_()
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def as_data(data: Any, validation: float, *, seed: int) -> Data:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,20 +24,25 @@ class Scores:
     ensemble: Evaluation
     average_soup: Evaluation
     greedy_soup: Evaluation
+    dropped: frozenset[int] = frozenset()
+    """Members that do not count."""
 
     @property
     def mean(self) -> float:
         """The members' mean score."""
-        return sum(member.score for member in self.members) / len(self.members)
+        return sum(self._counted) / len(self._counted)
+
+    @property
+    def _counted(self) -> list[float]:
+        return [found.score for member, found in enumerate(self.members) if member not in self.dropped]
 
     def to_json(self) -> dict[str, Any]:
         """Scores as `result.json` holds them, losses under a key of their own."""
-        scores = [member.score for member in self.members]
         return {
-            "members": scores,
+            "members": [member.score for member in self.members],
             "mean": self.mean,
-            "min": min(scores),
-            "max": max(scores),
+            "min": min(self._counted),
+            "max": max(self._counted),
             "ensemble": self.ensemble.score,
             "average_soup": self.average_soup.score,
             "greedy_soup": self.greedy_soup.score,
@@ -100,6 +105,8 @@ class Outcome:
     """Scores on the test data, where there is any."""
     seconds: dict[str, float]
     """Where the time went."""
+    sick: list[dict[str, Any]] = field(default_factory=list)
+    """Members that were found sick, when, why, and what was done."""
     repaired: RepairedSoups | None = None
     """For members that were never averaged, and where REPAIR is asked for: the soups it gives."""
 
@@ -113,6 +120,7 @@ class Outcome:
                 {"members": list(trial.members), "score": trial.score, "kept": trial.kept}
                 for trial in self.greedy.trials
             ],
+            "sick": self.sick,
             "repaired": None if self.repaired is None else self.repaired.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
@@ -126,8 +134,8 @@ def harvest(training: Training) -> Outcome:
 
     def scores_on(source: Source) -> Scores:
         members, ensemble = training.evaluate_population(source)
-        soups, _ = training.evaluate([average, greedy.network], source)
-        return Scores(members, ensemble, *soups)
+        first, second = training.evaluate([average, greedy.network], source)[0]
+        return Scores(members, ensemble, first, second, dropped=training.population.dropped)
 
     return Outcome(
         population=training.population,
@@ -136,6 +144,7 @@ def harvest(training: Training) -> Outcome:
         validation=scores_on(validation),
         test=None if test is None else scores_on(test),
         seconds=training.seconds,
+        sick=training.sick,
         repaired=repaired_soups(training) if _wants_repaired_soups(training) else None,
     )
 

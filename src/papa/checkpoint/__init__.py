@@ -1,0 +1,39 @@
+"""Checkpoints: tensors in safetensors, everything else in JSON, complete or not there at all; nothing can run code."""
+
+from papa.checkpoint.files import (
+    json_text,
+    parse_json,
+    read_file,
+    read_json,
+    read_object,
+    replace_file,
+    write_atomically,
+    write_json,
+)
+from papa.checkpoint.state import Expected, MemberState, load_member_state_, member_state
+from papa.checkpoint.store import Checkpoint, checkpoints, discard, load_checkpoint
+from papa.checkpoint.tensors import DamagedError, save_network
+from papa.checkpoint.writer import CheckpointWriter, Failure
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "DamagedError",
+    "Expected",
+    "Failure",
+    "MemberState",
+    "checkpoints",
+    "discard",
+    "json_text",
+    "load_checkpoint",
+    "load_member_state_",
+    "member_state",
+    "parse_json",
+    "read_file",
+    "read_json",
+    "read_object",
+    "replace_file",
+    "save_network",
+    "write_atomically",
+    "write_json",
+]

@@ -1,0 +1,123 @@
+"""A member's state as named tensors and numbers, and back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from papa.checkpoint.tensors import Spec
+from papa.errors import RunError
+
+MemberState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+"""All of a member's tensors by name, and what else belongs to it as a JSON value."""
+
+
+def member_state(model: nn.Module, optimizer: Optimizer) -> MemberState:
+    """All of a member's state, as named tensors and a JSON value."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    numbers: dict[str, Any] = {}
+    for key, value in _optimizer_values(optimizer).items():
+        if isinstance(value, Tensor):
+            tensors[f"optimizer.{key}"] = value.detach()
+        elif value is not None:
+            numbers[key] = value
+    return tensors, {"optimizer": numbers}
+
+
+def _optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, entries in state.items() for name, value in entries.items()}
+
+
+class Expected:
+    """What a member's state must look like to fit a network and its optimizer.
+
+    Which tensors an optimizer keeps shows only once it took a step, so a copy of it takes one. A parameter that has not
+    been trained yet, such as a frozen one, may have none of them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        state = model.state_dict()
+        self.model: dict[str, Spec] = {f"model.{name}": _spec(tensor) for name, tensor in state.items()}
+        self.optimizer = _optimizer_after_a_step(optimizer)
+
+    def check_tensors(self, specs: Mapping[str, Spec]) -> None:
+        """Raise a `RunError` that names the first tensor that differs."""
+        for name in self.model.keys() | specs.keys():
+            expected = self.model.get(name)
+            if name.startswith("optimizer."):
+                value = self.optimizer.get(name.removeprefix("optimizer."))
+                expected = _spec(value) if isinstance(value, Tensor) else None
+            if specs.get(name) != expected:
+                found, wanted = _described(specs.get(name)), _described(expected)
+                raise RunError(f"its tensor '{name}' is {found}, expected {wanted}: it is of another model")
+
+    def check_numbers(self, numbers: Any) -> None:
+        """Raise a `RunError` unless these are numbers that the optimizer keeps."""
+        if not isinstance(numbers, dict):
+            raise RunError(f"its optimizer's numbers are {numbers!r}, expected an object")
+        for key, value in numbers.items():
+            expected = self.optimizer.get(key)
+            is_number = type(value) in (int, float, bool) and math.isfinite(value)
+            if not is_number or isinstance(expected, Tensor) or expected is None:
+                raise RunError(
+                    f"its optimizer has {value!r} as '{key}', which does not fit: it is of another optimizer"
+                )
+
+    def check_whole(self, tensors: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+        """Raise a `RunError` where a parameter has some of its optimizer's values and not all."""
+        found = {name.removeprefix("optimizer.") for name in tensors if name.startswith("optimizer.")} | numbers.keys()
+        begun = {key.partition(".")[0] for key in found}
+        for key, value in self.optimizer.items():
+            if key.partition(".")[0] in begun and key not in found and value is not None:
+                raise RunError(f"its optimizer has no '{key}', expected {_described_value(value)}")
+
+
+def _optimizer_after_a_step(optimizer: Optimizer) -> dict[str, Any]:
+    twin = copy.deepcopy(optimizer)
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            parameter.requires_grad_(True)
+            parameter.grad = torch.zeros_like(parameter)
+    twin.step()
+    return _optimizer_values(twin)
+
+
+def _spec(tensor: Tensor) -> Spec:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _described(spec: Spec | None) -> str:
+    return "missing" if spec is None else f"{spec[0]} of shape {spec[1]}"
+
+
+def _described_value(value: Any) -> str:
+    return _described(_spec(value)) if isinstance(value, Tensor) else "a number"
+
+
+def load_member_state_(
+    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """Put `member_state` back into a member and its optimizer; learning rates stay as they are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries: dict[int, dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *((f"optimizer.{key}", value) for key, value in numbers["optimizer"].items())]:
+        kind, _, rest = key.partition(".")
+        if kind == "optimizer":
+            index, _, name = rest.partition(".")
+            entries.setdefault(int(index), {})[name] = _in_order_of(parameters[int(index)], value)
+    model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _in_order_of(parameter: Tensor, value: Any) -> Any:
+    """The value in the parameter's memory order, which files do not keep and fused optimizer kernels need."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+    return value

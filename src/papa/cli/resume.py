@@ -1,0 +1,65 @@
+"""`papa resume DIR`: continue a run as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+from papa.cli.arguments import use_one_thread
+from papa.cli.progress import Progress
+from papa.cli.run import print_run
+from papa.config import Config
+from papa.errors import ConfigError
+from papa.launch import Saving, execute
+from papa.runs import RunDirectory
+
+USAGE = """usage: papa resume DIR [OPTIONS]
+
+Continues the run in DIR from its newest checkpoint, to the same bits as if it had never stopped. A run that is
+finished is not run again: its table is printed. `papa resume DIR --help` lists the options.
+
+examples:
+  papa resume runs/digits-papa-seed1
+  papa resume runs/digits-papa-seed1 --workers 2
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Options of `papa resume`."""
+
+    workers: int | None = None
+    """How many processes hold the members; None for as many as help. The result does not depend on it."""
+    checkpoint_minutes: float = 10.0
+    """Save the state at the end of each epoch, and after so many minutes without that."""
+    keep: int = 2
+    """How many checkpoints stay."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Continue a run."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError(f"the directory of a run is missing\n{USAGE}".rstrip())
+    run = RunDirectory(Path(arguments[0]))
+    options = tyro.cli(
+        ResumeOptions, prog="papa resume DIR", description="Continues the run in DIR.", args=list(arguments[1:])
+    )
+    config = Config.from_json(run.read_config())
+    use_one_thread()
+    result = execute(
+        config,
+        run.path,
+        workers=options.workers,
+        resume=True,
+        saving=Saving(minutes=options.checkpoint_minutes, keep=options.keep),
+        watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
+    )
+    print_run(result, run)
+    return 0

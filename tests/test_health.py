@@ -1,0 +1,242 @@
+"""Sick members: found, left out by index, and restarted or dropped, in one process and over several."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from group_jobs import sicken_and_average
+from helpers import assert_close, assert_same_bits, make_networks, snapshot
+from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
+from papa.errors import MemberError
+from papa.evaluate import Evaluation
+from papa.group import Local, start_workers
+from papa.product import is_finite
+from papa.training import Hook, Training, harvest
+from papa.training.loop import Numerics
+
+BAD = [math.nan, math.inf, -math.inf]
+
+
+def poisoned(member: int, value: float, *, size: int = 4, buffers: bool = False) -> Population:
+    population = Population(make_networks("conv_batch_norm", size))
+    with torch.no_grad():
+        tensors = population[member].buffers() if buffers else population[member].parameters()
+        next(tensors).view(-1)[1] = value
+    return population
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_sick_member_restarts_from_the_mean_of_the_healthy(value: float, measure: bool, buffers: bool) -> None:
+    population = poisoned(2, value, buffers=buffers)
+    healthy = [snapshot(population[member]) for member in (0, 1, 3)]
+    averager = Averager(population, Push(alpha=0.5, every_steps=1), measure=measure)
+    averaging = averager.step()
+    assert averaging is not None
+    assert [(found.member, found.action) for found in averaging.sick] == [(2, "restarted from the mean of the healthy")]
+    for name in population.averaged:
+        mean = sum(state[name].double() for state in healthy) / 3
+        assert_close(snapshot(population[2])[name], mean, 1e-5)
+        for state, member in zip(healthy, (0, 1, 3), strict=True):
+            assert_close(snapshot(population[member])[name], 0.5 * state[name].double() + 0.5 * mean, 1e-5)
+    if measure:
+        assert averaging.distances_before is not None
+        assert all(math.isfinite(distance) for distance in averaging.distances_before)
+        assert averaging.distances_before[2] < 1e-3
+
+
+def test_looking_changes_no_bit_of_the_healthy() -> None:
+    population = poisoned(1, math.nan)
+    before = {member: snapshot(population[member]) for member in (0, 2, 3)}
+    averager = Averager(population, Push(every_steps=100))
+    assert [found.member for found in averager.check_health()] == [1]
+    for member, state in before.items():
+        assert_same_bits(snapshot(population[member]), state)
+    assert averager.check_health() == ()
+
+
+@pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=1), MergeAll(), MergePairs(), Mix(mixing.merge_many(4))])
+def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
+    population = poisoned(0, math.nan)
+    averager = Averager(population, rule, sick="drop")
+    first = averager.step()
+    assert first is not None
+    assert first.sick[0].action == "dropped"
+    assert population.present == (1, 2, 3)
+    with torch.no_grad():
+        for parameter in population[0].parameters():
+            parameter.fill_(1e30)  # whatever becomes of it
+    states = [snapshot(population[member]) for member in (1, 2, 3)]
+    soup, greedy = average_soup(population), greedy_soup(population, lambda net: float(net[0].weight.detach().sum()))
+    for name in population.averaged:
+        mean = sum(state[name].double() for state in states) / 3
+        assert_close(snapshot(soup)[name], mean, 1e-5)
+    assert 0 not in greedy.members
+    assert math.isnan(greedy.member_scores[0])
+    averaging = averager.step()
+    assert averaging is not None
+    assert averaging.sick == ()
+    for member in (1, 2, 3):
+        assert all(float(tensor.detach().abs().max()) < 1e6 for tensor in population[member].parameters())
+
+
+def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name_it() -> None:
+    population = poisoned(3, math.inf)
+    with pytest.raises(MemberError, match=r"a sick at step 1 \(member 3: its weights are not finite\)"):
+        Averager(population, MergeAll(), sick="stop").step()
+    with pytest.raises(MemberError, match="all members are sick"):
+        Averager(poisoned(0, math.nan, size=1), MergeAll()).step()
+    with pytest.raises(MemberError, match="there is no policy restrat for sick members: did you mean restart"):
+        Averager(population, MergeAll(), sick="restrat")
+
+
+def test_not_looking_lets_the_mean_be_poisoned_which_shows_that_looking_is_needed() -> None:
+    population = poisoned(2, math.nan)
+    Averager(population, Push(alpha=0.5, every_steps=1), sick=None).step()
+    assert not any(population.is_finite(index) for index in range(4))
+
+
+def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -> None:
+    population = Population([nn.Linear(3, 2) for _ in range(3)])
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
+    for net, optimizer in zip(population, optimizers, strict=True):
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    momentum = optimizers[0].state[population[0].weight]["momentum_buffer"].clone()
+    with torch.no_grad():
+        population[1].bias[0] = math.nan
+    Averager(population, MergeAll(), optimizers).step()
+    assert [len(optimizer.state) for optimizer in optimizers] == [2, 0, 2]
+    assert torch.equal(optimizers[0].state[population[0].weight]["momentum_buffer"], momentum)
+
+
+def test_what_is_not_averaged_comes_from_a_healthy_member() -> None:
+    population = Population([nn.Linear(3, 2) for _ in range(3)], average={"bias": False})
+    with torch.no_grad():
+        population[0].bias.fill_(math.nan)
+        population[0].weight.fill_(math.nan)
+    Averager(population, MergeAll()).step()
+    assert torch.equal(population[0].bias, population[1].bias)
+
+
+def test_numbers_too_large_to_add_up_are_not_sick() -> None:
+    row = torch.full((64,), 3e38)
+    assert is_finite(row)
+    assert not is_finite(torch.cat([row, torch.tensor([math.nan])]))
+    assert is_finite(torch.full((64,), 6e4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("policy", ["restart", "drop"])
+def test_two_ranks_agree_on_who_is_sick_and_end_with_the_bits_of_one(policy: str) -> None:
+    alone = sicken_and_average(Local(), policy)
+    together = start_workers(sicken_and_average, 2, 5, policy)
+    assert alone["sick"] == together["sick"]
+    assert [found.member for found in alone["sick"]] == [3, 0]
+    for first, second in zip(alone["states"], together["states"], strict=True):
+        assert_same_bits(second, first)
+
+
+class Poison(Hook):
+    """Ruins one member's weights, gradients or loss at some step."""
+
+    def __init__(self, what: str, member: int, step: int) -> None:
+        self.what, self.member, self.step = what, member, step
+        self.is_on = False
+
+    def before_step(self, training: Training) -> None:
+        self.is_on = training.step >= self.step
+        if self.what == "weights" and training.step == self.step:
+            with torch.no_grad():
+                next(training.population[self.member].parameters()).fill_(math.nan)
+        if self.what == "momentum" and training.step == self.step:
+            for state in training.optimizers[self.member].state.values():
+                state["momentum_buffer"].fill_(math.inf)
+
+
+def train_with(
+    hook: Hook | None = None, rule: Any = None, sick: str | None = "restart", loss: Any = None
+) -> tuple[Training, Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(600, 6, generator=generator)
+    targets = (inputs[:, :3].sum(dim=1) > 0).long()
+    training = Training(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
+        (inputs, targets),
+        num_members=3,
+        num_epochs=6,
+        batch_size=30,
+        validation=0.2,
+        rule=rule or Push(half_life=8, every_steps=4),
+        loss=loss or nn.functional.cross_entropy,
+        metric=lambda outputs, targets: (outputs.argmax(dim=1) == targets).double().mean() * 100,
+        make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        schedule=lambda step, num_steps: 1.0,
+        augment=None,
+        prepare=lambda inputs: inputs,
+        seed=1,
+        device="cpu",
+        numerics=Numerics(),
+        eval_batch_size=512,
+        sick=sick,
+        group=None,
+    )
+    training.run([hook] if hook else [])
+    return training, harvest(training)
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Any:
+    return train_with()[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "member", "step", "sick"),
+    [
+        ("weights", 0, 7, "restart"),
+        ("momentum", 1, 29, "restart"),
+        ("weights", 2, 64, "drop"),
+        ("momentum", 0, 41, "drop"),
+    ],
+)
+def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member: int, step: int, sick: str) -> None:
+    training, outcome = train_with(Poison(what, member, step), sick=sick)
+    assert [event["member"] for event in training.sick] == [member]
+    assert outcome.to_json()["sick"] == training.sick
+    others = [found.score for index, found in enumerate(outcome.validation.members) if index != member]
+    assert min(others) > healthy.validation.mean - 5.0
+    assert outcome.validation.average_soup.score > healthy.validation.average_soup.score - 5.0
+    assert outcome.validation.ensemble.score > healthy.validation.ensemble.score - 5.0
+    assert math.isnan(outcome.validation.members[member].score) == (sick == "drop")
+
+
+def test_a_loss_that_stays_not_finite_is_sick_and_one_bad_loss_is_not() -> None:
+    calls = {"count": 0, "bad": 0}
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        value = nn.functional.cross_entropy(outputs, targets)
+        if torch.is_grad_enabled():
+            calls["count"] += 1
+            member, step = (calls["count"] - 1) % 3, (calls["count"] - 1) // 3
+            if member == 1 and step in calls["steps"]:  # type: ignore[operator]
+                return value + (math.inf - value.detach())  # the gradient is as healthy as ever
+        return value
+
+    calls["steps"] = {10}  # type: ignore[assignment]
+    training, _ = train_with(loss=loss)
+    assert training.sick == []
+    calls["count"], calls["steps"] = 0, set(range(10, 16))  # type: ignore[assignment]
+    training, _ = train_with(loss=loss)
+    assert [(event["member"], event["step"], event["reason"]) for event in training.sick] == [
+        (1, 16, "its loss was not finite for 3 steps")
+    ]
+
+
+def test_members_that_are_never_averaged_are_dropped_since_their_mean_is_no_network() -> None:
+    training, outcome = train_with(Poison("weights", 1, 30), rule=Independent())
+    assert [(event["member"], event["action"]) for event in training.sick] == [(1, "dropped")]
+    assert isinstance(outcome.validation.ensemble, Evaluation)
+    assert outcome.validation.ensemble.score > 80

@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types unit format bench clean
+.PHONY: help demo test lint types unit format bench soak clean
 
 help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
 	@echo "make test    lint, type check and all tests"
 	@echo "make format  rewrite the sources in the house style"
 	@echo "make bench   run every benchmark"
+	@echo "make soak    200 kills, and an hour of training with kills and resumes"
 	@echo "make clean   remove $(VENV) and what tools left behind"
 
 $(BIN)/python:
@@ -50,6 +51,10 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	@for script in benchmarks/[a-z]*.py; do echo "papa: $$script"; $(BIN)/python $$script --check || exit 1; done
+
+soak: $(VENV)/.installed-dev
+	@echo "papa: killing and resuming runs (about an hour and a half)"
+	@$(BIN)/python tests/soak.py --kills 200 --minutes 60
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

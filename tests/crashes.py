@@ -1,0 +1,107 @@
+"""Killing real trainings at random moments; shared by the crash test and the soak."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from papa.checkpoint import Expected, checkpoints, load_checkpoint
+from papa.checkpoint.files import read_file
+from papa.cli import main
+from papa.config import Config
+from papa.recipes import find
+from papa.recipes.build import build
+from papa.runs import RunDirectory
+
+OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"]
+
+
+def options(num_epochs: int) -> list[str]:
+    """A small recipe."""
+    return ["digits", *OPTIONS, "--train.epochs", str(num_epochs)]
+
+
+def small_config() -> Config:
+    """The same as a config, but for its number of epochs."""
+    config = replace(find("digits").config(), members=3)
+    return replace(config, train=replace(config.train, batch_size=32))
+
+
+def _in_child(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os._exit(main(arguments))
+
+
+def start(arguments: list[str]) -> multiprocessing.Process:
+    """The command line in a process of its own, forked from this one to save the time that imports take."""
+    process = multiprocessing.get_context("fork").Process(target=_in_child, args=(arguments,))
+    process.start()  # type: ignore[no-untyped-call]
+    return process  # type: ignore[return-value]
+
+
+def run_to_end(arguments: list[str]) -> int:
+    """Its exit code."""
+    process = start(arguments)
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def kill_at(process: multiprocessing.Process, path: Path, generator: random.Random, longest: float) -> bool:
+    """Kill it at a random moment, every other time while it writes; whether it was still alive."""
+    begin = time.monotonic()
+    moment = begin + generator.uniform(0.0, longest)
+    while process.is_alive() and time.monotonic() < moment:
+        time.sleep(0.001)
+    if generator.random() < 0.5:
+        while process.is_alive() and not is_writing(path) and time.monotonic() < begin + 2 * longest:
+            time.sleep(0.0002)
+        time.sleep(generator.uniform(0.0, 0.004))
+    was_alive = process.is_alive()
+    if was_alive:
+        os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return was_alive and process.exitcode == -signal.SIGKILL
+
+
+def is_writing(path: Path) -> bool:
+    """Whether a checkpoint is half written."""
+    return any((path / "checkpoint").glob(".step-*.partial"))
+
+
+class Reader:
+    """Reads every checkpoint of a run as a resume would."""
+
+    def __init__(self, config: Config) -> None:
+        training = build(config)
+        self.num_members = config.members
+        self.expected = {
+            member: Expected(model, optimizer)
+            for member, model, optimizer in zip(training.members, training.population, training.optimizers, strict=True)
+        }
+
+    def read_all(self, path: Path) -> int:
+        """How many there are; raises when one cannot be read."""
+        found = checkpoints(RunDirectory(path).checkpoints)
+        for _, checkpoint in found:
+            load_checkpoint(checkpoint, self.expected, num_members=self.num_members)
+        return len(found)
+
+
+def differences(first: Path, second: Path) -> Iterator[str]:
+    """The files of two finished runs that are not the same, bit for bit."""
+    names = ["metrics.jsonl", "soup.safetensors", "greedy.safetensors"]
+    names += [f"members/{file.name}" for file in sorted((first / "members").iterdir())]
+    for name in names:
+        if read_file(first / name) != read_file(second / name):
+            yield name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -94,8 +95,9 @@ def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
-        except SafetensorError as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ConfigError(f"{path} is no safetensors file ({error}): was it downloaded completely?") from error
+    _check_not_packed(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -103,8 +105,21 @@ def _read(path: Path) -> Any:
             f"{path} was refused, since it holds more than tensors and loading it could run code, or is damaged. "
             f"Save the state dict alone, best as .safetensors. PyTorch says: {error}"
         ) from error
-    except (EOFError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a damaged file makes it stumble in many ways
         raise ConfigError(f"{path} cannot be read by torch.load ({error}): expected a file by torch.save") from error
+
+
+def _check_not_packed(path: Path) -> None:
+    """Refuse archives that unpack to more than they are; `torch.save` never packs."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_packed = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read ({error}): expected a file by torch.save") from error
+    if is_packed:
+        raise ConfigError(f"{path} holds more than its size allows, which torch.save does not do: it was refused")
 
 
 def _described(content: Any) -> str:

@@ -1,0 +1,255 @@
+"""Thousands of altered files: every one gives a `PapaError` or is as good as the original."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import resource
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from papa.checkpoint import load_checkpoint, save_network
+from papa.cli.run import print_result
+from papa.config import Config
+from papa.errors import PapaError
+from papa.launch import _load
+from papa.models.weights import read_state_dict
+from papa.recipes import find
+from papa.recipes.build import build
+from papa.report import compare_page, run_page
+from papa.runs import RunDirectory
+from test_checkpoint import Member, expected_of, save, trained_member
+
+JUNK: list[Any] = [
+    *(None, True, -1, 0, 1, 7, 2**31, 2**63, 2**64, 10**30, 0.5, -1e300, "", "x", "../x", "/etc/passwd", "NaN", "\x00"),
+    *([], {}, [[]], [1, 2, 3], {"a": 1}, "F32", "member-001.safetensors", [0, 2**62], [2**40, 2**40]),
+]
+MOST_EXTRA_MEGABYTES = 300.0
+
+
+@pytest.fixture(autouse=True)
+def _memory_stays_small() -> Any:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < MOST_EXTRA_MEGABYTES
+
+
+def mutate_value(value: Any, generator: random.Random) -> Any:
+    """One place of a JSON value replaced, removed, doubled or added to."""
+    value = copy.deepcopy(value)
+    spots: list[tuple[Any, Any]] = []
+
+    def walk(part: Any) -> None:
+        keys = list(part) if isinstance(part, dict) else range(len(part)) if isinstance(part, list) else []
+        for key in keys:
+            spots.append((part, key))
+            walk(part[key])
+
+    walk(value)
+    if not spots:
+        return generator.choice(JUNK)
+    holder, key = generator.choice(spots)
+    action = generator.random()
+    if action < 0.2:
+        del holder[key]
+    elif action < 0.3 and isinstance(holder, dict):
+        holder[generator.choice(["../x", "x", "step", "", "0.step", "optimizer"])] = generator.choice(JUNK)
+    else:
+        holder[key] = generator.choice(JUNK)
+    return value
+
+
+def mutate_bytes(content: bytes, generator: random.Random) -> bytes:
+    """Some bytes flipped, removed, repeated or put in."""
+    data = bytearray(content)
+    for _ in range(generator.randint(1, 4)):
+        at = generator.randrange(len(data) + 1)
+        action = generator.randrange(5)
+        if action == 0 and at < len(data):
+            data[at] ^= 1 << generator.randrange(8)
+        elif action == 1:
+            del data[at : at + generator.randint(1, 40)]
+        elif action == 2:
+            data[at:at] = data[at : at + generator.randint(1, 40)]
+        elif action == 3:
+            data[at:at] = generator.randbytes(generator.randint(1, 9))
+        else:
+            data[at:] = b""
+        if not data:
+            data = bytearray(b" ")
+    return bytes(data)
+
+
+def refused(action: Callable[[], object]) -> bool:
+    """Whether it was refused with a `PapaError`; any other error is for the test to show."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            action()
+    except PapaError:
+        return True
+    return False
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[Member]]:
+    member = trained_member(torch.optim.AdamW, seed=0)
+    return save(tmp_path, 1, [member], state={"note": [1, {"deep": 2.5}]}), [member]
+
+
+def test_manifests(saved: tuple[Path, list[Member]]) -> None:
+    path, members = saved
+    expected, manifest, generator = expected_of(members), path / "manifest.json", random.Random(1)
+    text = manifest.read_bytes()
+    value, num_refused = json.loads(text), 0
+    for number in range(2000):
+        if number % 2:
+            manifest.write_bytes(mutate_bytes(text, generator))
+        else:
+            manifest.write_text(json.dumps(mutate_value(value, generator)))
+        num_refused += refused(lambda: load_checkpoint(path, expected, num_members=1))
+    assert num_refused > 1200
+
+
+def test_headers_and_tensors_whose_digest_was_brought_into_line(saved: tuple[Path, list[Member]]) -> None:
+    path, members = saved
+    expected, generator = expected_of(members), random.Random(2)
+    file, manifest = path / "member-000.safetensors", json.loads((path / "manifest.json").read_text())
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, num_refused = json.loads(content[8 : 8 + length]), 0
+    for number in range(2000):
+        if number % 2:
+            altered = mutate_bytes(content[: 8 + length], generator) + content[8 + length :]
+        else:
+            new = json.dumps(mutate_value(header, generator)).encode()
+            claimed = generator.choice([len(new), len(new), len(new), 0, 2**63, len(new) + 1])
+            altered = claimed.to_bytes(8, "little") + new + content[8 + length :]
+        file.write_bytes(altered)
+        entry = manifest["files"]["member-000.safetensors"]
+        entry.update(bytes=len(altered), sha256=hashlib.sha256(altered).hexdigest())
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        num_refused += refused(lambda: load_checkpoint(path, expected, num_members=1))
+    assert num_refused > 1800
+
+
+def test_the_state_of_a_training(tmp_path: Path) -> None:
+    config = find("digits").config()
+    config = replace(config, members=2, train=replace(config.train, batch_size=64))
+    training, generator = build(config), random.Random(3)
+    run = RunDirectory(tmp_path / "run")
+    run.create(config.to_json())
+    state = {"config": config.to_json(), "training": training.state_dict(), "metrics": run.metrics_state()}
+    members = list(zip(training.population, training.optimizers, strict=True))
+    path = save(run.checkpoints, 0, members, state=state)
+    value = json.loads((path / "manifest.json").read_text())
+    for member, (_, numbers) in training.member_states().items():
+        value["files"][f"member-{member:03d}.safetensors"]["numbers"] = numbers
+    num_refused = 0
+    for _ in range(150):
+        altered = {**value, "state": mutate_value(value["state"], generator)}
+        if generator.random() < 0.4:
+            altered = {**value, "files": mutate_value(value["files"], generator)}
+        (path / "manifest.json").write_text(json.dumps(altered))
+
+        def load() -> None:
+            checkpoint, error = _load(config, path, training)
+            if checkpoint is None:
+                raise PapaError(error)
+            training.load_checkpoint_(checkpoint.step, checkpoint.state["training"], checkpoint.members)
+
+        num_refused += refused(load)
+    assert num_refused > 100
+
+
+def test_configs(tmp_path: Path) -> None:
+    run, generator = RunDirectory(tmp_path), random.Random(4)
+    run.create(find("digits").config().to_json())
+    text, num_refused = run.config.read_bytes(), 0
+    for number in range(1500):
+        if number % 2:
+            run.config.write_bytes(mutate_bytes(text, generator))
+        else:
+            run.config.write_text(json.dumps(mutate_value(json.loads(text), generator)))
+        num_refused += refused(lambda: Config.from_json(run.read_config()).check())
+    assert num_refused > 800
+
+
+def result() -> dict[str, Any]:
+    scores = {"members": [97.1, None], "mean": 97.1, "min": 97.1, "max": 97.1}
+    scores |= {"ensemble": 97.4, "average_soup": 97.3, "greedy_soup": None}
+    sick = {"event": "sick", "step": 3, "member": 1, "reason": "<b>", "action": "dropped"}
+    return {
+        **{"recipe": "digits", "method": "papa", "seed": 1, "config": {"a": 1}, "environment": {"b": [2]}},
+        **{"test": scores, "validation": scores, "greedy_members": [0], "num_averagings": 3, "seconds": {"train": 1.0}},
+        **{"repaired": {"test": {"average_soup": 1.0}, "greedy_members": [1]}, "paper": {"mean": 1.5}, "sick": [sick]},
+        **{"policies": [{"mixup": 0.5}, {"mixup": 0.0}]},
+    }
+
+
+def test_results_and_what_is_shown_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, generator, num_refused = RunDirectory(tmp_path), random.Random(5), 0
+    run.result.write_text(json.dumps(result()))
+    assert not refused(lambda: print_result(run.read_result()))
+    for number in range(600):
+        text = json.dumps(result()).encode()
+        altered = (
+            mutate_bytes(text, generator) if number % 2 else json.dumps(mutate_value(result(), generator)).encode()
+        )
+        run.result.write_bytes(altered)
+
+        def show() -> None:
+            found = run.read_result()
+            print_result(found)
+            page = run_page(found, []) + compare_page([found])
+            assert "<script" not in page
+
+        num_refused += refused(show)
+    assert num_refused > 300
+    capsys.readouterr()
+
+
+def test_metrics(tmp_path: Path) -> None:
+    run, generator = RunDirectory(tmp_path), random.Random(6)
+    run.create({})
+    for step in range(5):
+        run.log({"event": "average", "step": step, "rule": "Push", "distance_before": 0.5})
+    text, num_refused = run.metrics.read_bytes(), 0
+    for _ in range(1000):
+        run.metrics.write_bytes(mutate_bytes(text, generator))
+        num_refused += refused(lambda: list(run.read_metrics()))
+    assert num_refused > 300
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_weights(tmp_path: Path, suffix: str) -> None:
+    net, _ = trained_member(torch.optim.SGD, seed=0)
+    file, generator, num_refused = tmp_path / f"net{suffix}", random.Random(7), 0
+    if suffix == ".pt":
+        torch.save(net.state_dict(), file)
+    else:
+        save_network(file, net)
+    content = file.read_bytes()
+    for _ in range(500):
+        file.write_bytes(mutate_bytes(content, generator))
+        num_refused += refused(lambda: read_state_dict(file))
+    assert num_refused > 200
+
+
+def test_a_file_by_torch_that_unpacks_to_more_than_itself_is_refused(tmp_path: Path) -> None:
+    import zipfile
+
+    torch.save({"weight": torch.zeros(1 << 20)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for entry in plain.infolist():
+            bomb.writestr(entry.filename, plain.read(entry), compress_type=zipfile.ZIP_DEFLATED)
+    assert not refused(lambda: read_state_dict(tmp_path / "plain.pt"))
+    assert refused(lambda: read_state_dict(tmp_path / "bomb.pt"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 
-from papa.checkpoint import digest
 from papa.errors import SoupError
 from papa.files.sources import Checkpoint, bytes_of
 
@@ -44,4 +44,13 @@ def _sample(checkpoint: Checkpoint) -> str:
         for start in sorted({0, (info.numel - count) // 2, info.numel - count}):
             checkpoint.read_into(name, start, part)
             sha.update(bytes_of(part))
+    return sha.hexdigest()
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            sha.update(chunk)
     return sha.hexdigest()

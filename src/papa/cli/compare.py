@@ -18,6 +18,7 @@ from papa.config import METHODS, Config
 from papa.errors import ConfigError
 from papa.launch import execute
 from papa.report import COLUMNS, compare_page, compare_rows, details_table, paper_rows
+from papa.report.reading import read_events
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
                 watch=partial(Progress, f"{recipe.name} {method} seed {seed}"),
             )
             results.append(result)
-    write_atomically(out / "report.html", compare_page(results))
+    metrics = [read_events(out / f"{method}-seed{seed}" / "metrics.jsonl") for method in methods for seed in seeds]
+    write_atomically(out / "report.html", compare_page(results, metrics))
     print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)])
     head, details = details_table(results)
     if details:

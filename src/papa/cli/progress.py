@@ -1,65 +1,134 @@
-"""A progress bar with epoch, step, losses and time left; silent when nobody is watching."""
+"""What one sees while a population trains: members' losses, scores and distances, and the time left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-import rich.progress
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
+from papa.averager import Averaging
+from papa.cli.standing import Clock, Standing, standing_line, standing_view
 from papa.training import EpochRecord, Hook, Training
+
+NUM_LINES = 10
+"""How many lines a training writes where no terminal shows a display."""
 
 
 class Progress(Hook):
-    """Shows a training while it runs.
+    """Shows a training while it runs: a display on a terminal, a few lines elsewhere.
 
     Args:
         title: what is being trained.
     """
 
     def __init__(self, title: str) -> None:
-        console = Console(stderr=True)
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(bar_width=24),
-            rich.progress.TextColumn("step {task.completed}"),
-            rich.progress.TextColumn("{task.fields[news]}"),
-            rich.progress.TimeRemainingColumn(),
-            console=console,
+        self._console = Console(stderr=True, highlight=False)
+        self._standing = Standing(title)
+        self._clock = Clock()
+        self._lines = 0
+        self._live = Live(
+            get_renderable=lambda: standing_view(self._standing),
+            console=self._console,
+            refresh_per_second=4,
             transient=True,
-            disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=None, news="loading")
 
     def __enter__(self) -> Progress:
-        self._bar.start()
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._live.stop()
 
     def on_start(self, training: Training) -> None:
         """Learn how long it will be."""
-        news = f"epoch {training.epoch}/{training.num_epochs}"
-        self._bar.update(self._task, total=training.length.num_steps, completed=training.step, news=news)
+        self._standing.num_steps, self._standing.num_epochs = training.length.num_steps, training.num_epochs
+        self._standing.epoch = training.epoch
+        self.after_step(training)
+        self._lines = int(NUM_LINES * self._standing.share)
 
     def after_step(self, training: Training) -> None:
         """One step further."""
-        self._bar.update(self._task, completed=training.step)
+        self._standing.step = training.step
+        self._standing.seconds_left = self._clock.seconds_left(self._standing.share)
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
-        """One line above the bar, or on its own where there is none."""
-        self._bar.console.print(Text(f"papa: {told(event)}", style="yellow"), soft_wrap=True)
+        """One line above the display, or on its own where there is none."""
+        self._console.print(Text(f"papa: {told(event)}", style="yellow"), soft_wrap=True)
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        """The members' losses."""
-        losses = " ".join(f"{loss:.3f}" for loss in record.losses)
-        self._bar.update(self._task, news=f"epoch {record.epoch}/{training.num_epochs}  losses {losses}")
+        """What the epoch ended with."""
+        standing = self._standing
+        standing.epoch, standing.losses, standing.distances = record.epoch, record.losses, record.distances
+        standing.scores = [member.score for member in record.validation]
+        standing.ensemble = record.validation_ensemble.score
+        self.after_step(training)
+        if not self._console.is_terminal and int(NUM_LINES * standing.share) > self._lines:
+            self._lines = int(NUM_LINES * standing.share)
+            self._console.print(standing_line(standing), markup=False, soft_wrap=True)
+
+
+class Together(Hook):
+    """Several that look on, as one.
+
+    Args:
+        makers: what makes each of them.
+    """
+
+    def __init__(self, *makers: Callable[[], AbstractContextManager[Hook]]) -> None:
+        self._makers = makers
+        self._stack = contextlib.ExitStack()
+        self._hooks: list[Hook] = []
+
+    def __enter__(self) -> Together:
+        with contextlib.ExitStack() as stack:
+            self._hooks = [stack.enter_context(make()) for make in self._makers]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def on_start(self, training: Training) -> None:
+        """Tell all."""
+        for hook in self._hooks:
+            hook.on_start(training)
+
+    def before_step(self, training: Training) -> None:
+        """Tell all."""
+        for hook in self._hooks:
+            hook.before_step(training)
+
+    def on_averaging(self, training: Training, averaging: Averaging) -> None:
+        """Tell all."""
+        for hook in self._hooks:
+            hook.on_averaging(training, averaging)
+
+    def after_step(self, training: Training) -> None:
+        """Tell all."""
+        for hook in self._hooks:
+            hook.after_step(training)
+
+    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+        """Tell all."""
+        for hook in self._hooks:
+            hook.on_epoch(training, record)
+
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        """Tell all."""
+        for hook in self._hooks:
+            hook.on_event(training, event)
 
 
 def told(event: Mapping[str, Any]) -> str:

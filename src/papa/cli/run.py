@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import tyro
 
 from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
-from papa.cli.progress import Progress, told
+from papa.cli.progress import Progress, Together, told
 from papa.cli.tables import print_table
 from papa.config import Config
-from papa.launch import Saving, execute
-from papa.report import COLUMNS, PAPER_ROW, cells_of, details_table, paper_cells
+from papa.launch import Saving, Watch, execute
+from papa.report import COLUMNS, details_table, run_rows
+from papa.report.tensorboard import EventFiles, check_tensorboard
 from papa.runs import RunDirectory
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
@@ -51,6 +52,8 @@ class RunOptions:
     """Save the state at the end of each epoch, and after so many minutes without that."""
     keep: int = 2
     """How many checkpoints stay."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write event files for TensorBoard too, into the run's directory tensorboard/."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,11 +62,16 @@ def main(arguments: Sequence[str]) -> int:
     if recipe is None:
         return 0
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
+    if options.tensorboard:
+        check_tensorboard()
     use_one_thread()
     config = options.config
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:
         config = config_to_resume(config, recipe.config(take_budget(rest)[0]), path)
+    onlookers: list[Watch] = [partial(Progress, f"{config.recipe} {config.method} seed {config.seed}")]
+    if options.tensorboard:
+        onlookers.append(partial(EventFiles, path / "tensorboard"))
     result = execute(
         config,
         path,
@@ -71,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         overwrite=options.overwrite,
         resume=options.resume,
         saving=Saving(minutes=options.checkpoint_minutes, keep=options.keep),
-        watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
+        watch=partial(Together, *onlookers),
     )
     print_run(result, RunDirectory(path))
     return 0
@@ -96,13 +104,7 @@ def config_to_resume(asked: Config, default: Config, path: Path) -> Config:
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the table a run ends with, the paper's numbers below its own."""
-    rows = [(name, *cells_of(result[name])) for name in ("test", "validation") if result[name] is not None]
-    for name in ("test", "validation"):
-        if name in (result["repaired"] or {}):
-            rows.append((f"{name}, repaired", *paper_cells(result["repaired"][name])))
-    if result["paper"]:
-        rows.append((PAPER_ROW, *paper_cells(result["paper"])))
-    print_table((result["method"], *COLUMNS), rows)
+    print_table((result["method"], *COLUMNS), run_rows(result))
     head, details = details_table([result])
     if details:
         print()

@@ -1,7 +1,16 @@
 """From results to tables, figures and pages."""
 
 from papa.report.page import compare_page, run_page
-from papa.report.table import COLUMNS, PAPER_ROW, cells_of, compare_rows, details_table, paper_cells, paper_rows
+from papa.report.table import (
+    COLUMNS,
+    PAPER_ROW,
+    cells_of,
+    compare_rows,
+    details_table,
+    paper_cells,
+    paper_rows,
+    run_rows,
+)
 
 __all__ = [
     "COLUMNS",
@@ -13,4 +22,5 @@ __all__ = [
     "paper_cells",
     "paper_rows",
     "run_page",
+    "run_rows",
 ]

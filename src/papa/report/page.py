@@ -2,155 +2,225 @@
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from papa.report.chart import line_chart
+from papa.config import METHODS
+from papa.report import markup
+from papa.report.fields import entries, number, numbers, part, plain, text
+from papa.report.figures import compare_figures, run_figures
+from papa.report.groups import groups_of
 from papa.report.table import (
     COLUMNS,
-    PAPER_ROW,
+    KEYS,
+    NOT_FINISHED,
+    REMARKS,
     cells_of,
-    compare_rows,
+    compare_rows_with_paper,
     details_table,
-    paper_cells,
     paper_rows,
+    run_rows,
     scores_of,
 )
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --paper: #fff; --line: #d5dae1; --quiet: #5b6675;
-  --c0: #0b6bcb; --c1: #c2410c; --c2: #15803d; --c3: #7c3aed; --c4: #be185d; --c5: #0e7490; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --paper: #14181f; --line: #343c48; --quiet: #9aa5b4;
-  --c0: #6cb2f7; --c1: #fb9a5c; --c2: #5fd38a; --c3: #b79cf7; --c4: #f58ab8; --c5: #5cc9de; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 52rem; padding: 1.5rem 1rem 4rem; font: 16px/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.25rem 0 .5rem; }
-.quiet, figcaption { color: var(--quiet); } figure { margin: 1.25rem 0; } svg { width: 100%; height: auto; }
-svg text { font-size: 11px; fill: var(--quiet); } svg .grid { stroke: var(--line); }
-svg polyline { fill: none; stroke: currentColor; stroke-width: 1.8; }
-.d1 { stroke-dasharray: 7 4; } .d2 { stroke-dasharray: 2 3; } span.d1, span.d2 { font-style: italic; }
-.s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }
-.s4 { color: var(--c4); } .s5 { color: var(--c5); }
-.legend { margin: .25rem 0; } .legend span { margin-right: 1rem; } .legend span::before { content: "\\2014\\00a0"; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
-pre { overflow-x: auto; padding: .75rem; border: 1px solid var(--line); border-radius: 6px; font-size: .85rem; }
-@media print { details { display: none; } body { max-width: none; } }
-"""
-
 
 def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> str:
-    """The page of one run.
+    """The page of one run; whatever is not there, or not what it should be, is left out.
 
     Args:
-        result: what `result.json` holds.
+        result: what `result.json` holds; without scores, the page says that the run has not finished.
         metrics: what `metrics.jsonl` holds.
     """
-    events = list(metrics)
-    title = (
-        f"{result['recipe']}: {result['method']}, {len(scores_of(result)['members'])} members, seed {result['seed']}"
+    events = [event for event in metrics if isinstance(event, Mapping)]
+    figures = run_figures(result, events)
+    members = len(numbers(scores_of(result).get("members"))) or number(part(result, "config", "members"))
+    title = ", ".join(
+        [
+            f"{text(result.get('recipe')) or 'a run'}: {text(result.get('method'))}",
+            *([f"{plain(members)} members"] if members else []),
+            f"seed {text(result.get('seed'))}",
+        ]
     )
-    rows = [("test", *cells_of(result["test"]))] if result["test"] else []
-    rows.append(("validation", *cells_of(result["validation"])))
-    for part, scores in (result.get("repaired") or {}).items():
-        if part != "greedy_members":
-            rows.append((f"{part}, repaired", *paper_cells(scores)))
-    if result.get("paper"):
-        rows.append((PAPER_ROW, *paper_cells(result["paper"])))
+    rows = run_rows(result)
     parts = [
-        table(("", *COLUMNS), rows),
-        _details([result]),
-        f'<p class="quiet">Greedy soup: members {html.escape(str(result["greedy_members"]))}.</p>',
-        _sick(result),
-        *_curves(events),
-        _policies(result),
-        _folded("Configuration", result["config"]),
-        _folded("Environment", {"seconds": result["seconds"], **result["environment"]}),
+        _what(result),
+        *map(markup.note, [*_unfinished(result, events), *_warnings(result, events)]),
+        _headline(result),
+        markup.section(
+            "Results", markup.table(("data", *COLUMNS), rows, stacks=True) if rows else "", _details([result])
+        ),
+        markup.section("While it trained", markup.figures_markup(figures["training"])),
+        markup.section("What merging did", markup.figures_markup(figures["merges"])),
+        markup.section("Greedy soup", _greedy_words(result), markup.figures_markup(figures["greedy"])),
+        markup.section("What each member drew", _policies(result)),
+        markup.section("How alike members are", markup.figures_markup(figures["similarity"])),
+        markup.section("Between two members", markup.figures_markup(figures["interpolation"])),
+        markup.section("Time and communication", _time(result), markup.figures_markup(figures["communication"])),
+        *_provenance(result),
     ]
-    return _page(title, parts)
+    return markup.page(title, parts)
 
 
-def compare_page(results: Sequence[Mapping[str, Any]]) -> str:
-    """The page that puts methods side by side: means over seeds, then every single run."""
-    title = f"{results[0]['recipe']}: {len(results)} runs compared"
-    singles = [(f"{result['method']}, seed {result['seed']}", *cells_of(scores_of(result))) for result in results]
+def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Mapping[str, Any]]] = ()) -> str:
+    """The page that puts methods side by side: means over seeds, then every single run.
+
+    Args:
+        results: what each run's `result.json` holds.
+        metrics: what each run's `metrics.jsonl` holds, for curves over epochs.
+    """
+    recipes = list(dict.fromkeys(text(result.get("recipe")) for result in results))
+    figures = compare_figures(results, metrics)
+    first = results[0] if results else {}
+    seeds = list(dict.fromkeys(text(result.get("seed")) for result in results))
+    unfinished = [_name(result) for result in results if not scores_of(result)]
+    data = list(dict.fromkeys(_data(result) for result in results if scores_of(result)))
     parts = [
-        table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)]),
-        _details(results),
-        "<h2>Every run</h2>",
-        table(("run", *COLUMNS), singles),
-        _folded("Configuration of the first run", results[0]["config"]),
-        _folded("Environment of the first run", results[0]["environment"]),
+        markup.paragraph(
+            f"{len(groups_of(results))} ways to train a population, seeds {', '.join(seeds)}; scores on the "
+            f"{' or '.join(data) or 'test'} data. "
+            "Cells are the mean over seeds, with the standard deviation in parentheses where there are several."
+        ),
+        markup.note(f"Not finished, and so without scores: {'; '.join(unfinished)}.") if unfinished else "",
+        markup.note("Runs without test data are scored on validation data, and are not to be compared with the others.")
+        if len(data) > 1
+        else "",
+        markup.section(
+            "Side by side",
+            markup.table(("method", *COLUMNS), compare_rows_with_paper(results), stacks=True),
+            _paper_words(results),
+            _details(results),
+        ),
+        markup.section(
+            "Scores",
+            markup.paragraph("Values far from all others stand at the edge, written out.") if figures["scores"] else "",
+            markup.figures_markup(figures["scores"]),
+        ),
+        markup.section("While they trained", markup.figures_markup(figures["curves"])),
+        markup.section("Every run", markup.table(("run", *COLUMNS, "seconds"), map(_single, results), stacks=True)),
+        *_provenance(first, of=" of the first run"),
     ]
-    return _page(title, parts)
-
-
-def _curves(events: list[Mapping[str, Any]]) -> list[str]:
-    epochs = [event for event in events if event["event"] == "epoch"]
-    averagings = [event for event in events if event["event"] == "average" and event.get("distance_before")]
-    if not epochs:
-        return []
-    members = range(len(epochs[0]["losses"]))
-
-    def by_member(values: str) -> dict[str, list[tuple[float, float]]]:
-        return {f"member {j}": [(event["epoch"], event[values][j]) for event in epochs] for j in members}
-
-    accuracy = by_member("validation")
-    accuracy["ensemble"] = [(event["epoch"], event["validation_ensemble"]) for event in epochs]
-    distances = {
-        "before": [(event["step"], event["distance_before"]) for event in averagings],
-        "after": [(event["step"], event["distance_after"]) for event in averagings],
-    }
-    return [
-        "<h2>While it trained</h2>",
-        line_chart("Score on the validation data", accuracy, x_label="epoch", y_label="score"),
-        line_chart("Training loss", by_member("losses"), x_label="epoch", y_label="loss"),
-        line_chart("Distance of members to the mean", by_member("distances"), x_label="epoch", y_label="distance"),
-        line_chart("Mean distance around each averaging", distances, x_label="step", y_label="distance"),
-    ]
-
-
-def _sick(result: Mapping[str, Any]) -> str:
-    if not result.get("sick"):
-        return ""
-    names = ("step", "member", "reason", "action")
-    rows = [tuple(str(event.get(name)) for name in names) for event in result["sick"]]
-    return "<h2>Sick members</h2>" + table(names, rows)
+    return markup.page(f"{', '.join(recipes)}: {len(results)} runs compared", parts)
 
 
 def _details(results: Sequence[Mapping[str, Any]]) -> str:
     head, rows = details_table(results)
-    return table(head, rows) if rows else ""
+    return markup.table(head, rows, stacks=True) if rows else ""
+
+
+def _data(result: Mapping[str, Any]) -> str:
+    """Which data `scores_of` tells of."""
+    return "test" if isinstance(result.get("test"), Mapping) else "validation"
+
+
+def _name(result: Mapping[str, Any]) -> str:
+    return f"{text(result.get('method'))}, seed {text(result.get('seed'))}"
+
+
+def _single(result: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = [value for entry in _seconds(result).values() if (value := number(entry)) is not None]
+    cells = cells_of(scores_of(result)) if scores_of(result) else NOT_FINISHED
+    return (_name(result), *cells, f"{sum(seconds):.1f}" if seconds else "")
+
+
+def _what(result: Mapping[str, Any]) -> str:
+    method, data = METHODS.get(text(result.get("method"))), text(part(result, "config", "data", "name"))
+    model = text(part(result, "config", "model", "name"))
+    said = [f"Method: {method}." if method else "", f"{model} on {data}." if model and data else ""]
+    finished = text(part(result, "environment", "finished"))
+    return markup.paragraph(" ".join([*filter(None, said), f"Finished {finished}." if finished else ""]).strip())
+
+
+def _unfinished(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
+    if scores_of(result):
+        return []
+    told = [number(event.get("epoch")) for event in events if event.get("event") == "epoch"]
+    epochs = [epoch for epoch in told if epoch is not None]
+    asked = number(part(result, "config", "train", "epochs"))
+    done = f"{max(epochs):.0f}" if epochs else "none"
+    return [f"This run has not finished: {done}{f' of {asked:.0f}' if asked else ''} epochs are done."]
+
+
+def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What went wrong on the way."""
+    said = []
+    for event in [*entries(result.get("sick")), *(event for event in events if event.get("event") == "sick")]:
+        step, reason, action = (text(event.get(key)) for key in ("step", "reason", "action"))
+        said.append(f"Step {step}: member {text(event.get('member'))} fell sick ({reason}); {action}.")
+    for event in events:
+        if event.get("event") == "checkpoint-failed":
+            said.append(f"Step {text(event.get('step'))}: no checkpoint could be written: {text(event.get('error'))}.")
+    if number(result.get("num_averagings")) == 0 and result.get("method") != "independent":
+        said.append("Training was over before averaging was due: these members were never averaged.")
+    return list(dict.fromkeys(said))[:20]
+
+
+def _headline(result: Mapping[str, Any]) -> str:
+    scores = scores_of(result)
+    data = _data(result)
+    found = []
+    for key in ("average_soup", "greedy_soup", "mean", "ensemble"):
+        value, paper = number(scores.get(key)), number(part(result, "paper", key))
+        if value is not None:
+            beside = f"; paper, full setting: {paper:.2f}" if paper is not None and data == "test" else ""
+            found.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + beside))
+    return markup.tiles(found)
+
+
+def _greedy_words(result: Mapping[str, Any]) -> str:
+    members = [f"{member:.0f}" for member in numbers(result.get("greedy_members")) if member is not None]
+    return markup.paragraph(f"Members in it: {', '.join(members)}.") if members else ""
 
 
 def _policies(result: Mapping[str, Any]) -> str:
-    if not result.get("policies"):
+    policies = entries(result.get("policies"))
+    names = list(dict.fromkeys(name for policy in policies for name in policy))
+    rows = [
+        (f"member {member}", *(text(policy.get(name)) or "none" for name in names))
+        for member, policy in enumerate(policies)
+    ]
+    return markup.table(("", *names), rows[:1000], stacks=True) if names else ""
+
+
+def _seconds(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    seconds = result.get("seconds")
+    return seconds if isinstance(seconds, Mapping) else {}
+
+
+def _time(result: Mapping[str, Any]) -> str:
+    seconds = {str(name): value for name, entry in _seconds(result).items() if (value := number(entry)) is not None}
+    total = sum(seconds.values())
+    rows = [
+        (name, f"{value:.2f}", f"{100 * value / total:.1f}%" if total > 0 else "") for name, value in seconds.items()
+    ]
+    said = markup.table(("what", "seconds", "share"), rows) if rows else ""
+    size, spent = (number(part(result, "communication", key)) for key in ("bytes", "seconds"))
+    averagings = number(result.get("num_averagings"))
+    words = [f"{averagings:.0f} averagings." if averagings is not None else ""]
+    words += [f"{_size(size)} communicated." if size is not None else ""]
+    words += [f"{spent:.2f} seconds spent communicating." if spent is not None else ""]
+    return said + (markup.paragraph(" ".join(filter(None, words))) if any(words) else "")
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def _paper_words(results: Sequence[Mapping[str, Any]]) -> str:
+    if not paper_rows(results):
         return ""
-    names = list(result["policies"][0])
-    rows = [(str(member), *(str(policy[name]) for name in names)) for member, policy in enumerate(result["policies"])]
-    return "<h2>What each member drew</h2>" + table(("member", *names), rows)
+    return markup.paragraph("The paper's numbers are for its full setting; these runs may have a smaller budget.")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table; every cell is escaped."""
-    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
-
-
-def _folded(title: str, value: Any) -> str:
-    text = html.escape(json.dumps(value, indent=2))
-    return f"<h2>{title}</h2><details><summary>show</summary><pre>{text}</pre></details>"
-
-
-def _page(title: str, parts: Iterable[str]) -> str:
-    escaped = html.escape(title)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escaped}</title><style>{STYLE}</style></head><body><main><h1>{escaped}</h1>"
-        f"{''.join(parts)}</main></body></html>\n"
-    )
+def _provenance(result: Mapping[str, Any], of: str = "") -> list[str]:
+    command = text(part(result, "environment", "command"))
+    environment = result.get("environment")
+    rest = {k: v for k, v in environment.items() if k != "command"} if isinstance(environment, Mapping) else {}
+    return [
+        markup.section(f"Command{of}", markup.preformatted(command) if command else ""),
+        markup.section(f"Configuration{of}", markup.folded("every option", result.get("config"))),
+        markup.section(f"Environment{of}", markup.folded("versions and machine", rest)),
+    ]

@@ -6,45 +6,86 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from papa.report.fields import number, part
+from papa.report.groups import groups_of
+
 PAPER_ROW = "paper's test, in its full setting"
 COLUMNS = ("mean [min, max]", "ensemble", "average soup", "greedy soup")
+NOT_FINISHED = ("not finished", "", "", "")
+KEYS = {
+    "mean": "mean of members",
+    "ensemble": "ensemble",
+    "average_soup": "average soup",
+    "greedy_soup": "greedy soup",
+}
+"""What stands under each of `COLUMNS` in a result, and its name in words."""
+REMARKS = {
+    "mean": "each network on its own",
+    "ensemble": "all networks at once",
+    "average_soup": "one network, the mean of all",
+    "greedy_soup": "one network, the mean of some",
+}
+"""What each of `KEYS` is."""
 
 
 def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
     """One run's cells under `COLUMNS`, from the `test` or `validation` part of its result."""
-    mean, low, high = (_number(scores[key]) for key in ("mean", "min", "max"))
-    return (f"{mean} [{low}, {high}]", *(_number(scores[key]) for key in ("ensemble", "average_soup", "greedy_soup")))
+    mean, *rest = (_number(scores, key) for key in KEYS)
+    low, high = _number(scores, "min"), _number(scores, "max")
+    return (f"{mean} [{low}, {high}]" if low and high else mean, *rest)
 
 
-def paper_cells(scores: Mapping[str, float]) -> tuple[str, ...]:
+def paper_cells(scores: Mapping[str, Any]) -> tuple[str, ...]:
     """The paper's cells under `COLUMNS`; empty where it gives no number."""
-    keys = ("mean", "ensemble", "average_soup", "greedy_soup")
-    return tuple(f"{scores[key]:.2f}" if key in scores else "" for key in keys)
+    return tuple("" if number(scores.get(key)) is None else f"{scores[key]:.2f}" for key in KEYS)
+
+
+def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The rows of one run: its name and, under `COLUMNS`, test and validation, its other soups, the paper's test."""
+    rows: list[tuple[str, ...]] = []
+    for name in ("test", "validation"):
+        if isinstance(result.get(name), Mapping):
+            rows.append((name, *cells_of(result[name])))
+    for kind in ("repaired", "aligned"):
+        for name in ("test", "validation"):
+            if isinstance(scores := part(result, kind, name), Mapping):
+                rows.append((f"{name}, {kind}", *paper_cells(scores)))
+    if isinstance(paper := result.get("paper"), Mapping):
+        rows.append((PAPER_ROW, *paper_cells(paper)))
+    return rows
 
 
 def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The paper's rows for the methods of some runs, where it has any."""
-    scores = {result["method"]: result.get("paper") for result in results}
-    return [(f"paper's {method}", *paper_cells(paper)) for method, paper in scores.items() if paper]
+    papers = {label: runs[0][1].get("paper") for label, runs in groups_of(results).items()}
+    return [(f"paper's {label}", *paper_cells(paper)) for label, paper in papers.items() if isinstance(paper, Mapping)]
 
 
 def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row per method, in order of appearance: its name and, under `COLUMNS`, means over its runs.
 
     With several seeds each cell is `mean (standard deviation)` over the runs; the range in the first column is over
-    all members of all runs.
+    all members of all runs. Runs of one method that differ in more than the seed get a row each; runs that have not
+    finished count for nothing.
     """
     rows = []
-    for method in dict.fromkeys(result["method"] for result in results):
-        runs = [scores_of(result) for result in results if result["method"] == method]
-        if len(runs) == 1:
-            rows.append((method, *cells_of(runs[0])))
+    for label, group in groups_of(results).items():
+        runs = [scores for _, result in group if (scores := scores_of(result))]
+        if len(runs) <= 1:
+            rows.append((label, *(cells_of(runs[0]) if runs else NOT_FINISHED)))
             continue
-        low, high = min(run["min"] for run in runs), max(run["max"] for run in runs)
-        keys = ("mean", "ensemble", "average_soup", "greedy_soup")
-        mean, *rest = (_mean_and_deviation([run[key] for run in runs]) for key in keys)
-        rows.append((method, f"{mean} [{_number(low)}, {_number(high)}]", *rest))
+        mean, *rest = (_mean_and_deviation([number(run.get(key)) for run in runs]) for key in KEYS)
+        lows, highs = ([v for run in runs if (v := number(run.get(key))) is not None] for key in ("min", "max"))
+        spread = f" [{min(lows):.2f}, {max(highs):.2f}]" if lows and highs else ""
+        rows.append((label, mean + spread, *rest))
     return rows
+
+
+def compare_rows_with_paper(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows of `compare_rows`, each followed by the paper's for the same method where it has one."""
+    papers = {row[0]: row for row in paper_rows(results)}
+    ours = compare_rows(results)
+    return [row for own in ours for row in (own, papers.get(f"paper's {own[0]}")) if row is not None]
 
 
 def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -52,32 +93,42 @@ def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...]
 
     One row per method for its members' mean, their ensemble and the soups, means over its runs.
     """
-    rows = []
-    names: tuple[str, ...] = ()
-    for method in dict.fromkeys(result["method"] for result in results):
-        runs = [scores_of(result).get("details") for result in results if result["method"] == method]
-        for key in ("mean", "ensemble", "average_soup", "greedy_soup"):
-            details = [run[key] for run in runs if run]
-            if details:
-                names = tuple(details[0])
-                cells = (_mean_of([one[name] for one in details]) for name in names)
-                rows.append((f"{method}: {key.replace('_', ' ')}", *cells))
-    return ("", *names), rows
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for label, group in groups_of(results).items():
+        for key in KEYS:
+            details = [part(scores_of(result), "details", key) for _, result in group]
+            if told := [one for one in details if isinstance(one, Mapping)]:
+                found[f"{label}: {key.replace('_', ' ')}"] = told
+    names = list(dict.fromkeys(name for told in found.values() for one in told for name in one))
+    rows = [
+        (label, *(_mean_of([one[name] for one in told if name in one]) for name in names))
+        for label, told in found.items()
+    ]
+    return ("", *map(str, names)), rows
 
 
 def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """A result's test scores, or its validation scores where there was no test data."""
-    scores: Mapping[str, Any] = result["test"] or result["validation"]
-    return scores
+    for name in ("test", "validation"):
+        if isinstance(scores := result.get(name), Mapping):
+            return scores
+    return {}
 
 
-def _number(value: float | None) -> str:
+def _number(scores: Mapping[str, Any], key: str) -> str:
+    if key not in scores:
+        return ""
+    value = number(scores[key])
     return "not finite" if value is None else f"{value:.2f}"
 
 
-def _mean_of(values: list[float]) -> str:
-    return _number(values[0]) if len(values) == 1 else _mean_and_deviation(values)
+def _mean_of(values: Sequence[Any]) -> str:
+    found = [number(value) for value in values]
+    return _mean_and_deviation(found) if len(found) > 1 else "" if not found else _number({"": found[0]}, "")
 
 
-def _mean_and_deviation(values: list[float]) -> str:
-    return f"{statistics.mean(values):.2f} ({statistics.stdev(values):.2f})"
+def _mean_and_deviation(values: Sequence[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    if len(found) < len(values) or not found:
+        return "not finite"
+    return f"{statistics.mean(found):.2f} ({statistics.stdev(found):.2f})"

@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import pytest
+
+from papa.cli import main
+from papa.report import tensorboard
+
+SHORT = ["--train.batch-size", "64", "--members", "2"]
+
+
+def test_a_run_without_a_terminal_writes_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    assert main(["run", "digits", *SHORT, "--train.epochs", "25", "--out", out]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "epoch" in line]
+    assert 5 <= len(lines) <= 10
+    assert lines[-1].startswith("digits papa seed 1: epoch 25/25, losses ")
+    for word in ("mean score", "ensemble", "mean distance"):
+        assert word in lines[0]
+    assert " left" in lines[1]
+
+
+def test_event_files_lie_in_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    out = tmp_path / "run"
+    assert main(["run", "digits", *SHORT, "--train.epochs", "1", "--tensorboard", "--out", str(out)]) == 0
+    assert len(list((out / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    assert (out / "result.json").exists()
+
+
+def test_without_tensorboard_nothing_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    assert main(["run", "digits", "--tensorboard", "--out", str(tmp_path / "run")]) == 2
+    assert "pip install 'papa-torch[tensorboard]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -16,24 +16,30 @@ from torch.nn.modules.conv import _ConvNd
 from papa.errors import DataError
 from papa.evaluate import evaluating
 
-Watch: TypeAlias = Callable[[str, nn.Module, Tensor], Tensor | None]
-"""Told of a layer's name, the layer and its output; may return what is to be passed on instead."""
+Watch: TypeAlias = Callable[[str, nn.Module, Tensor, int], Tensor | None]
+"""Told of a layer's name, the layer, its output and how often it ran before on this batch; may return what is to be
+passed on instead."""
 
 
 @dataclass
 class Moments:
-    """Running sums of a layer's output, per channel, in float64."""
+    """Running sums of a layer's output, per channel, in float64: over all uses of the layer, and each use apart."""
 
     count: int = 0
     total: Tensor | None = None
     squares: Tensor | None = None
+    uses: list[Moments] = field(default_factory=list)
 
-    def add(self, layer: nn.Module, output: Tensor) -> None:
-        """Count one more output."""
+    def add(self, layer: nn.Module, output: Tensor, use: int = 0) -> None:
+        """Count one more output, which the layer gave the `use`-th time it ran on a batch (from 0)."""
         channels = channels_last(layer, output).reshape(-1, num_channels(layer)).double()
-        self.count += len(channels)
-        self.total = channels.sum(dim=0) + (0.0 if self.total is None else self.total)
-        self.squares = channels.square().sum(dim=0) + (0.0 if self.squares is None else self.squares)
+        total, squares = channels.sum(dim=0), channels.square().sum(dim=0)
+        while len(self.uses) <= use:
+            self.uses.append(Moments())
+        for moments in (self, self.uses[use]):
+            moments.count += len(channels)
+            moments.total = total + (0.0 if moments.total is None else moments.total)
+            moments.squares = squares + (0.0 if moments.squares is None else moments.squares)
 
     @property
     def mean(self) -> Tensor:
@@ -56,9 +62,9 @@ class Record:
 
     moments: dict[str, Moments] = field(default_factory=dict)
 
-    def __call__(self, name: str, layer: nn.Module, output: Tensor) -> None:
+    def __call__(self, name: str, layer: nn.Module, output: Tensor, use: int) -> None:
         """Count a layer's output."""
-        self.moments.setdefault(name, Moments()).add(layer, output)
+        self.moments.setdefault(name, Moments()).add(layer, output, use)
 
 
 def repairable_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -104,13 +110,21 @@ def run_watched(model: nn.Module, batches: Iterable[Any], watch: Watch, layers: 
     All else is as in evaluation, and everything is left as found, BatchNorm's running statistics included.
     """
     num_batches = 0
+    uses: Counter[str] = Counter()
+
+    def told(name: str, layer: nn.Module, output: Tensor) -> Tensor | None:
+        uses[name] += 1
+        return watch(name, layer, output, uses[name] - 1)
+
     with evaluating(model), batch_statistics(model), contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
-            hook = layer.register_forward_hook(lambda layer, _, output, name=name: watch(name, layer, output))
+            hook = layer.register_forward_hook(lambda layer, _, output, name=name: told(name, layer, output))
             hooks.callback(hook.remove)
         for batch in batches:
-            model(inputs_of(batch))
-            num_batches += 1
+            if len(inputs_of(batch)):
+                uses.clear()
+                model(inputs_of(batch))
+                num_batches += 1
     if not num_batches:
         raise DataError("there was no batch to take activation statistics from: the data is empty")
 
@@ -142,3 +156,29 @@ def layer_moments(model: nn.Module, batches: Iterable[Any], *, subject: str = "t
         if not (torch.isfinite(moments.mean).all() and torch.isfinite(moments.std).all()):
             raise DataError(f"{subject} has activations that are not finite at '{name}': it cannot be a parent")
     return record.moments
+
+
+def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool]:
+    """The convolutions and linear layers that run, in order, and whether their output goes straight into BatchNorm.
+
+    Looked up on two examples. A layer that runs several times feeds BatchNorm only if it does so every time.
+    """
+    waiting: dict[int, tuple[str, Tensor]] = {}  # holds on to the outputs, or another could get the same id
+    num_runs: Counter[str] = Counter()
+    num_fed: Counter[str] = Counter()
+
+    def note(name: str, layer: nn.Module, output: Tensor, use: int) -> None:
+        num_runs[name] += 1
+        waiting[id(output)] = (name, output)
+
+    def take(inputs: tuple[Any, ...]) -> None:
+        name, _ = waiting.pop(id(inputs[0]) if inputs else 0, ("", None))
+        num_fed[name] += 1
+
+    first = next((inputs_of(batch)[:2] for batch in batches if len(inputs_of(batch))), None)
+    with contextlib.ExitStack() as hooks:
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm):
+                hooks.callback(layer.register_forward_pre_hook(lambda _, inputs: take(inputs)).remove)
+        run_watched(model, [] if first is None else [first], note, repairable_layers(model))
+    return {name: num_fed[name] == runs for name, runs in num_runs.items()}

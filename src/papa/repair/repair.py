@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,12 +14,23 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from papa.errors import DataError
 from papa.mixing import check_row
 from papa.repair.batch_norm import reset_batch_norm_
-from papa.repair.moments import Moments, Record, channel_axis, layer_moments, repairable_layers, run_watched
+from papa.repair.moments import (
+    Moments,
+    Record,
+    channel_axis,
+    feeds_batch_norm,
+    layer_moments,
+    num_channels,
+    repairable_layers,
+    run_watched,
+)
 
 TOLERANCE = 1e-6
 """When `exact` statistics count as holding, relative to the goals."""
 MOST_ROUNDS = 100
 """How often an exact repair tries one layer."""
+LAYERS = (_ConvNd, nn.Linear)
+"""The kinds of layers that REPAIR is about."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +39,26 @@ class Goal:
 
     mean: Tensor
     std: Tensor
+    uses: tuple[Goal, ...] = ()
+    """For a layer that runs several times in a pass, the goals of each time."""
 
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What REPAIR did to each layer."""
+    """What REPAIR did, or would do, to each layer."""
 
     repaired: tuple[str, ...]
-    """Layers that now have the goals' means and standard deviations."""
+    """Layers that get the goals' means and standard deviations."""
+    before_batch_norm: tuple[str, ...]
+    """Layers without a bias that feed BatchNorm, which takes any mean out again: they get the standard deviations."""
     scaled_only: tuple[str, ...]
-    """Layers without a bias: their standard deviations are repaired, their means cannot be."""
+    """Layers with neither a bias nor BatchNorm after them: they get the standard deviations, their means stay off."""
     left_alone: tuple[str, ...]
-    """The output layer, and layers that do not run."""
+    """The output layer, and layers that do not run or share their tensors."""
+
+    def to_json(self) -> dict[str, list[str]]:
+        """As plain values."""
+        return {name: list(layers) for name, layers in asdict(self).items()}
 
 
 def repair_(
@@ -48,6 +67,7 @@ def repair_(
     batches: Sequence[Any],
     weights: Sequence[float] | Tensor | None = None,
     *,
+    parent_batches: Sequence[Sequence[Any]] | None = None,
     exact: bool = False,
 ) -> RepairReport:
     """Give the weighted average of some networks the activation statistics it should have (REPAIR).
@@ -73,6 +93,7 @@ def repair_(
         parents: the networks it is the average of, unchanged.
         batches: inputs, or tuples whose first entry is the inputs; the same for all. Never test data.
         weights: one per parent, summing to 1; equal when None.
+        parent_batches: what each parent sees instead, such as the same images under its own augmentation.
         exact: go layer by layer until the statistics hold, two passes over the batches for each (more for a layer that
             runs several times), instead of one in all.
 
@@ -84,8 +105,11 @@ def repair_(
     if row.shape != (len(parents),):
         raise DataError(f"weights have shape {tuple(row.shape)}, expected ({len(parents)},): one for each parent")
     check_row(row, subject="the row of parents' weights")
+    theirs = [batches] * len(parents) if parent_batches is None else parent_batches
+    if len(theirs) != len(parents):
+        raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")
     moments = [
-        layer_moments(parent, batches, subject=f"parent {index}") if weight else {}
+        layer_moments(parent, theirs[index], subject=f"parent {index}") if weight else {}
         for index, (parent, weight) in enumerate(zip(parents, row.tolist(), strict=True))
     ]
     return repair_toward_(child, goals_of(moments, row), batches, exact=exact)
@@ -99,13 +123,41 @@ def goals_of(moments: Sequence[Mapping[str, Moments]], weights: Tensor) -> dict[
         if parent.keys() != first.keys():
             odd = sorted(parent.keys() ^ first.keys())[0]
             raise DataError(f"layer '{odd}' runs in some parents only: all must be networks of one architecture")
-    return {
-        name: Goal(
-            mean=sum((weight * parent[name].mean for parent, weight in used), torch.zeros(())),
-            std=sum((weight * parent[name].std for parent, weight in used), torch.zeros(())),
-        )
-        for name in first
-    }
+    return {name: _goal_of(name, [(parent[name], weight) for parent, weight in used]) for name in first}
+
+
+def _goal_of(name: str, parents: Sequence[tuple[Moments, float]]) -> Goal:
+    sizes = sorted({len(moments.mean) for moments, _ in parents})
+    if len(sizes) > 1:
+        raise DataError(f"layer '{name}' has {sizes[0]} channels in one parent and {sizes[-1]} in another")
+    num_uses = min(len(moments.uses) for moments, _ in parents)
+    return Goal(
+        mean=sum((weight * moments.mean for moments, weight in parents), torch.zeros(())),
+        std=sum((weight * moments.std for moments, weight in parents), torch.zeros(())),
+        uses=tuple(
+            _goal_of(name, [(moments.uses[use], weight) for moments, weight in parents]) for use in range(num_uses)
+        ),
+    )
+
+
+def repair_plan(model: nn.Module, batches: Sequence[Any]) -> RepairReport:
+    """What REPAIR would do to each layer of a network, without doing it.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv1d(1, 4, 3, bias=False), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 2))
+        >>> repair_plan(net, [torch.randn(16, 1, 8)]).before_batch_norm
+        ('0',)
+    """
+    layers, feeds = repairable_layers(model), feeds_batch_norm(model, batches)
+    to_repair = list(feeds)[:-1]  # the layer that runs last gives the outputs
+    return RepairReport(
+        repaired=tuple(name for name in to_repair if has_bias(layers[name])),
+        before_batch_norm=tuple(name for name in to_repair if not has_bias(layers[name]) and feeds[name]),
+        scaled_only=tuple(name for name in to_repair if not has_bias(layers[name]) and not feeds[name]),
+        left_alone=tuple(
+            name for name, layer in model.named_modules() if isinstance(layer, LAYERS) and name not in to_repair
+        ),
+    )
 
 
 @torch.no_grad()
@@ -113,29 +165,33 @@ def repair_toward_(
     child: nn.Module, goals: Mapping[str, Goal], batches: Sequence[Any], *, exact: bool = False
 ) -> RepairReport:
     """REPAIR with goals that are already known; see `repair_`."""
-    layers = repairable_layers(child)
-    order = [name for name in goals if name in layers]
-    to_repair = order[:-1]  # the layer that runs last gives the outputs
-    kept = {name: copy.deepcopy(layers[name].state_dict()) for name in to_repair}
+    plan = repair_plan(child, batches)
+    layers = {name: layer for name, layer in repairable_layers(child).items() if name not in plan.left_alone}
+    _check_goals(layers, goals)
+    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()}
     try:
         if exact:
-            for name in to_repair:
+            for name in sorted(layers, key=list(goals).index):
                 _repair_exactly_(child, name, layers[name], goals[name], batches)
         else:
-            watched = {name: layers[name] for name in to_repair}
-            for name, found in _rescaled_moments(child, watched, goals, batches).items():
+            for name, found in _rescaled_moments(child, layers, goals, batches).items():
                 _fuse_(layers[name], found, goals[name])
         reset_batch_norm_(child, batches)
     except BaseException:
         for name, state in kept.items():
             layers[name].load_state_dict(state)
         raise
-    without_bias = tuple(name for name in to_repair if not has_bias(layers[name]))
-    return RepairReport(
-        repaired=tuple(name for name in to_repair if name not in without_bias),
-        scaled_only=without_bias,
-        left_alone=tuple(name for name in layers if name not in to_repair),
-    )
+    return plan
+
+
+def _check_goals(layers: Mapping[str, nn.Module], goals: Mapping[str, Goal]) -> None:
+    for name, layer in layers.items():
+        cure = "child and parents must be networks of one architecture"
+        if name not in goals:
+            raise DataError(f"layer '{name}' runs in the child, but not in its parents: {cure}")
+        found, expected = num_channels(layer), len(goals[name].mean)
+        if found != expected:
+            raise DataError(f"layer '{name}' has {found} channels in the child, {expected} in its parents: {cure}")
 
 
 def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, batches: Sequence[Any]) -> None:
@@ -144,9 +200,7 @@ def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, 
         record = Record()
         run_watched(child, batches, record, {name: layer})
         found = record.moments[name]
-        scale, shift = _affine(found, goal)
-        if not has_bias(layer):
-            shift = torch.zeros_like(shift)
+        scale, shift = _affine(layer, found, goal)
         if (scale - 1.0).abs().max() < TOLERANCE and (shift.abs() < TOLERANCE * (goal.std + goal.mean.abs())).all():
             return
         _fuse_(layer, found, goal)
@@ -158,11 +212,12 @@ def _rescaled_moments(
     """The child's moments when each layer's output is brought to its goals, batch by batch, before it is passed on."""
     found = {name: Moments() for name in layers}
 
-    def watch(name: str, layer: nn.Module, output: Tensor) -> Tensor:
-        found[name].add(layer, output)
+    def watch(name: str, layer: nn.Module, output: Tensor, use: int) -> Tensor:
+        found[name].add(layer, output, use)
         here = Moments()
         here.add(layer, output)
-        scale, shift = _affine(here, goals[name])
+        uses = goals[name].uses
+        scale, shift = _affine(layer, here, uses[use] if use < len(uses) else goals[name])
         shape = [1] * output.dim()
         shape[channel_axis(layer, output)] = -1
         return output * scale.to(output.dtype).view(shape) + shift.to(output.dtype).view(shape)
@@ -176,15 +231,20 @@ def has_bias(layer: nn.Module) -> bool:
     return layer._parameters.get("bias") is not None
 
 
-def _affine(found: Moments, goal: Goal) -> tuple[Tensor, Tensor]:
-    """Scale and shift that bring what was found to the goal; a channel with no variance keeps scale 1."""
+def _affine(layer: nn.Module, found: Moments, goal: Goal) -> tuple[Tensor, Tensor]:
+    """Scale and shift that bring what was found to the goal, as far as the layer can.
+
+    A channel with no variance keeps scale 1. Where there is no bias to put it into there is no shift, so that what
+    comes after sees in the pass what it will see afterwards.
+    """
     scale = torch.where((found.std > 0) & (goal.std > 0), goal.std / found.std.clamp(min=1e-300), 1.0)
-    return scale, goal.mean - scale * found.mean
+    shift = goal.mean - scale * found.mean
+    return scale, shift if has_bias(layer) else torch.zeros_like(shift)
 
 
 def _fuse_(layer: nn.Module, found: Moments, goal: Goal) -> None:
     """Put scale and shift into the layer's own weight and bias."""
-    scale, shift = _affine(found, goal)
+    scale, shift = _affine(layer, found, goal)
     weight = layer.get_parameter("weight")
     if isinstance(layer, _ConvTransposeNd):
         # (in, out/groups, ...): the channels of group g are axis 1 of the g-th part of axis 0.

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from papa import flat
 from papa.config import Config
+from papa.data import Data, as_source
+from papa.evaluate import accuracy
 from papa.population import Population
 from papa.recipes import find
+from papa.rules import MergeAll
+from papa.schedules import cosine
+from papa.training import Numerics, Training
 
 TOLERANCES = {
     torch.float64: 1e-13,
@@ -168,3 +174,45 @@ def small_config(**changes: object) -> Config:
         train=replace(config.train, epochs=3, batch_size=64),
         average=replace(config.average, repair=2),
     )
+
+
+def small_data(num_examples: int = 240) -> Data:
+    """Three classes that a small network learns, in three equal parts."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(num_examples, 4, generator=generator)
+    targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
+    parts = [as_source((inputs[start::3], targets[start::3])) for start in range(3)]
+    return Data(train=parts[0], validation=parts[1], test=parts[2])
+
+
+def small_net() -> nn.Module:
+    """A network for `small_data`."""
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def small_training(**changes: Any) -> Training:
+    """Three members that are merged every 5 steps, with noise of their own as augmentation: 3 epochs of 5 steps."""
+    options: dict[str, Any] = {
+        "make_model": small_net,
+        "data": small_data(),
+        "num_members": 3,
+        "num_epochs": 3,
+        "batch_size": 16,
+        "rule": MergeAll(every_steps=5),
+        "loss": nn.functional.cross_entropy,
+        "metric": accuracy,
+        "make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        "schedule": cosine(),
+        "augment": lambda inputs, targets, generator: (
+            inputs + torch.randn(inputs.shape, generator=generator),
+            targets,
+        ),
+        "prepare": lambda inputs: inputs,
+        "seed": 1,
+        "device": "cpu",
+        "numerics": Numerics(),
+        "eval_batch_size": 80,
+        "num_repair_batches": 2,
+        "group": None,
+    }
+    return Training(**{**options, **changes})

@@ -25,6 +25,8 @@ METHODS = {
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "restarts", "multistep", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
+REPAIR_POLICIES = ("own", "shared")
+REPAIR_SCOPES = ("all", "batch-norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,19 @@ class AverageConfig:
     every_epochs: float = 5.0
     """Merges: epochs between them."""
     repair: int = 0
-    """Merges: repair activation statistics afterwards (REPAIR), on so many batches; 0 for not."""
+    """Merges, and soups of independent members: repair activation statistics (REPAIR) on so many batches; 0 for not."""
+    repair_policy: str = "own"
+    """Merges: repair each member under its own augmentation (own: the paper's form, two passes for each member) or all
+    on plain data (shared: one pass for each member and one for each distinct child)."""
+    repair_scope: str = "all"
+    """Merges: repair every convolution and linear layer (all), or only re-estimate BatchNorm (batch-norm), which is the
+    same in function where BatchNorm follows every convolution."""
+    probes: bool = False
+    """Merges: score members on test data just before, just after and a few steps after each."""
+    probe_steps: int = 10
+    """How many steps after a merge the last of these is."""
+    probe_examples: int = 1000
+    """How many test images they look at, at most."""
     start: float = 0.0
     """The first epoch at which averaging may happen."""
     stop: float | None = None
@@ -222,6 +236,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("train.schedule", train.schedule, SCHEDULES),
         ("train.precision", train.precision, PRECISIONS),
         ("average.sick", average.sick, POLICIES),
+        ("average.repair-policy", average.repair_policy, REPAIR_POLICIES),
+        ("average.repair-scope", average.repair_scope, REPAIR_SCOPES),
     ):
         if value not in known:
             yield f"--{option} is {value}: {did_you_mean(value, known)}"
@@ -241,6 +257,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("data.overlap", config.data.overlap, 0),
         ("average.every-steps", average.every_steps, 1),
         ("average.repair", average.repair, 0),
+        ("average.probe-steps", average.probe_steps, 1),
+        ("average.probe-examples", average.probe_examples, 1),
         ("average.start", average.start, 0),
     ):
         if number < least:

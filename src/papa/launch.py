@@ -179,7 +179,7 @@ def _job(
             CheckpointWriter(run.checkpoints, group=group, num_members=config.members, keep=saving.keep)
         )
         recorder = Recorder(run, writer, config, minutes=saving.minutes, stop=stop, notices=notices)
-        hooks: list[Hook] = [*hooks_for(config), recorder]
+        hooks: list[Hook] = [*hooks_for(config, run.log), recorder]  # which saves what the others logged
         if watch is not None and group.leads:
             hooks.append(stack.enter_context(watch()))
         return _train(config, run, training, hooks, recorder)

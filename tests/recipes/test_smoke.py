@@ -107,7 +107,7 @@ def test_the_body_is_frozen_first_and_then_trained(data_root: Path, weights_of: 
             body = [not torch.equal(value, start[name]) for name, value in named if id(value) not in head]
             moved.append(set(body))
 
-    training.run([*hooks_for(config), Look()])
+    training.run([*hooks_for(config, print), Look()])
     half = training.length.num_steps // 2
     assert moved[half - 1] == {False}
     assert True in moved[-1]

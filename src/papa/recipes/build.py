@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from papa.models import input_size_of, make_model, normalization_of
 from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.tasks import Task, classification, segmentation
-from papa.training import Augment, FrozenBody, Hook, Length, Numerics, Training
+from papa.training import Augment, FrozenBody, Hook, Length, MergeProbes, Merging, Numerics, Training
 
 GRIDS: dict[str, Grid] = {
     "none": PLAIN,
@@ -76,13 +77,32 @@ def build(config: Config, group: Group | None = None) -> Training:
         num_repair_batches=config.average.repair,
         sick=config.average.sick,
         apply=task.apply,
+        merging=merging_for(config),
         group=group,
     )
 
 
-def hooks_for(config: Config) -> list[Hook]:
-    """What the config wants to happen besides training and averaging."""
-    return [FrozenBody(config.model.frozen)] if config.model.frozen else []
+def hooks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> list[Hook]:
+    """What the config wants to happen besides training and averaging.
+
+    Args:
+        config: what is trained.
+        log: takes a line of metrics.
+    """
+    average = config.average
+    hooks: list[Hook] = [FrozenBody(config.model.frozen)] if config.model.frozen else []
+    if average.probes:
+        hooks.append(MergeProbes(log, steps_later=average.probe_steps, num_examples=average.probe_examples))
+    return hooks
+
+
+def merging_for(config: Config) -> Merging:
+    """How members are repaired around merges."""
+    average = config.average
+    return Merging(
+        own_policies=average.repair_policy == "own",
+        batch_norm_only=average.repair_scope == "batch-norm",
+    )
 
 
 def sizes(config: Config) -> tuple[int, int]:

@@ -3,7 +3,9 @@
 from papa.training.entry import sgd, train
 from papa.training.freezing import FrozenBody
 from papa.training.loop import Augment, EpochRecord, Hook, Length, Numerics, Training
+from papa.training.merging import Merging
 from papa.training.outcome import Outcome, Scores, harvest
+from papa.training.probes import MergeProbes, fold_probes
 
 __all__ = [
     "Augment",
@@ -11,10 +13,13 @@ __all__ = [
     "FrozenBody",
     "Hook",
     "Length",
+    "MergeProbes",
+    "Merging",
     "Numerics",
     "Outcome",
     "Scores",
     "Training",
+    "fold_probes",
     "harvest",
     "sgd",
     "train",

@@ -14,6 +14,7 @@ from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
 from papa.training.loop import Augment, Hook, Length, Numerics, Training
+from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
 
 
@@ -49,6 +50,7 @@ def train(
     num_repair_batches: int = 0,
     sick: str | None = "restart",
     apply: Apply = call,
+    merging: Merging = Merging(),  # noqa: B008
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
@@ -87,6 +89,7 @@ def train(
         sick: what to do with a member whose weights, or loss for three steps, are not finite: `restart`, `drop` or
             `stop`, see `Averager`; None not to look.
         apply: how a network gives its outputs when it is scored, such as `papa.tasks.apply_whole`.
+        merging: how they are repaired.
         hooks: told of every step, averaging and epoch.
 
     Returns:
@@ -113,6 +116,7 @@ def train(
         num_repair_batches=num_repair_batches,
         sick=sick,
         apply=apply,
+        merging=merging,
         group=None,
     )
     training.run(hooks)

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa import checkpoint
-from papa.averager import Averager, Averaging
+from papa.averager import Around, Averager, Averaging
 from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
 from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.health import Sickness
 from papa.population import Population
-from papa.repair import RepairMerges
 from papa.rules import Push, Rule
 from papa.schedules import Schedule
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
+from papa.training.merging import Merging, repair_around
 
 Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
 """From raw inputs, targets and a generator to what a network trains on."""
@@ -128,6 +128,7 @@ class Training:
         num_repair_batches: int = 0,
         sick: str | None = "restart",
         apply: Apply = call,
+        merging: Merging = Merging(),  # noqa: B008
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
@@ -158,17 +159,17 @@ class Training:
         self._streams: dict[int, Iterator[Batch]] = {}
         self._hooks: Sequence[Hook] = ()
         self.set_lr_()
+        self.num_repair_batches, self.merging = num_repair_batches, merging
         rule = _rule_of(rule, self.length)
         self.averager = Averager(
             self.population,
             rule,
             self.optimizers,
             num_steps=self.length.num_steps,
-            around=RepairMerges(self.repair_batches) if num_repair_batches and rule.is_merge else None,
+            around=self._around(rule),
             sick=sick,
             symptom=self._symptom,
         )
-        self.num_repair_batches = num_repair_batches
 
     @property
     def epoch(self) -> int:
@@ -179,6 +180,12 @@ class Training:
         with global_stream(self.seed, "init", member):
             model = make_model().to(self.device)
         return model.to(memory_format=torch.channels_last) if self.numerics.channels_last else model
+
+    def _around(self, rule: Rule) -> Around | None:
+        """What happens around averagings, besides mixing."""
+        if not (self.num_repair_batches and rule.is_merge):
+            return None
+        return repair_around(self.population[0], self.merging, self.repair_batches, self.plain_repair_batches)
 
     def set_lr_(self) -> float:
         """Set the learning rate that belongs to the current step, and return that of the first group."""
@@ -305,9 +312,10 @@ class Training:
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, counted = time.perf_counter(), sum(self.seconds.values())
         yield
-        self.seconds[what] += time.perf_counter() - start
+        within = sum(self.seconds.values()) - counted  # scoring around a merge counts as scoring, not as averaging
+        self.seconds[what] += time.perf_counter() - start - within
 
     def _symptom(self, index: int) -> str | None:
         """Looked at where members meet, so that no step waits for an accelerator."""

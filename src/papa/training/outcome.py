@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from papa.data.source import Source
 from papa.evaluate import Evaluation
 from papa.population import Population
-from papa.repair import goals_of, layer_moments, repair_toward_
+from papa.repair import RepairReport, goals_of, layer_moments, repair_plan, repair_toward_
 from papa.rules import Independent
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.loop import Training
@@ -109,6 +109,8 @@ class Outcome:
     """Members that were found sick, when, why, and what was done."""
     repaired: RepairedSoups | None = None
     """For members that were never averaged, and where REPAIR is asked for: the soups it gives."""
+    repair: RepairReport | None = None
+    """Where REPAIR was used: what it does to each layer."""
 
     def to_json(self) -> dict[str, Any]:
         """The part of `result.json` that training knows."""
@@ -122,6 +124,7 @@ class Outcome:
             ],
             "sick": self.sick,
             "repaired": None if self.repaired is None else self.repaired.to_json(),
+            "repair": None if self.repair is None else self.repair.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
@@ -146,6 +149,13 @@ def harvest(training: Training) -> Outcome:
         seconds=training.seconds,
         sick=training.sick,
         repaired=repaired_soups(training) if _wants_repaired_soups(training) else None,
+        repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
+    )
+
+
+def _uses_repair(training: Training) -> bool:
+    return (
+        bool(training.num_repair_batches) and training.averager.rule.is_merge and not training.merging.batch_norm_only
     )
 
 

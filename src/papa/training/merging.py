@@ -1,0 +1,68 @@
+"""What is done to members right before and right after they are averaged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from papa.averager import Around
+from papa.errors import ConfigError
+from papa.population import Population
+from papa.repair import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merging:
+    """How members are repaired around merges, where they are."""
+
+    own_policies: bool = True
+    """Look at the data under each member's own augmentation, as the paper does: two passes for each member. Else at
+    plain data: one pass for each member and one for each distinct child."""
+    batch_norm_only: bool = False
+    """Only re-estimate BatchNorm: in networks that have it after every convolution, the same in function."""
+
+
+def repair_around(
+    model: nn.Module, merging: Merging, own_batches: BatchesFor, plain_batches: Callable[[], Sequence[Tensor]]
+) -> Around:
+    """What repairs members after they were merged.
+
+    Args:
+        model: one of them.
+        merging: how.
+        own_batches: a member's batches under its own augmentation.
+        plain_batches: the batches without any.
+    """
+    if merging.batch_norm_only and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        raise ConfigError(
+            f"REPAIR is to re-estimate BatchNorm only, but {type(model).__name__} has no BatchNorm layer: repair all "
+            "layers, or none"
+        )
+    kind = ResetBatchNormAfterMerges if merging.batch_norm_only else RepairMerges
+
+    def around(population: Population, matrix: Tensor) -> AbstractContextManager[None]:
+        if merging.own_policies:
+            return kind(own_batches)(population, matrix)
+        shared = plain_batches()
+        return kind(lambda member: shared)(population, matrix)
+
+    return around
+
+
+def one_inside_the_other(*arounds: Around | None) -> Around:
+    """The contexts of several, the first outermost."""
+
+    @contextlib.contextmanager
+    def around(population: Population, matrix: Tensor) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for part in arounds:
+                if part is not None:
+                    stack.enter_context(part(population, matrix))
+            yield
+
+    return around

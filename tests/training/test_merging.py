@@ -1,0 +1,112 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers import small_data, small_training, snapshot
+from papa import Averager, Independent, MergeAll, Population, Push, average_soup, train
+from papa.errors import ConfigError
+from papa.repair import repair_, reset_batch_norm_
+from papa.training import Hook, Merging, Training
+
+
+class BeforeMerge(Hook):
+    """Keeps the members as they were before the first merge, and as they are after it."""
+
+    def __init__(self) -> None:
+        self.before: list[nn.Module] = []
+        self.after: list[nn.Module] = []
+
+    def on_start(self, training: Training) -> None:
+        mix_, population = training.population.mix_, training.population
+
+        def keep(matrix: object) -> None:
+            if not self.before:
+                self.before = copy.deepcopy(list(population))
+            mix_(matrix)
+
+        training.population.mix_ = keep  # type: ignore[method-assign]
+
+    def on_averaging(self, training: Training, averaging: object) -> None:
+        if not self.after:
+            self.after = copy.deepcopy(list(training.population))
+
+
+def merged(**merging: bool) -> tuple[Training, BeforeMerge]:
+    training, seen = small_training(merging=Merging(**merging)), BeforeMerge()
+    training.run([seen])
+    return training, seen
+
+
+def assert_close(first: nn.Module, second: nn.Module) -> None:
+    for name, value in snapshot(second).items():
+        torch.testing.assert_close(snapshot(first)[name].double(), value.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_own_policies_repair_each_child_on_its_members_own_data() -> None:
+    training, seen = merged()
+    theirs = [training.repair_batches(member) for member in range(3)]
+    for member, found in enumerate(seen.after):
+        expected = average_soup(seen.before)
+        repair_(expected, seen.before, theirs[member], parent_batches=theirs)
+        assert_close(found, expected)
+
+
+def test_a_shared_policy_repairs_all_on_plain_data() -> None:
+    training, seen = merged(own_policies=False)
+    plain = training.plain_repair_batches()
+    expected = average_soup(seen.before)
+    repair_(expected, seen.before, plain)
+    for found in seen.after:
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("own_policies", [True, False])
+def test_batch_norm_only_leaves_the_average_and_re_estimates_its_statistics(own_policies: bool) -> None:
+    training, seen = merged(batch_norm_only=True, own_policies=own_policies)
+    for member, found in enumerate(seen.after):
+        batches = training.repair_batches(member) if own_policies else training.plain_repair_batches()
+        assert_close(found, reset_batch_norm_(average_soup(seen.before), batches))
+
+
+def test_pushes_are_not_repaired() -> None:
+    assert small_training(rule=Push(alpha=0.9)).averager.around is None
+    assert small_training(num_repair_batches=0).averager.around is None
+
+
+def test_batch_norm_only_needs_batch_norm() -> None:
+    with pytest.raises(ConfigError, match="re-estimate BatchNorm only, but Linear has no BatchNorm layer"):
+        small_training(make_model=lambda: nn.Linear(4, 3), merging=Merging(batch_norm_only=True))
+
+
+def test_the_outcome_says_what_repair_does_to_each_layer() -> None:
+    options = {"num_members": 2, "num_epochs": 1, "batch_size": 16, "num_repair_batches": 2}
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
+
+    expected = {"repaired": [], "before_batch_norm": [], "scaled_only": ["0"], "left_alone": ["2"]}
+    for rule in (MergeAll(every_steps=2), Independent()):
+        assert train(net, small_data(), rule=rule, **options).to_json()["repair"] == expected  # type: ignore[arg-type]
+    assert train(net, small_data(), rule=Push(alpha=0.9), **options).repair is None  # type: ignore[arg-type]
+
+
+def test_repair_around_a_merge_that_fails_leaves_members_as_they_were() -> None:
+    training = small_training()
+    training.population[1][0].weight.data[0] = float("nan")  # type: ignore[index]
+    before = [snapshot(net) for net in training.population]
+    averager = Averager(training.population, MergeAll(every_steps=1), around=training.averager.around)
+    with pytest.raises(Exception, match="member 1 has activations that are not finite at '0'"):
+        averager.step()
+    for net, state in zip(training.population, before, strict=True):
+        for name, value in snapshot(net).items():
+            torch.testing.assert_close(value, state[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_population_may_be_repaired_by_hand() -> None:
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2)]
+    batches: list[Tensor] = [torch.randn(16, 4)]
+    population = Population(copy.deepcopy(nets))
+    population.mix_([[0.5, 0.5], [0.5, 0.5]])
+    assert repair_(population[0], nets, batches).repaired == ("0",)

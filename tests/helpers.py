@@ -172,7 +172,7 @@ def small_config(**changes: object) -> Config:
     return replace(
         config,
         train=replace(config.train, epochs=3, batch_size=64),
-        average=replace(config.average, repair=2),
+        average=replace(config.average, repair=2, probes=True, probe_steps=2),
     )
 
 

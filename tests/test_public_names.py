@@ -30,6 +30,7 @@ PUBLIC_NAMES = [
     "evaluate",
     "feature_similarity",
     "greedy_soup",
+    "interpolate",
     "repair_",
     "reset_batch_norm_",
     "soup_files",

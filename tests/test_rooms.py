@@ -29,6 +29,7 @@ ROOMS = [
     "repair",
     "align",
     "similarity",
+    "interpolate",
     "data",
     "models",
     "augment",

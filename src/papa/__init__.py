@@ -10,6 +10,7 @@ from papa.ensemble import Ensemble
 from papa.errors import PapaError
 from papa.evaluate import Evaluation, evaluate
 from papa.files import soup_files
+from papa.interpolate import interpolate
 from papa.population import Population
 from papa.repair import repair_, reset_batch_norm_
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
@@ -43,6 +44,7 @@ __all__ = [
     "evaluate",
     "feature_similarity",
     "greedy_soup",
+    "interpolate",
     "repair_",
     "reset_batch_norm_",
     "soup_files",

@@ -70,6 +70,8 @@ def test_alignment_and_repair_lower_the_barrier_between_networks_trained_apart(n
     assert list(curves) == ["plain", "aligned", "repaired", "aligned and repaired"]
     barriers = {name: curve.barrier for name, curve in curves.items()}
     assert barriers["plain"] > 0.05
+    without = interpolation_curves(*nets, make_batches(), make_inputs(), align=False)
+    assert without == {name: curves[name] for name in ("plain", "repaired")}
     assert barriers["aligned"] < barriers["plain"]
     assert barriers["aligned and repaired"] < barriers["repaired"] < barriers["plain"]
 

@@ -27,6 +27,7 @@ SCHEDULES = ("cosine", "restarts", "multistep", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "batch-norm")
+ALIGNMENTS = ("none", "activations", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,14 @@ class AverageConfig:
     repair_scope: str = "all"
     """Merges: repair every convolution and linear layer (all), or only re-estimate BatchNorm (batch-norm), which is the
     same in function where BatchNorm follows every convolution."""
+    align: str = "none"
+    """Match members' units to the first member's before averaging: by activations, by weights, or not (none)."""
+    align_every_epochs: float = 5.0
+    """papa: epochs between alignments, which pushes are too frequent for; merges align every time."""
+    align_soups: bool = False
+    """Independent members, where REPAIR is asked for: also make soups of members matched to the growing soup."""
+    align_batches: int = 10
+    """How many batches of training data units are matched on."""
     probes: bool = False
     """Merges: score members on test data just before, just after and a few steps after each."""
     probe_steps: int = 10
@@ -170,6 +179,8 @@ class Config:
     """Where every random stream starts."""
     device: str = "auto"
     """Where to train: auto, cpu, cuda or cuda:1."""
+    analysis: bool = False
+    """At the end, compare members: how alike their features are, and what lies between two of them."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -238,6 +249,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("average.sick", average.sick, POLICIES),
         ("average.repair-policy", average.repair_policy, REPAIR_POLICIES),
         ("average.repair-scope", average.repair_scope, REPAIR_SCOPES),
+        ("average.align", average.align, ALIGNMENTS),
     ):
         if value not in known:
             yield f"--{option} is {value}: {did_you_mean(value, known)}"
@@ -257,6 +269,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("data.overlap", config.data.overlap, 0),
         ("average.every-steps", average.every_steps, 1),
         ("average.repair", average.repair, 0),
+        ("average.align-batches", average.align_batches, 1),
         ("average.probe-steps", average.probe_steps, 1),
         ("average.probe-examples", average.probe_examples, 1),
         ("average.start", average.start, 0),
@@ -290,7 +303,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
             f"--average.alpha is {average.alpha} and --average.half-life {average.half_life}, expected one of the two: "
             "set the other to None"
         )
-    if average.every_epochs <= 0:
-        yield f"--average.every-epochs is {average.every_epochs}, expected more than 0"
+    for option, epochs in (("every-epochs", average.every_epochs), ("align-every-epochs", average.align_every_epochs)):
+        if epochs <= 0:
+            yield f"--average.{option} is {epochs}, expected more than 0"
     if average.stop is not None and average.stop < average.start:
         yield f"--average.stop is {average.stop}, expected at least --average.start ({average.start})"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,9 +32,7 @@ class Curve:
     def barrier(self) -> float:
         """How far the loss rises above the line between the losses at both ends, at most; 0 for a line without one."""
         first, last = self.losses[0], self.losses[-1]
-        return max(
-            loss - ((1 - t) * first + t * last) for t, loss in zip(self.coefficients, self.losses, strict=True)
-        )
+        return max(loss - ((1 - t) * first + t * last) for t, loss in zip(self.coefficients, self.losses, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -62,6 +59,7 @@ def interpolate(
         network(t) = (1 - t) first + t second,   t = 0, ..., 1
 
     Example:
+        >>> import torch
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2)]
         >>> batches = [(torch.randn(32, 4), torch.randint(2, (32,))) for _ in range(2)]
         >>> curve = interpolate(*nets, batches, num_points=5)
@@ -105,10 +103,12 @@ def interpolation_curves(
     metric: Metric = accuracy,
     num_points: int = 11,
     groups: Symmetries | None = None,
+    align: bool = True,
 ) -> dict[str, Curve]:
     """The line between two networks four times: as it is, with units matched, with REPAIR, and with both.
 
     Example:
+        >>> import torch
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2)]
         >>> batches = [(torch.randn(32, 4), torch.randint(2, (32,))) for _ in range(2)]
         >>> curves = interpolation_curves(*nets, batches, [torch.randn(32, 4)], num_points=3)
@@ -124,9 +124,11 @@ def interpolation_curves(
         metric: the mean score of a batch, higher is better.
         num_points: how many networks are scored on each line.
         groups: what `symmetries` gave for this architecture, when known already.
+        align: leave out the two lines with units matched when False, as for networks whose graph cannot be had.
     """
     aligned = copy.deepcopy(second)
-    align_(aligned, first, inputs, by="activations", groups=groups)
+    if align:
+        align_(aligned, first, inputs, by="activations", groups=groups)
 
     def repair_between(end: nn.Module) -> After:
         moments = [layer_moments(network, inputs) for network in (first, end)]
@@ -136,13 +138,13 @@ def interpolation_curves(
 
         return repair
 
-    ends: dict[str, tuple[nn.Module, After | None]] = {
-        "plain": (second, None),
-        "aligned": (aligned, None),
-        "repaired": (second, repair_between(second)),
-        "aligned and repaired": (aligned, repair_between(aligned)),
+    ends = {"": second, "aligned": aligned} if align else {"": second}
+    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "num_points": num_points}
+    plain = {name or "plain": interpolate(first, end, batches, **scoring) for name, end in ends.items()}
+    repaired = {
+        f"{name} and repaired" if name else "repaired": interpolate(
+            first, end, batches, after=repair_between(end), **scoring
+        )
+        for name, end in ends.items()
     }
-    return {
-        name: interpolate(first, end, batches, loss=loss, metric=metric, num_points=num_points, after=after)
-        for name, (end, after) in ends.items()
-    }
+    return {**plain, **repaired}

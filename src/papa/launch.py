@@ -36,11 +36,11 @@ from papa.checkpoint import (
 from papa.config import Config
 from papa.errors import ConfigError, RunError, StoppedError
 from papa.group import Group, Local, start_workers
-from papa.recipes import paper_scores
+from papa.recipes import paper_scores, paper_soups
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
 from papa.recipes.picture import prediction_picture
 from papa.report import run_page
-from papa.runs import RunDirectory, is_metrics_state
+from papa.runs import RunDirectory, fold_merges, is_metrics_state
 from papa.training import EpochRecord, Hook, Training, harvest
 
 Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
@@ -253,7 +253,13 @@ def _train(
 ) -> dict[str, Any]:
     training.run(hooks)
     recorder.finish(training)
-    outcome = harvest(training)
+    average = config.average
+    outcome = harvest(
+        training,
+        align_soups=average.align_soups,
+        analysis=config.analysis,
+        num_align_batches=average.align_batches,
+    )
     for member, network in zip(training.members, training.population, strict=True):
         if member not in training.population.dropped:
             run.save_member(member, network)
@@ -267,6 +273,7 @@ def _train(
         "num_averagings": training.averager.num_averagings,
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
+        "paper_soups": paper_soups(config),
     }
     training.group.wait()
     if training.group.leads:
@@ -276,7 +283,7 @@ def _train(
         picture = prediction_picture(training, outcome.greedy.network)
         if picture is not None:
             write_atomically(run.picture, picture)
-        write_atomically(run.report, run_page(result, events))
+        write_atomically(run.report, run_page(result, fold_merges(events)))
         write_json(run.result, result)
     return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +258,33 @@ def _is_repaired(item: tuple[str, Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
+
+
+def fold_merges(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A run's metrics with one event for each merge that was probed.
+
+    A run logs scores around a merge when they are known, so that it can be stopped in between: those before and after
+    at the merge, those some steps later in an event of their own. Readers want them together.
+
+    Example:
+        >>> merge = {"event": "merge", "step": 10, "epoch": 1, "data": "test", "before": [90.0], "after": [92.0]}
+        >>> later = {"event": "merge-later", "step": 12, "merge_step": 10, "data": "test", "scores": [91.0]}
+        >>> (event,) = fold_merges([merge, later])
+        >>> event["later"], event["steps_later"]
+        ([91.0], 2)
+
+    Returns:
+        All events in their order; each `merge` with `later` and `steps_later`, both None when training ended before.
+    """
+    folded: list[dict[str, Any]] = []
+    merges: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["event"] == "merge-later":
+            steps_later = event["step"] - event["merge_step"]
+            merges[event["merge_step"]].update(later=event["scores"], steps_later=steps_later)
+            continue
+        folded.append(dict(event))
+        if event["event"] == "merge":
+            merges[event["step"]] = folded[-1]
+            folded[-1].update(later=None, steps_later=None)
+    return folded

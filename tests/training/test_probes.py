@@ -8,7 +8,8 @@ from helpers import assert_same_bits, small_data, small_training, snapshot
 from papa import Independent, MergeAll, Push, evaluate
 from papa.data import Data
 from papa.errors import ConfigError
-from papa.training import EpochRecord, Hook, MergeProbes, Training, fold_probes
+from papa.runs import fold_merges
+from papa.training import EpochRecord, Hook, MergeProbes, Training
 
 
 def probed(*more: Hook, **changes: Any) -> tuple[Training, list[dict[str, Any]]]:
@@ -43,7 +44,7 @@ def test_scores_are_those_of_the_members_at_that_time() -> None:
     _, events = probed(by_hand)
     _, unrepaired = probed(num_repair_batches=0)
     small_training(rule=Independent()).run([apart])
-    folded = fold_probes(events)
+    folded = fold_merges(events)
     assert [event["step"] for event in folded] == [5, 10]  # not after the last step
     assert [event["epoch"] for event in folded] == [1, 2]
     assert folded[0]["before"] == apart.steps[5]
@@ -130,5 +131,5 @@ def test_what_cannot_be_probed_is_refused() -> None:
 
 def test_a_merge_near_the_end_has_no_later() -> None:
     _, events = probed(rule=MergeAll(every_steps=14))
-    (merge,) = fold_probes(events)
+    (merge,) = fold_merges(events)
     assert merge["later"] is merge["steps_later"] is None

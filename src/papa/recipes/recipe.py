@@ -32,6 +32,8 @@ class Recipe:
     """From a budget to the configuration."""
     paper: Mapping[tuple[str, str, int], PaperScores] = field(default_factory=dict)
     """The paper's scores by (method, grid, members)."""
+    paper_soups: str = "repaired"
+    """Which soups of independent members the paper's are: `repaired`, or `aligned` (and repaired)."""
     default_budget: str = "full"
 
     def config(self, budget: str | None = None) -> Config:

@@ -22,3 +22,9 @@ def find(name: str) -> Recipe:
 def paper_scores(config: Config) -> PaperScores | None:
     """What the paper reports for a recipe's method, grid and population size, in its full setting."""
     return RECIPES[config.recipe].paper_scores(config) if config.recipe in RECIPES else None
+
+
+def paper_soups(config: Config) -> str | None:
+    """Which of a result's soups to compare the paper's with: `repaired` or `aligned`; None for those as they are."""
+    is_known = config.recipe in RECIPES and paper_scores(config) is not None
+    return RECIPES[config.recipe].paper_soups if is_known and config.method == "independent" else None

@@ -34,13 +34,16 @@ CIFAR_ROWS = (
 
 
 def cifar(row: _Row, budget: str) -> Config:
-    """300 epochs of SGD with a cosine, ten members, each with a draw from the default grid."""
+    """300 epochs of SGD with a cosine, ten members, each with a draw from the default grid.
+
+    Members are repaired after merges; soups of independent members are aligned and repaired.
+    """
     config = Config(
         members=10,
         data=DataConfig(name=row.data),
         model=ModelConfig(name=row.model),
         train=TrainConfig(epochs=300, batch_size=64, lr=0.1, min_lr=1e-4, weight_decay=1e-4),
-        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5),
+        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5, align_soups=True),
         diversity=DiversityConfig(grid="default"),
     )
     if budget == "mini":
@@ -62,13 +65,13 @@ def cifar_long(row: _Row, budget: str) -> Config:
 
 
 def imagenet(budget: str) -> Config:
-    """90 epochs of ResNet-50, three members; merges every epoch."""
+    """90 epochs of ResNet-50, three members; merges every epoch, without REPAIR."""
     config = Config(
         members=3,
         data=DataConfig(name="imagenet", image_size=224),
         model=ModelConfig(name="timm:resnet50"),
         train=TrainConfig(epochs=90, batch_size=256, precision="bfloat16", channels_last=True),
-        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=1.0),
+        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=1.0, repair=0),
         diversity=DiversityConfig(grid="imagenet"),
     )
     if budget == "mini":
@@ -89,6 +92,7 @@ def _cifar_recipe(row: _Row) -> Recipe:
         table=row.table,
         make=lambda budget: cifar(row, budget),
         paper=paper.detailed(row.table),
+        paper_soups="aligned",
     )
 
 

@@ -81,7 +81,7 @@ class ResetBatchNormAfterMerges:
         self.batches_for = batches_for
 
     @contextlib.contextmanager
-    def __call__(self, population: Population, matrix: Tensor) -> Iterator[None]:
+    def __call__(self, population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
         """Let members be merged, then re-estimate."""
         yield
         batches = [self.batches_for(member) for member in population.members]

@@ -5,7 +5,7 @@ from papa.training.freezing import FrozenBody
 from papa.training.loop import Augment, EpochRecord, Hook, Length, Numerics, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, Scores, harvest
-from papa.training.probes import MergeProbes, fold_probes
+from papa.training.probes import MergeProbes
 
 __all__ = [
     "Augment",
@@ -19,7 +19,6 @@ __all__ = [
     "Outcome",
     "Scores",
     "Training",
-    "fold_probes",
     "harvest",
     "sgd",
     "train",

@@ -287,16 +287,21 @@ class Training:
         augment = self.augments[member - self.members.start]
         return [
             self._formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
-            for number, batch in enumerate(self._raw_repair_batches())
+            for number, batch in enumerate(self._fixed_batches(self.num_repair_batches))
         ]
 
-    def plain_repair_batches(self) -> list[Tensor]:
-        """The same images without augmentation."""
-        return [self._formatted(self.prepare(inputs)) for inputs, _ in self._raw_repair_batches()]
+    def plain_batches(self, num_batches: int) -> list[Tensor]:
+        """Training images without augmentation, the same on every call; those that REPAIR looks at come first."""
+        return [self._formatted(self.prepare(inputs)) for inputs, _ in self._fixed_batches(num_batches)]
 
-    def _raw_repair_batches(self) -> Iterator[Batch]:
+    def plain_repair_batches(self) -> list[Tensor]:
+        """The batches REPAIR looks at, without augmentation."""
+        return self.plain_batches(self.num_repair_batches)
+
+    def _fixed_batches(self, num_batches: int) -> Iterator[Batch]:
         order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
-        for indices in torch.split(order, self.batch_size)[: self.num_repair_batches]:
+        whole = order[: len(order) // self.batch_size * self.batch_size]
+        for indices in torch.split(whole, self.batch_size)[:num_batches]:
             inputs, targets = self.data.train.batch(indices)
             yield inputs.to(self.device), targets.to(self.device)
 
@@ -374,7 +379,7 @@ class Training:
         with self._timed("evaluate"), self._autocast():
             return evaluate_together(
                 models,
-                self._prepared(source),
+                self.prepared(source),
                 loss=self.loss,
                 metric=self.metric,
                 apply=self.apply,
@@ -382,8 +387,9 @@ class Training:
                 ensemble_of=ensemble_of,
             )
 
-    def _prepared(self, source: Source) -> Iterator[Batch]:
-        for inputs, targets in batches_of(source, self.eval_batch_size):
+    def prepared(self, source: Source, batch_size: int | None = None) -> Iterator[Batch]:
+        """All examples of a source as networks take them, without augmentation."""
+        for inputs, targets in batches_of(source, batch_size or self.eval_batch_size):
             yield self._formatted(self.prepare(inputs.to(self.device))), targets.to(self.device)
 
     def member_states(self) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:

@@ -14,6 +14,7 @@ from papa.averager import Around
 from papa.errors import ConfigError
 from papa.population import Population
 from papa.repair import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
+from papa.rules import Moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +46,11 @@ def repair_around(
         )
     kind = ResetBatchNormAfterMerges if merging.batch_norm_only else RepairMerges
 
-    def around(population: Population, matrix: Tensor) -> AbstractContextManager[None]:
+    def around(population: Population, matrix: Tensor, moment: Moment) -> AbstractContextManager[None]:
         if merging.own_policies:
-            return kind(own_batches)(population, matrix)
+            return kind(own_batches)(population, matrix, moment)
         shared = plain_batches()
-        return kind(lambda member: shared)(population, matrix)
+        return kind(lambda member: shared)(population, matrix, moment)
 
     return around
 
@@ -58,11 +59,11 @@ def one_inside_the_other(*arounds: Around | None) -> Around:
     """The contexts of several, the first outermost."""
 
     @contextlib.contextmanager
-    def around(population: Population, matrix: Tensor) -> Iterator[None]:
+    def around(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part in arounds:
                 if part is not None:
-                    stack.enter_context(part(population, matrix))
+                    stack.enter_context(part(population, matrix, moment))
             yield
 
     return around

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from papa.data.source import Source
 from papa.evaluate import Evaluation
 from papa.population import Population
-from papa.repair import RepairReport, goals_of, layer_moments, repair_plan, repair_toward_
+from papa.repair import RepairReport, repair_plan
 from papa.rules import Independent
 from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.training.analysis import Analysis, analyse
 from papa.training.loop import Training
+from papa.training.soups import Soups, aligned_soups, repaired_soups
 
 
 @dataclass(frozen=True)
@@ -68,28 +70,6 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class RepairedSoups:
-    """Soups whose activation statistics were repaired (REPAIR), and their scores."""
-
-    average_soup: nn.Module
-    greedy: GreedySoup[nn.Module]
-    validation: tuple[Evaluation, Evaluation]
-    """The average and the greedy soup on the validation data."""
-    test: tuple[Evaluation, Evaluation] | None
-    """The same on the test data."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As `result.json` holds it."""
-        parts = {"validation": self.validation, "test": self.test}
-        scores = {
-            part: {"average_soup": pair[0].score, "greedy_soup": pair[1].score}
-            for part, pair in parts.items()
-            if pair is not None
-        }
-        return {**scores, "greedy_members": sorted(self.greedy.members)}
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A trained population, the networks made of it, and their scores."""
 
@@ -107,8 +87,12 @@ class Outcome:
     """Where the time went."""
     sick: list[dict[str, Any]] = field(default_factory=list)
     """Members that were found sick, when, why, and what was done."""
-    repaired: RepairedSoups | None = None
+    repaired: Soups | None = None
     """For members that were never averaged, and where REPAIR is asked for: the soups it gives."""
+    aligned: Soups | None = None
+    """The same of members whose units were matched to the growing soup, where asked for."""
+    analysis: Analysis | None = None
+    """What members share, where asked for."""
     repair: RepairReport | None = None
     """Where REPAIR was used: what it does to each layer."""
 
@@ -124,13 +108,24 @@ class Outcome:
             ],
             "sick": self.sick,
             "repaired": None if self.repaired is None else self.repaired.to_json(),
+            "aligned": None if self.aligned is None else self.aligned.to_json(),
+            **({"similarity": None, "interpolation": None} if self.analysis is None else self.analysis.to_json()),
             "repair": None if self.repair is None else self.repair.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
 
-def harvest(training: Training) -> Outcome:
-    """Make the soups of a trained population and score everything on validation and test data."""
+def harvest(
+    training: Training, *, align_soups: bool = False, analysis: bool = False, num_align_batches: int = 10
+) -> Outcome:
+    """Make the soups of a trained population and score everything on validation and test data.
+
+    Args:
+        training: a training that has run.
+        align_soups: where soups are repaired, also make them of members whose units were matched.
+        analysis: also see what members share.
+        num_align_batches: how many batches of training data units are matched on.
+    """
     validation, test = training.data.validation, training.data.test
     average = average_soup(training.population)
     greedy = greedy_soup(training.population, lambda network: training.evaluate([network], validation)[0][0])
@@ -149,6 +144,8 @@ def harvest(training: Training) -> Outcome:
         seconds=training.seconds,
         sick=training.sick,
         repaired=repaired_soups(training) if _wants_repaired_soups(training) else None,
+        aligned=aligned_soups(training, num_align_batches) if align_soups and _wants_repaired_soups(training) else None,
+        analysis=analyse(training, num_align_batches=num_align_batches) if analysis else None,
         repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
     )
 
@@ -161,23 +158,3 @@ def _uses_repair(training: Training) -> bool:
 
 def _wants_repaired_soups(training: Training) -> bool:
     return bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
-
-
-def repaired_soups(training: Training) -> RepairedSoups:
-    """Average and greedy soup, each average repaired before it is scored, as the paper does for independent members."""
-    batches = training.plain_repair_batches()
-    moments = training.group.gather([layer_moments(model, batches) for model in training.population])
-
-    def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(network, goals_of(moments, row), batches)
-
-    def pair_on(source: Source) -> tuple[Evaluation, Evaluation]:
-        first, second = training.evaluate([average, greedy.network], source)[0]
-        return first, second
-
-    validation, test = training.data.validation, training.data.test
-    average = average_soup(training.population, after=repair)
-    greedy = greedy_soup(
-        training.population, lambda network: training.evaluate([network], validation)[0][0], after=repair
-    )
-    return RepairedSoups(average, greedy, pair_on(validation), None if test is None else pair_on(test))

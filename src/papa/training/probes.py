@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from papa.averager import Around, Averaging
 from papa.data.source import Source, Subset
 from papa.errors import ConfigError
 from papa.population import Population
-from papa.rules import Independent
+from papa.rules import Independent, Moment
 from papa.streams import stream
 from papa.training.loop import EpochRecord, Hook, Training
 from papa.training.merging import one_inside_the_other
@@ -30,8 +30,8 @@ class MergeProbes(Hook):
         {"event": "merge-later", "step", "merge_step", "data", "scores"}
 
     with one score per member; `after_unrepaired` is there when something is done to members after they are mixed.
-    `fold_probes` makes one of both. Training itself is not changed. A hook that saves checkpoints must come after this
-    one, so that what belongs to a checkpoint's step is logged before it.
+    `papa.runs.fold_merges` makes one of both. Training itself is not changed. A hook that saves checkpoints must come
+    after this one, so that what belongs to a checkpoint's step is logged before it.
 
     Example:
         >>> from torch import nn
@@ -105,7 +105,7 @@ class MergeProbes(Hook):
 
     def _around(self, training: Training, *, after: str, before: str | None = None) -> Around:
         @contextlib.contextmanager
-        def around(population: Population, matrix: Tensor) -> Iterator[None]:
+        def around(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
             if before is not None:
                 self._scores = {before: self._look(training)}
             yield
@@ -125,25 +125,3 @@ def probe_source(training: Training, num_examples: int) -> Source:
         return source
     order = torch.randperm(len(source), generator=stream(training.seed, "probe"), device="cpu")
     return Subset(source, order[:num_examples])
-
-
-def fold_probes(events: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """The probes among a run's metrics, one event per merge.
-
-    Example:
-        >>> merge = {"event": "merge", "step": 10, "epoch": 1, "data": "test", "before": [90.0], "after": [92.0]}
-        >>> later = {"event": "merge-later", "step": 12, "merge_step": 10, "data": "test", "scores": [91.0]}
-        >>> fold_probes([merge, later])[0]["later"]
-        [91.0]
-
-    Returns:
-        Each `merge` event with `later` and `steps_later`, both None when training ended before.
-    """
-    merges: dict[int, Event] = {}
-    for event in events:
-        if event["event"] == "merge":
-            merges[event["step"]] = {**event, "later": None, "steps_later": None}
-        elif event["event"] == "merge-later" and event["merge_step"] in merges:
-            steps_later = event["step"] - event["merge_step"]
-            merges[event["merge_step"]].update(later=event["scores"], steps_later=steps_later)
-    return list(merges.values())

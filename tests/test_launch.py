@@ -56,6 +56,7 @@ def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path
     events = list(run.read_metrics())
     steps = result["config"]["train"]["epochs"] * (270 // 64)
     assert [event["epoch"] for event in events if event["event"] == "epoch"] == [1, 2, 3]
+    assert not any(event["event"].startswith("merge") for event in events)  # pushes are not probed
     assert [event["step"] for event in events if event["event"] == "average"] == list(range(5, steps + 1, 5))
 
 
@@ -68,6 +69,16 @@ def test_two_workers_end_with_the_bits_of_one(tmp_path: Path, method: str) -> No
     assert_same_run(tmp_path / "one", tmp_path / "two")
     assert alone["test"] == together["test"]
     assert together["environment"]["workers"] == 2
+
+
+def test_two_workers_see_what_one_sees_in_independent_members(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    config = small_config(method="independent", analysis=True)
+    average = replace(config.average, align_soups=True, align_batches=2)
+    config = replace(config, average=average, train=replace(config.train, epochs=1))
+    alone, together = (execute(config, tmp_path / str(workers), workers=workers) for workers in (1, 2))
+    for part in ("repaired", "aligned", "similarity", "interpolation", "repair"):
+        assert alone[part] == together[part] is not None, part
 
 
 class Patient(Hook):

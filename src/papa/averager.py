@@ -164,7 +164,7 @@ class Averager:
         with self.around(self.population, matrix, moment) if self.around is not None else contextlib.nullcontext():
             self.population.mix_(matrix)
         self.num_averagings += 1
-        if before is None or alpha is None:
+        if before is None or alpha is None or self.around is not None:
             after = tuple(self.population.distances().tolist()) if self.measure else None
         else:
             after = tuple(alpha * distance for distance in before)  # a push contracts by exactly alpha

@@ -10,8 +10,8 @@ from papa.align import align_
 from papa.models import make_model
 from papa.repair import repair_
 from papa.training import Training, harvest
-from papa.training.analysis import analyse, layers_to_compare, member_copy
-from papa.training.soups import aligned_soups
+from papa.training.analysis import analyse, layers_to_compare
+from papa.training.soups import aligned_and_repaired_soups
 
 
 def trained(rule: object = Independent(), **changes: object) -> Training:
@@ -92,7 +92,7 @@ def test_units_that_cannot_be_matched_are_said_so_and_left_out() -> None:
     assert not analysis.to_json()["similarity"]["matched"]
     assert list(analysis.curves) == ["plain", "repaired"]
     with pytest.warns(UserWarning, match="units of Odd are not matched"):
-        assert aligned_soups(training, 2) is None
+        assert aligned_and_repaired_soups(training, 2) is None
 
 
 def test_one_member_has_nothing_to_be_compared_with() -> None:
@@ -105,27 +105,19 @@ def test_stages_are_compared_where_there_are_any() -> None:
     assert layers_to_compare(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))) == ["0", "2"]
 
 
-def test_a_copy_of_a_member_is_its_own(apart: Training) -> None:
-    found = member_copy(apart, 1)
-    assert_same_bits(snapshot(found), snapshot(apart.population[1]))
-    with torch.no_grad():
-        next(found.parameters()).zero_()
-    assert bool(next(apart.population[1].parameters()).any())
-
-
 def test_aligned_soups_grow_best_first_each_matched_to_the_soup_before_it(apart: Training) -> None:
-    soups = aligned_soups(apart, 3)
+    soups = aligned_and_repaired_soups(apart, 3)
     assert soups is not None
     inputs = apart.plain_batches(3)
     readings = apart.evaluate_population(apart.data.validation)[0]
     order = sorted(range(3), key=lambda member: (-readings[member].score, readings[member].loss))
     parents = [copy.deepcopy(apart.population[order[0]])]
-    soup = parents[0]
+    mean = soup = parents[0]
     for member in order[1:]:
         joining = copy.deepcopy(apart.population[member])
-        align_(joining, soup, inputs, by="activations")
+        align_(joining, mean, inputs, by="activations")
         parents.append(joining)
-        soup = average_soup(parents)
+        mean, soup = average_soup(parents), average_soup(parents)
         repair_(soup, parents, inputs[:2])
     for name, value in snapshot(soup).items():
         torch.testing.assert_close(snapshot(soups.average_soup)[name], value, rtol=1e-4, atol=1e-5)

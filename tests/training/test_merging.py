@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import Tensor, nn
 
 from helpers import small_data, small_training, snapshot
 from papa import Averager, Independent, MergeAll, Population, Push, average_soup, train
+from papa.align import align_
 from papa.errors import ConfigError
 from papa.repair import repair_, reset_batch_norm_
 from papa.training import Hook, Merging, Training
@@ -33,7 +35,7 @@ class BeforeMerge(Hook):
             self.after = copy.deepcopy(list(training.population))
 
 
-def merged(**merging: bool) -> tuple[Training, BeforeMerge]:
+def merged(**merging: Any) -> tuple[Training, BeforeMerge]:
     training, seen = small_training(merging=Merging(**merging)), BeforeMerge()
     training.run([seen])
     return training, seen
@@ -110,3 +112,56 @@ def test_a_population_may_be_repaired_by_hand() -> None:
     population = Population(copy.deepcopy(nets))
     population.mix_([[0.5, 0.5], [0.5, 0.5]])
     assert repair_(population[0], nets, batches).repaired == ("0",)
+
+
+@pytest.mark.parametrize("by", ["activations", "weights"])
+def test_members_are_matched_to_the_first_before_they_are_merged(by: str) -> None:
+    training, seen = merged(align=by, num_align_batches=2)
+    _, apart = merged()
+    inputs = training.plain_batches(2)
+    for found, before in zip(seen.before, apart.before, strict=True):
+        torch.testing.assert_close(found.eval()(inputs[0]), before.eval()(inputs[0]), rtol=1e-4, atol=1e-5)
+    assert_close(seen.before[0], apart.before[0])
+    assert not torch.allclose(seen.before[1].get_parameter("0.weight"), apart.before[1].get_parameter("0.weight"))
+    for member in (1, 2):
+        again = align_(seen.before[member], seen.before[0], inputs, by=by)
+        assert again.after == pytest.approx(again.before)
+
+
+class States(Hook):
+    """Keeps the members' numbers after every step, and what a checkpoint would hold."""
+
+    def __init__(self) -> None:
+        self.states: list[list[dict[str, Tensor]]] = []
+        self.checkpoints: list[Any] = []
+
+    def after_step(self, training: Training) -> None:
+        self.states.append([snapshot(net) for net in training.population])
+        self.checkpoints.append(copy.deepcopy((training.step, training.state_dict(), training.member_states())))
+
+
+def test_pushes_match_members_at_a_cadence_of_its_own_that_survives_a_resume() -> None:
+    def build(align: str | None) -> Training:
+        merging = Merging(align=align, align_every_epochs=2, num_align_batches=2)
+        return small_training(rule=Push(alpha=0.9, every_steps=3), merging=merging)
+
+    plain, aligned, resumed = States(), States(), States()
+    build(None).run([plain])
+    build("activations").run([aligned])
+    same = [
+        all(torch.equal(first[name], second[name]) for name in first)
+        for first, second in ((ours[1], theirs[1]) for ours, theirs in zip(plain.states, aligned.states, strict=True))
+    ]
+    assert same == [True] * 11 + [False] * 4  # the first push in every ten steps is at 12
+    training = build("activations")
+    training.load_checkpoint_(*aligned.checkpoints[6])
+    training.run([resumed])
+    for first, second in zip(resumed.states[-1], aligned.states[-1], strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_independent_members_are_not_matched() -> None:
+    assert (
+        small_training(rule=Independent(), merging=Merging(align="weights"), num_repair_batches=0).averager.around
+        is None
+    )

@@ -97,11 +97,14 @@ def hooks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> list[H
 
 
 def merging_for(config: Config) -> Merging:
-    """How members are repaired around merges."""
+    """How members are matched before they are averaged, and repaired after merges."""
     average = config.average
     return Merging(
         own_policies=average.repair_policy == "own",
         batch_norm_only=average.repair_scope == "batch-norm",
+        align=None if average.align == "none" else average.align,
+        align_every_epochs=average.align_every_epochs,
+        num_align_batches=average.align_batches,
     )
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa import flat
 from papa.align import Symmetries, align_all_, symmetries
+from papa.align.merging import fetched
 from papa.errors import PapaError
 from papa.interpolate import Curve, interpolation_curves
-from papa.mixing import soup_row
 from papa.repair import repair_, repairable_layers
 from papa.similarity import feature_similarity
 from papa.soup import average_soup
@@ -88,7 +87,7 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     num_members = min(num_members, training.population.size)
     if num_members < 2:
         return None
-    networks = [member_copy(training, member) for member in range(num_members)]
+    networks = [fetched(training.population, member) for member in range(num_members)]
     inputs = training.plain_batches(max(num_align_batches, NUM_BATCHES))
     repair_inputs = inputs[: training.num_repair_batches or NUM_BATCHES]
     groups = exchangeable(networks[0], inputs[0])
@@ -100,17 +99,6 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
         soup = average_soup(aligned, after=lambda network, row: repair_(network, aligned, repair_inputs, row))
         matched = similarity_of(training, [*aligned, soup])
     return Analysis(plain, matched, curves_between(training, networks[0], networks[1], inputs, groups))
-
-
-@torch.no_grad()
-def member_copy(training: Training, member: int) -> nn.Module:
-    """A network of its own with a member's numbers, wherever it lives. All processes must call it."""
-    population = training.population
-    network = copy.deepcopy(population[0])
-    tensors = flat.named_tensors(network, population.averaged)
-    for name, value in population.combined(soup_row(population.size, [member])).items():
-        tensors[name].copy_(value)
-    return network
 
 
 def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:

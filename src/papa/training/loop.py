@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa import checkpoint
-from papa.averager import Around, Averager, Averaging
+from papa.align import AlignMerges
+from papa.averager import Around, Averager, Averaging, chain
 from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
 from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.health import Sickness
 from papa.population import Population
-from papa.rules import Push, Rule
+from papa.rules import Independent, Push, Rule
 from papa.schedules import Schedule
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
 from papa.training.merging import Merging, repair_around
@@ -182,10 +183,18 @@ class Training:
         return model.to(memory_format=torch.channels_last) if self.numerics.channels_last else model
 
     def _around(self, rule: Rule) -> Around | None:
-        """What happens around averagings, besides mixing."""
-        if not (self.num_repair_batches and rule.is_merge):
-            return None
-        return repair_around(self.population[0], self.merging, self.repair_batches, self.plain_repair_batches)
+        """What happens around averagings, besides mixing: members are matched before, and repaired after merges."""
+        merging = self.merging
+        parts: list[Around] = []
+        if merging.align is not None and not isinstance(rule, Independent):
+            every_steps = 1 if rule.is_merge else round(merging.align_every_epochs * self.length.steps_per_epoch)
+            batches = self.plain_batches(merging.num_align_batches)
+            parts.append(
+                AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=max(every_steps, 1))
+            )
+        if self.num_repair_batches and rule.is_merge:
+            parts.append(repair_around(self.population[0], merging, self.repair_batches, self.plain_repair_batches))
+        return chain(*parts) if parts else None
 
     def set_lr_(self) -> float:
         """Set the learning rate that belongs to the current step, and return that of the first group."""

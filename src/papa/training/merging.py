@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -19,13 +18,20 @@ from papa.rules import Moment
 
 @dataclass(frozen=True, kw_only=True)
 class Merging:
-    """How members are repaired around merges, where they are."""
+    """How members are matched before they are averaged, and repaired after merges."""
 
     own_policies: bool = True
     """Look at the data under each member's own augmentation, as the paper does: two passes for each member. Else at
     plain data: one pass for each member and one for each distinct child."""
     batch_norm_only: bool = False
     """Only re-estimate BatchNorm: in networks that have it after every convolution, the same in function."""
+    align: str | None = None
+    """Match members' units to the first member's before they are averaged, by `activations` or by `weights`; None for
+    not. The optimizers' state moves with the units."""
+    align_every_epochs: float = 5.0
+    """How often, for rules that average more often than that and do not merge."""
+    num_align_batches: int = 10
+    """How many batches of training data units are matched on."""
 
 
 def repair_around(
@@ -51,19 +57,5 @@ def repair_around(
             return kind(own_batches)(population, matrix, moment)
         shared = plain_batches()
         return kind(lambda member: shared)(population, matrix, moment)
-
-    return around
-
-
-def one_inside_the_other(*arounds: Around | None) -> Around:
-    """The contexts of several, the first outermost."""
-
-    @contextlib.contextmanager
-    def around(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for part in arounds:
-                if part is not None:
-                    stack.enter_context(part(population, matrix, moment))
-            yield
 
     return around

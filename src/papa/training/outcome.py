@@ -15,7 +15,7 @@ from papa.rules import Independent
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.analysis import Analysis, analyse
 from papa.training.loop import Training
-from papa.training.soups import Soups, aligned_soups, repaired_soups
+from papa.training.soups import Soups, aligned_and_repaired_soups, repaired_soups
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ def harvest(
         first, second = training.evaluate([average, greedy.network], source)[0]
         return Scores(members, ensemble, first, second, dropped=training.population.dropped)
 
+    wants_soups = bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
     return Outcome(
         population=training.population,
         average_soup=average,
@@ -143,18 +144,14 @@ def harvest(
         test=None if test is None else scores_on(test),
         seconds=training.seconds,
         sick=training.sick,
-        repaired=repaired_soups(training) if _wants_repaired_soups(training) else None,
-        aligned=aligned_soups(training, num_align_batches) if align_soups and _wants_repaired_soups(training) else None,
+        repaired=repaired_soups(training) if wants_soups else None,
+        aligned=aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None,
         analysis=analyse(training, num_align_batches=num_align_batches) if analysis else None,
         repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
     )
 
 
 def _uses_repair(training: Training) -> bool:
-    return (
-        bool(training.num_repair_batches) and training.averager.rule.is_merge and not training.merging.batch_norm_only
-    )
-
-
-def _wants_repaired_soups(training: Training) -> bool:
-    return bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
+    rule = training.averager.rule
+    is_whole = isinstance(rule, Independent) or not training.merging.batch_norm_only
+    return bool(training.num_repair_batches) and rule.is_merge and is_whole

@@ -9,14 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.averager import Around, Averaging
+from papa.averager import Around, Averaging, chain
 from papa.data.source import Source, Subset
 from papa.errors import ConfigError
 from papa.population import Population
 from papa.rules import Independent, Moment
 from papa.streams import stream
 from papa.training.loop import EpochRecord, Hook, Training
-from papa.training.merging import one_inside_the_other
 
 Event: TypeAlias = dict[str, Any]
 
@@ -70,8 +69,10 @@ class MergeProbes(Hook):
                 f"{averager.rule.every_steps} steps: look earlier"
             )
         outside = self._around(training, before="before", after="after")
-        inside = self._around(training, after="after_unrepaired") if averager.around is not None else None
-        averager.around = one_inside_the_other(outside, averager.around, inside)
+        if averager.around is None:
+            averager.around = outside
+        else:
+            averager.around = chain(outside, averager.around, self._around(training, after="after_unrepaired"))
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         """Log what was seen around a merge."""

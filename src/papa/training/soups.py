@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from papa.align import Symmetries, align_
+from papa.align import aligned_soups
 from papa.data.source import Source
 from papa.evaluate import Evaluation
-from papa.repair import Moments, goals_of, layer_moments, repair_toward_
-from papa.soup import GreedySoup, Trial, average_soup, greedy_soup
-from papa.training.analysis import exchangeable, member_copy
+from papa.repair import goals_of, layer_moments, repair_toward_
+from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.training.analysis import exchangeable
 from papa.training.loop import Training
 
 
@@ -57,7 +55,7 @@ def repaired_soups(training: Training) -> Soups:
     return _scored(training, average, greedy)
 
 
-def aligned_soups(training: Training, num_align_batches: int = 10) -> Soups | None:
+def aligned_and_repaired_soups(training: Training, num_align_batches: int = 10) -> Soups | None:
     """Average and greedy soup of members matched, best first, to the soup of those before them, and repaired.
 
     As the paper does for VGG and ResNet-18 on CIFAR. All processes must call it.
@@ -69,55 +67,15 @@ def aligned_soups(training: Training, num_align_batches: int = 10) -> Soups | No
     groups = exchangeable(training.population[0], inputs[0])
     if groups is None:
         return None
-    validation = training.data.validation
-    readings, _ = training.evaluate_population(validation)
-    order = sorted(range(len(readings)), key=lambda member: (-readings[member].score, readings[member].loss, member))
-    matching = _Matching(inputs, inputs[: training.num_repair_batches], groups)
-    first = member_copy(training, order[0])
-    average = greedy = _Growing(first, first, [layer_moments(first, matching.repair_inputs)])
-    chosen, best, trials = order[:1], readings[order[0]].score, []
-    for member in order[1:]:
-        grown = average.joined_by(member_copy(training, member), matching)
-        candidate = grown if greedy is average else greedy.joined_by(member_copy(training, member), matching)
-        average = grown
-        score = training.evaluate([candidate.soup], validation)[0][0].score
-        trials.append(Trial((*chosen, member), score, score >= best))
-        if score >= best:
-            greedy, chosen, best = candidate, [*chosen, member], score
-    scores = tuple(reading.score for reading in readings)
-    return _scored(training, average.soup, GreedySoup(greedy.soup, tuple(chosen), best, scores, tuple(trials)))
-
-
-@dataclass(frozen=True)
-class _Matching:
-    """What members are matched and repaired by."""
-
-    inputs: list[Tensor]
-    repair_inputs: list[Tensor]
-    groups: Symmetries
-
-
-@dataclass(frozen=True)
-class _Growing:
-    """A soup that members join one after the other."""
-
-    mean: nn.Module
-    """The average of those in it, as they were matched."""
-    soup: nn.Module
-    """The same, repaired: what is scored, and what the next member is matched to."""
-    moments: list[dict[str, Moments]]
-    """The activation statistics of those in it."""
-
-    def joined_by(self, member: nn.Module, matching: _Matching) -> _Growing:
-        """The soup with one more member in it, whose units are permuted."""
-        align_(member, self.soup, matching.inputs, by="activations", groups=matching.groups)
-        moments = [*self.moments, layer_moments(member, matching.repair_inputs)]
-        share = 1.0 / len(moments)
-        mean = average_soup([self.mean, member], [1.0 - share, share])
-        soup = copy.deepcopy(mean)
-        goals = goals_of(moments, torch.full((len(moments),), share, dtype=torch.float64))
-        repair_toward_(soup, goals, matching.repair_inputs)
-        return _Growing(mean, soup, moments)
+    soups = aligned_soups(
+        training.population,
+        lambda network: training.evaluate([network], training.data.validation)[0][0],
+        inputs,
+        by="activations",
+        groups=groups,
+        repair_batches=inputs[: training.num_repair_batches],
+    )
+    return _scored(training, soups.average, soups.greedy)
 
 
 def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module]) -> Soups:

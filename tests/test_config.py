@@ -20,7 +20,18 @@ def test_every_problem_is_told_at_once() -> None:
         members=0,
         data=DataConfig(validation=1.5),
         train=TrainConfig(epochs=0, lr=-1.0, schedule="cosin"),
-        average=AverageConfig(alpha=2.0, every_steps=0, start=5, stop=1),
+        average=AverageConfig(
+            alpha=2.0,
+            every_steps=0,
+            start=5,
+            stop=1,
+            repair_policy="mine",
+            repair_scope="batchnorm",
+            align="weight",
+            align_every_epochs=0.0,
+            align_batches=0,
+            probe_steps=0,
+        ),
     )
     with pytest.raises(ConfigError) as caught:
         config.check()
@@ -34,6 +45,12 @@ def test_every_problem_is_told_at_once() -> None:
         "--train.schedule is cosin: did you mean cosine?",
         "--average.alpha is 2.0",
         "--average.every-steps is 0",
+        "--average.repair-policy is mine",
+        "--average.repair-scope is batchnorm: did you mean batch-norm?",
+        "--average.align is weight: did you mean weights?",
+        "--average.align-every-epochs is 0.0, expected more than 0",
+        "--average.align-batches is 0, expected at least 1",
+        "--average.probe-steps is 0, expected at least 1",
         "--average.stop is 1, expected at least --average.start (5)",
     ):
         assert part in message

@@ -6,9 +6,9 @@ import pytest
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push
 from papa.augment import draw_policies
 from papa.config import METHODS, AverageConfig, Config
-from papa.recipes.build import GRIDS, build, policies_for, rule_for
-from papa.recipes.registry import find
-from papa.training import Length
+from papa.recipes.build import GRIDS, build, hooks_for, merging_for, policies_for, rule_for
+from papa.recipes.registry import RECIPES, find, paper_soups
+from papa.training import Length, MergeProbes, Merging
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
 
@@ -56,3 +56,40 @@ def test_digits_takes_steps_under_every_method(method: str) -> None:
     training = build(config)
     training.run()
     assert training.step == training.length.num_steps
+
+
+def test_options_of_merging_reach_the_training() -> None:
+    assert merging_for(Config()) == Merging()
+    average = AverageConfig(
+        repair_policy="shared",
+        repair_scope="batch-norm",
+        align="weights",
+        align_every_epochs=2.0,
+        align_batches=3,
+    )
+    assert merging_for(Config(average=average)) == Merging(
+        own_policies=False, batch_norm_only=True, align="weights", align_every_epochs=2.0, num_align_batches=3
+    )
+
+
+def test_recipes_say_where_members_are_repaired() -> None:
+    batches = {name: recipe.config().average.repair for name, recipe in RECIPES.items()}
+    for name, number in batches.items():
+        assert number == (5 if name.startswith("cifar") else 0), name
+
+
+def test_the_papers_soups_of_independent_members_are_aligned_on_cifar_and_repaired_elsewhere() -> None:
+    def soups(name: str, method: str) -> str | None:
+        return paper_soups(replace(find(name).config(), method=method))
+
+    assert soups("cifar100-vgg16", "independent") == soups("cifar10-resnet18", "independent") == "aligned"
+    assert soups("cifar100-finetune-convit", "independent") == soups("imagenet-resnet50", "independent") == "repaired"
+    assert soups("cifar100-vgg16", "papa-all") is soups("digits", "independent") is None
+    assert find("cifar100-vgg16").config().average.align_soups
+
+
+def test_probes_are_on_when_asked_for() -> None:
+    assert hooks_for(Config(), print) == []
+    (hook,) = hooks_for(Config(average=AverageConfig(probes=True, probe_steps=3, probe_examples=50)), print)
+    assert isinstance(hook, MergeProbes)
+    assert (hook.steps_later, hook.num_examples) == (3, 50)

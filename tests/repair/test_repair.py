@@ -20,7 +20,9 @@ from papa.repair import (
 
 NETWORKS = {
     "mlp": lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)),
-    "conv1d": lambda: nn.Sequential(nn.Conv1d(2, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 8, 3)),
+    "conv1d": lambda: nn.Sequential(
+        nn.Conv1d(2, 6, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 8, 3)
+    ),
     "conv2d dilated": lambda: nn.Sequential(
         nn.Conv2d(3, 8, 3, dilation=2, padding=2, padding_mode="reflect"), nn.ReLU(), nn.Flatten(), nn.Linear(512, 3)
     ),
@@ -31,6 +33,13 @@ NETWORKS = {
     "transposed": lambda: nn.Sequential(
         nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), nn.ReLU(), nn.ConvTranspose2d(6, 3, 2), nn.Flatten()
     ),
+    "transposed 1d": lambda: nn.Sequential(
+        nn.ConvTranspose1d(2, 6, 3, dilation=2), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 12, 3)
+    ),
+    "transposed 3d": lambda: nn.Sequential(
+        nn.ConvTranspose3d(1, 4, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 27, 3)
+    ),
+    "tokens": lambda: nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 7), nn.Flatten(), nn.Linear(35, 3)),
     "batch norm": lambda: nn.Sequential(
         nn.Conv2d(3, 8, 3),
         nn.BatchNorm2d(8),
@@ -49,6 +58,9 @@ SHAPES = {
     "depthwise": (3, 8, 8),
     "conv3d": (1, 4, 4, 4),
     "transposed": (4, 5, 5),
+    "transposed 1d": (2, 8),
+    "transposed 3d": (1, 4, 4, 4),
+    "tokens": (5, 6),
     "batch norm": (3, 8, 8),
     "unet": (3, 32, 32),
 }
@@ -151,21 +163,25 @@ def test_several_batches_hold_exactly_when_asked_to() -> None:
         torch.testing.assert_close(found[name].mean, sum(goal[name].mean for goal in goals) / 3, rtol=1e-6, atol=1e-8)
 
 
-def test_the_fused_network_says_what_the_rescaled_one_said() -> None:
-    """A slow twin: put a rescaling module behind every layer instead of changing its weights."""
-    parents, batches = make_parents("depthwise"), make_batches("depthwise")
+@pytest.mark.parametrize(
+    "kind", ["mlp", "tokens", "conv1d", "conv2d dilated", "depthwise", "transposed", "transposed 1d", "transposed 3d"]
+)
+def test_the_fused_network_says_what_the_rescaled_one_said(kind: str) -> None:
+    """A slow twin: rescale what each layer says instead of changing its weights."""
+    parents, batches = make_parents(kind), make_batches(kind)
     child = average_soup(parents)
     slow = copy.deepcopy(child)
-    repair_(child, parents, batches)
-    goals = [layer_moments(parent, batches) for parent in parents]
+    report = repair_(child, parents, batches)
     signal = batches[0]
+    signals = [batches[0] for _ in parents]
     for index, layer in enumerate(slow):
         signal = layer(signal)
-        name = str(index)
-        if isinstance(layer, nn.Conv2d):
-            mean = sum(goal[name].mean for goal in goals).view(1, -1, 1, 1) / 3
-            std = sum(goal[name].std for goal in goals).view(1, -1, 1, 1) / 3
-            axes = (0, 2, 3)
+        signals = [parent[index](its) for parent, its in zip(parents, signals, strict=True)]
+        if str(index) in report.repaired:
+            axis = signal.dim() - 1 if isinstance(layer, nn.Linear) else 1
+            axes = [other for other in range(signal.dim()) if other != axis]
+            mean = sum(its.mean(dim=axes, keepdim=True) for its in signals) / 3
+            std = sum(its.std(dim=axes, keepdim=True, correction=0) for its in signals) / 3
             centred = signal - signal.mean(dim=axes, keepdim=True)
             signal = centred / signal.std(dim=axes, keepdim=True, correction=0) * std + mean
     torch.testing.assert_close(child(batches[0]), signal)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from papa.align import Symmetries, align_
 from papa.errors import DataError
-from papa.evaluate import Batch, Loss, Metric, accuracy, evaluate
+from papa.evaluate import Apply, Batch, Loss, Metric, accuracy, call, evaluate
 from papa.repair import goals_of, layer_moments, repair_toward_
 from papa.soup import After, average_soup
 
@@ -51,6 +51,7 @@ def interpolate(
     *,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
+    apply: Apply = call,
     num_points: int = 11,
     after: After | None = None,
 ) -> Curve:
@@ -76,7 +77,8 @@ def interpolate(
         second: where it ends, a network of the same architecture; not changed.
         batches: pairs of inputs and targets.
         loss: the mean loss of a batch.
-        metric: the mean score of a batch, higher is better.
+        metric: the mean score of a batch, or counts that add up over batches; higher is better.
+        apply: how a network gives its outputs.
         num_points: how many networks are scored, both ends among them.
         after: called with each network and its two weights before it is scored, for instance to repair it.
 
@@ -87,7 +89,7 @@ def interpolate(
         raise DataError(f"num_points is {num_points}, expected at least 2: both ends of the line")
     coefficients = tuple(number / (num_points - 1) for number in range(num_points))
     points = [
-        evaluate(average_soup([first, second], [1 - t, t], after=after), batches, loss=loss, metric=metric)
+        evaluate(average_soup([first, second], [1 - t, t], after=after), batches, loss=loss, metric=metric, apply=apply)
         for t in coefficients
     ]
     return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
@@ -101,6 +103,7 @@ def interpolation_curves(
     *,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
+    apply: Apply = call,
     num_points: int = 11,
     groups: Symmetries | None = None,
     align: bool = True,
@@ -121,7 +124,8 @@ def interpolation_curves(
         batches: pairs of inputs and targets, to score on.
         inputs: batches of inputs of one shape, to align and repair by; never those scored on.
         loss: the mean loss of a batch.
-        metric: the mean score of a batch, higher is better.
+        metric: the mean score of a batch, or counts that add up over batches; higher is better.
+        apply: how a network gives its outputs.
         num_points: how many networks are scored on each line.
         groups: what `symmetries` gave for this architecture, when known already.
         align: leave out the two lines with units matched when False, as for networks whose graph cannot be had.
@@ -139,7 +143,7 @@ def interpolation_curves(
         return repair
 
     ends = {"": second, "aligned": aligned} if align else {"": second}
-    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "num_points": num_points}
+    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "apply": apply, "num_points": num_points}
     plain = {name or "plain": interpolate(first, end, batches, **scoring) for name, end in ends.items()}
     repaired = {
         f"{name} and repaired" if name else "repaired": interpolate(

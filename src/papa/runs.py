@@ -279,12 +279,13 @@ def fold_merges(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     folded: list[dict[str, Any]] = []
     merges: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["event"] == "merge-later":
-            steps_later = event["step"] - event["merge_step"]
-            merges[event["merge_step"]].update(later=event["scores"], steps_later=steps_later)
+        kind, step, merge_step = (event.get(key) for key in ("event", "step", "merge_step"))
+        if kind == "merge-later" and type(step) is type(merge_step) is int and merge_step in merges:
+            merges[merge_step].update(later=event.get("scores"), steps_later=step - merge_step)
             continue
         folded.append(dict(event))
-        if event["event"] == "merge":
-            merges[event["step"]] = folded[-1]
-            folded[-1].update(later=None, steps_later=None)
+        if kind == "merge" and type(step) is int:
+            merges[step] = folded[-1]
+            folded[-1].setdefault("later", None)
+            folded[-1].setdefault("steps_later", None)
     return folded

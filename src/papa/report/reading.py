@@ -54,12 +54,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a `metrics.jsonl`; nothing where there is none."""
+    """Every whole line of a `metrics.jsonl`, one event for each merge; nothing where there is none."""
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from error
-    return parse_events(lines)
+    return fold_merges(parse_events(lines))
 
 
 def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:

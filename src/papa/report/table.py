@@ -26,6 +26,8 @@ REMARKS = {
     "greedy_soup": "one network, the mean of some",
 }
 """What each of `KEYS` is."""
+SOUPS = {"repaired": "repaired", "aligned": "aligned and repaired"}
+"""Other soups of independent members: their key in a result, and what they are."""
 
 
 def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
@@ -46,19 +48,28 @@ def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for name in ("test", "validation"):
         if isinstance(result.get(name), Mapping):
             rows.append((name, *cells_of(result[name])))
-    for kind in ("repaired", "aligned"):
+    for kind in SOUPS:
         for name in ("test", "validation"):
             if isinstance(scores := part(result, kind, name), Mapping):
-                rows.append((f"{name}, {kind}", *paper_cells(scores)))
+                rows.append((of_soups(name, kind), *paper_cells(scores)))
     if isinstance(paper := result.get("paper"), Mapping):
-        rows.append((PAPER_ROW, *paper_cells(paper)))
+        rows.append((of_soups(PAPER_ROW, result.get("paper_soups")), *paper_cells(paper)))
     return rows
+
+
+def of_soups(name: str, kind: Any) -> str:
+    """The name of a row whose soups are of another kind than plain."""
+    return f"{name}, {SOUPS[kind]}" if isinstance(kind, str) and kind in SOUPS else name
 
 
 def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The paper's rows for the methods of some runs, where it has any."""
-    papers = {label: runs[0][1].get("paper") for label, runs in groups_of(results).items()}
-    return [(f"paper's {label}", *paper_cells(paper)) for label, paper in papers.items() if isinstance(paper, Mapping)]
+    firsts = {label: runs[0][1] for label, runs in groups_of(results).items()}
+    return [
+        (of_soups(f"paper's {label}", first.get("paper_soups")), *paper_cells(paper))
+        for label, first in firsts.items()
+        if isinstance(paper := first.get("paper"), Mapping)
+    ]
 
 
 def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -73,19 +84,32 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         runs = [scores for _, result in group if (scores := scores_of(result))]
         if len(runs) <= 1:
             rows.append((label, *(cells_of(runs[0]) if runs else NOT_FINISHED)))
-            continue
-        mean, *rest = (_mean_and_deviation([number(run.get(key)) for run in runs]) for key in KEYS)
-        lows, highs = ([v for run in runs if (v := number(run.get(key))) is not None] for key in ("min", "max"))
-        spread = f" [{min(lows):.2f}, {max(highs):.2f}]" if lows and highs else ""
-        rows.append((label, mean + spread, *rest))
+        else:
+            mean, *rest = (_mean_and_deviation([number(run.get(key)) for run in runs]) for key in KEYS)
+            lows, highs = ([v for run in runs if (v := number(run.get(key))) is not None] for key in ("min", "max"))
+            spread = f" [{min(lows):.2f}, {max(highs):.2f}]" if lows and highs else ""
+            rows.append((label, mean + spread, *rest))
+        rows += _rows_of_soups(label, [result for _, result in group])
+    return rows
+
+
+def _rows_of_soups(label: str, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row for each other kind of soups that all of some runs have."""
+    rows: list[tuple[str, ...]] = []
+    for kind in SOUPS:
+        made = [result[kind] for result in results if isinstance(result.get(kind), Mapping)]
+        if made and len(made) == len(results):
+            cells = (_mean_of([scores_of(one).get(key) for one in made]) for key in ("average_soup", "greedy_soup"))
+            rows.append((of_soups(label, kind), "", "", *cells))
     return rows
 
 
 def compare_rows_with_paper(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of `compare_rows`, each followed by the paper's for the same method where it has one."""
+    """The rows of `compare_rows`, each followed by the paper's for the same method and soups where it has one."""
     papers = {row[0]: row for row in paper_rows(results)}
     ours = compare_rows(results)
-    return [row for own in ours for row in (own, papers.get(f"paper's {own[0]}")) if row is not None]
+    beside = [row for own in ours for row in (own, papers.pop(f"paper's {own[0]}", None)) if row is not None]
+    return [*beside, *papers.values()]
 
 
 def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -91,13 +91,13 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     inputs = training.plain_batches(max(num_align_batches, NUM_BATCHES))
     repair_inputs = inputs[: training.num_repair_batches or NUM_BATCHES]
     groups = exchangeable(networks[0], inputs[0])
-    plain = similarity_of(training, [*networks, average_soup(networks)])
+    plain = similarity_of([*networks, average_soup(networks)], inputs)
     matched = None
     if groups is not None:
         aligned = copy.deepcopy(networks)
         align_all_(aligned, inputs, by="activations", groups=groups)
         soup = average_soup(aligned, after=lambda network, row: repair_(network, aligned, repair_inputs, row))
-        matched = similarity_of(training, [*aligned, soup])
+        matched = similarity_of([*aligned, soup], inputs)
     return Analysis(plain, matched, curves_between(training, networks[0], networks[1], inputs, groups))
 
 
@@ -110,11 +110,10 @@ def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:
         return None
 
 
-def similarity_of(training: Training, networks: Sequence[nn.Module]) -> Similarity:
-    """How alike the features of networks are on held-out data; the last of them is the soup of the others."""
-    source = probe_source(training, NUM_EXAMPLES)
+def similarity_of(networks: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Similarity:
+    """How alike the features of networks are on some examples; the last of them is the soup of the others."""
     layers = layers_to_compare(networks[0])
-    found = feature_similarity(networks, training.prepared(source, BATCH_SIZE), layers)
+    found = feature_similarity(networks, torch.cat(list(inputs))[:NUM_EXAMPLES].split(BATCH_SIZE), layers)
     size = len(networks) - 1
     pairs = torch.triu_indices(size, size, offset=1)
     return Similarity(
@@ -146,6 +145,7 @@ def curves_between(
         inputs,
         loss=training.loss,
         metric=training.metric,
+        apply=training.apply,
         groups=groups,
         align=groups is not None,
     )

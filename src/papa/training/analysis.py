@@ -113,7 +113,8 @@ def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:
 def similarity_of(networks: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Similarity:
     """How alike the features of networks are on some examples; the last of them is the soup of the others."""
     layers = layers_to_compare(networks[0])
-    found = feature_similarity(networks, torch.cat(list(inputs))[:NUM_EXAMPLES].split(BATCH_SIZE), layers)
+    batches = torch.split(torch.cat(list(inputs))[:NUM_EXAMPLES], BATCH_SIZE)
+    found = feature_similarity(networks, batches, layers)
     size = len(networks) - 1
     pairs = torch.triu_indices(size, size, offset=1)
     return Similarity(

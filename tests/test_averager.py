@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -212,6 +213,18 @@ class TestRecord:
         population = Population(make_networks("conv_batch_norm", 5))
         record = Averager(population, Push(alpha=0.99, every_steps=1)).step()
         assert record.distances_after == pytest.approx(population.distances().tolist(), rel=1e-5)
+
+    def test_a_push_is_measured_when_something_else_moves_members(self) -> None:
+        @contextlib.contextmanager
+        def shrink(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
+            with torch.no_grad():
+                for parameter in population[0].parameters():
+                    parameter.mul_(0.5)
+            yield
+
+        population = Population(make_networks("linear", 3))
+        record = Averager(population, Push(alpha=0.7, every_steps=1), around=shrink).step()
+        assert record.distances_after == tuple(population.distances().tolist())
 
     def test_a_merge_tells_measured_distances_and_no_alpha(self) -> None:
         population = Population(make_networks("linear", 3))

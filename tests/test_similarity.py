@@ -65,7 +65,17 @@ def test_the_papers_layers_of_a_resnet() -> None:
 
 def test_bad_input_is_named() -> None:
     nets = make_nets()
-    with pytest.raises(DataError, match="there is no layer '5'"):
+    with pytest.raises(DataError, match="there is no network whose features could be compared"):
+        feature_similarity([], make_batches())
+    with pytest.raises(DataError, match="there is no layer '4' in network 1"):
+        feature_similarity([nets[0], nets[1][:4]], make_batches(), layers=["4"])
+    with pytest.raises(DataError, match="layer '4' gives 3 numbers for an example in network 0 and 2 in network 1"):
+        feature_similarity([nets[0], nn.Sequential(*nets[1][:4], nn.Linear(64, 2))], make_batches(), layers=["4"])
+    sick = copy.deepcopy(nets[1])
+    sick[0].weight.data[0] = float("nan")
+    with pytest.raises(DataError, match="layer '0' of network 1 gives values that are not finite"):
+        feature_similarity([nets[0], sick], make_batches(), layers=["0"])
+    with pytest.raises(DataError, match="there is no layer '5' in network 0"):
         feature_similarity(nets, make_batches(), layers=["5"])
     with pytest.raises(DataError, match="there was no batch to compare features on"):
         feature_similarity(nets, [])

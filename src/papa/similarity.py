@@ -40,11 +40,15 @@ def feature_similarity(
     Returns:
         A symmetric matrix in float64 for each layer, in the order the layers were named or built.
     """
+    if not models:
+        raise DataError("there is no network whose features could be compared, expected at least one")
     names = list(repairable_layers(models[0])) if layers is None else list(layers)
-    for name in names:
-        known = dict(models[0].named_modules())
-        if name not in known:
-            raise DataError(f"there is no layer '{name}': {did_you_mean(name, [key for key in known if key])}")
+    for number, model in enumerate(models):
+        known = dict(model.named_modules())
+        for name in names:
+            if name not in known:
+                near = did_you_mean(name, [key for key in known if key])
+                raise DataError(f"there is no layer '{name}' in network {number}: {near}")
     totals = {name: torch.zeros(len(models), len(models), dtype=torch.float64) for name in names}
     num_examples = 0
     with contextlib.ExitStack() as stack:
@@ -54,12 +58,24 @@ def feature_similarity(
             inputs = inputs_of(batch)
             features = [_features(model, inputs, names) for model in models]
             for name in names:
+                _check(name, [its[name] for its in features])
                 together = torch.stack([its[name] for its in features])
                 totals[name] += torch.einsum("jnd,knd->jk", together, together).cpu()
             num_examples += len(inputs)
     if not num_examples:
         raise DataError("there was no batch to compare features on: the data is empty")
     return {name: total / num_examples for name, total in totals.items()}
+
+
+def _check(name: str, features: Sequence[Tensor]) -> None:
+    for number, found in enumerate(features):
+        if found.shape != features[0].shape:
+            raise DataError(
+                f"layer '{name}' gives {features[0].shape[1]} numbers for an example in network 0 and {found.shape[1]} "
+                f"in network {number}: only networks of one architecture can be compared"
+            )
+        if not bool(torch.isfinite(found).all()):
+            raise DataError(f"layer '{name}' of network {number} gives values that are not finite: leave it out")
 
 
 def _features(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> dict[str, Tensor]:

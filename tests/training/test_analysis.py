@@ -94,6 +94,14 @@ def test_units_that_cannot_be_matched_are_said_so_and_left_out() -> None:
         assert aligned_and_repaired_soups(training, 2) is None
 
 
+def test_a_member_that_diverged_costs_the_comparison_and_not_the_result() -> None:
+    training = small_training(rule=Independent(), num_epochs=1, num_repair_batches=0)
+    training.run()
+    training.population[1].get_parameter("0.weight").data[0] = float("nan")
+    with pytest.warns(UserWarning, match="members are not compared: layer '0' of network 1 gives values that are not"):
+        assert harvest(training, analysis=True).to_json()["similarity"] is None
+
+
 def test_one_member_has_nothing_to_be_compared_with() -> None:
     assert analyse(small_training(num_members=1)) is None
 

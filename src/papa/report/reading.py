@@ -12,7 +12,7 @@ from papa.checkpoint import read_json
 from papa.config import METHODS
 from papa.errors import RunError
 from papa.report.fields import number
-from papa.runs import RunDirectory
+from papa.runs import RunDirectory, fold_merges
 
 
 @dataclass(frozen=True)

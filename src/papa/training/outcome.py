@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from papa.data.source import Source
+from papa.errors import PapaError
 from papa.evaluate import Evaluation
 from papa.population import Population
 from papa.repair import RepairReport, repair_plan
@@ -146,9 +148,18 @@ def harvest(
         sick=training.sick,
         repaired=repaired_soups(training) if wants_soups else None,
         aligned=aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None,
-        analysis=analyse(training, num_align_batches=num_align_batches) if analysis else None,
+        analysis=_analysed(training, num_align_batches) if analysis else None,
         repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
     )
+
+
+def _analysed(training: Training, num_align_batches: int) -> Analysis | None:
+    """A training that is done is not lost because its members cannot be compared."""
+    try:
+        return analyse(training, num_align_batches=num_align_batches)
+    except PapaError as error:
+        warnings.warn(f"members are not compared: {error}", stacklevel=3)
+        return None
 
 
 def _uses_repair(training: Training) -> bool:

@@ -39,7 +39,13 @@ def test_scores_that_are_not_numbers_are_said_to_be_so() -> None:
 
 def test_rows_of_a_run_hold_its_other_soups_and_the_papers_test() -> None:
     names = [row[0] for row in run_rows(make_full_result())]
-    assert names == ["test", "validation", "test, repaired", "test, aligned", "paper's test, in its full setting"]
+    assert names == [
+        "test",
+        "validation",
+        "test, repaired",
+        "test, aligned and repaired",
+        "paper's test, in its full setting",
+    ]
 
 
 def test_the_papers_row_follows_its_method() -> None:

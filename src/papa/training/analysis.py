@@ -53,6 +53,8 @@ class Analysis:
     where units cannot be matched."""
     curves: dict[str, Curve]
     """What lies between the first two members."""
+    pair: tuple[int, int]
+    """Who these two are."""
 
     def to_json(self) -> dict[str, Any]:
         """As `result.json` holds it: the similarity of matched features, that of features as they are beside it."""
@@ -65,7 +67,7 @@ class Analysis:
                 "plain": {"members": plain["members"], "soup": plain["soup"]},
             },
             "interpolation": {
-                "pair": [0, 1],
+                "pair": list(self.pair),
                 "curves": [{"name": name, **curve.to_json()} for name, curve in self.curves.items()],
             },
         }
@@ -84,10 +86,11 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     Returns:
         What they share; None for fewer than two members.
     """
-    num_members = min(num_members, training.population.size)
-    if num_members < 2:
+    population = training.population
+    members = [member for member in range(population.size) if member not in population.dropped][:num_members]
+    if len(members) < 2:
         return None
-    networks = [fetched(training.population, member) for member in range(num_members)]
+    networks = [fetched(population, member) for member in members]
     inputs = training.plain_batches(max(num_align_batches, NUM_BATCHES))
     repair_inputs = inputs[: training.num_repair_batches or NUM_BATCHES]
     groups = exchangeable(networks[0], inputs[0])
@@ -98,7 +101,8 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
         align_all_(aligned, inputs, by="activations", groups=groups)
         soup = average_soup(aligned, after=lambda network, row: repair_(network, aligned, repair_inputs, row))
         matched = similarity_of([*aligned, soup], inputs)
-    return Analysis(plain, matched, curves_between(training, networks[0], networks[1], inputs, groups))
+    curves = curves_between(training, networks[0], networks[1], inputs, groups)
+    return Analysis(plain, matched, curves, (members[0], members[1]))
 
 
 def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:

@@ -98,7 +98,7 @@ def test_repair_around_a_merge_that_fails_leaves_members_as_they_were() -> None:
     training = small_training()
     training.population[1][0].weight.data[0] = float("nan")  # type: ignore[index]
     before = [snapshot(net) for net in training.population]
-    averager = Averager(training.population, MergeAll(every_steps=1), around=training.averager.around)
+    averager = Averager(training.population, MergeAll(every_steps=1), around=training.averager.around, sick=None)
     with pytest.raises(Exception, match="member 1 has activations that are not finite at '0'"):
         averager.step()
     for net, state in zip(training.population, before, strict=True):

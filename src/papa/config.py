@@ -28,6 +28,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights")
+ENGINES = ("loop", "stacked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class DataConfig:
     """Which data."""
 
     name: str = "digits"
-    """The data set: digits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for class folders of yours;
-    tiles or vaihingen for images whose every pixel has a class."""
+    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for class folders
+    of yours; tiles or vaihingen for images whose every pixel has a class."""
     root: str = "data"
     """Where it lies, or is downloaded to."""
     validation: float = 0.02
@@ -109,6 +110,8 @@ class TrainConfig:
     """Keep images and convolutions in channels-last memory order."""
     clip_norm: float | None = None
     """The largest norm a member's gradient may have; None for any."""
+    engine: Annotated[str, tyro.conf.arg(aliases=("--engine",))] = "loop"
+    """loop trains members one after the other, stacked all at once: faster where networks and batches are tiny."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +253,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("average.repair-policy", average.repair_policy, REPAIR_POLICIES),
         ("average.repair-scope", average.repair_scope, REPAIR_SCOPES),
         ("average.align", average.align, ALIGNMENTS),
+        ("train.engine", train.engine, ENGINES),
     ):
         if value not in known:
             yield f"--{option} is {value}: {did_you_mean(value, known)}"
@@ -290,6 +294,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
     if train.clip_norm is not None and train.clip_norm <= 0:
         yield f"--train.clip-norm is {train.clip_norm}, expected more than 0"
+    if train.engine == "stacked" and train.precision == "float16":
+        yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
     if not 0 < config.data.validation < 1:
         yield f"--data.validation is {config.data.validation}, expected a share between 0 and 1"
     if config.data.window is not None and config.data.overlap >= config.data.window:

@@ -242,6 +242,12 @@ def alias(row: Tensor, slot: Slot) -> Tensor:
     return torch.empty(0, dtype=row.dtype, device=row.device).set_(storage, 0, slot.shape, slot.stride)
 
 
+def stacked(rows: Tensor, slot: Slot) -> Tensor:
+    """The slot's part of several rows as one tensor, a view with the rows in front."""
+    offset = rows.storage_offset() + slot.offset
+    return rows.as_strided((len(rows), *slot.shape), (rows.stride(0), *slot.stride), offset)
+
+
 class BoundMember:
     """One module whose tensors live in one row, and the means to notice when they no longer do."""
 

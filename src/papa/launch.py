@@ -133,6 +133,34 @@ def listening(stop: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def execute_all(
+    jobs: Sequence[tuple[Config, Path]], *, num_parallel: int, overwrite: bool = False, resume: bool = False
+) -> list[dict[str, Any]]:
+    """Run several configs side by side, each in one process of one thread, and return their results in order.
+
+    When one fails, all end, and its error is raised; with `resume` they can be continued.
+
+    Args:
+        jobs: what to run, and the directory of each.
+        num_parallel: how many processes; each runs its share of the configs one after the other.
+        overwrite: as for `execute`.
+        resume: as for `execute`.
+    """
+    if num_parallel < 1:
+        raise ConfigError(f"--parallel is {num_parallel}, expected at least 1")
+    results: list[dict[str, Any]] = start_workers(
+        _run_share, min(num_parallel, len(jobs)), len(jobs), list(jobs), overwrite, resume
+    )
+    return results
+
+
+def _run_share(
+    group: Group, jobs: Sequence[tuple[Config, Path]], overwrite: bool, resume: bool
+) -> list[dict[str, Any]]:
+    mine = [jobs[number] for number in group.share(len(jobs))]
+    return group.gather([execute(config, path, workers=1, overwrite=overwrite, resume=resume) for config, path in mine])
+
+
 def useful_workers(config: Config) -> int:
     """One process per accelerator, or else per core, up to one per member; one in all where the work is tiny."""
     device = find_device(config.device)

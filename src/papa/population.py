@@ -152,6 +152,17 @@ class Population:
         starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
         return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
 
+    def stacked(self) -> dict[str, Tensor]:
+        """Each averaged tensor of all members held here at once, by name: views `(len(self), *shape)` of the matrix.
+
+        Writing to them writes to the members. They are views of `matrices` as it is now.
+        """
+        first = self.group.first_row(len(self), self._layout.device)
+        return {
+            slot.name: flat.stacked(self.matrices[slot.dtype][first : first + len(self)], slot)
+            for slot in self._layout.slots
+        }
+
     def combined(self, weights: Any) -> dict[str, Tensor]:
         """The averaged tensors of the weighted mean of all members, by name, in memory of their own.
 

@@ -73,6 +73,18 @@ def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
     assert "papa, seed 2" in (tmp_path / "report.html").read_text()
 
 
+def test_runs_side_by_side_give_what_one_after_the_other_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "digits", *SHORT, "--methods", "independent,papa-all", "--seeds", "1"]
+    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    one = capsys.readouterr().out
+    assert main([*arguments, "--out", str(tmp_path / "two"), "--parallel", "2"]) == 0
+    assert capsys.readouterr().out == one.replace(str(tmp_path / "one"), str(tmp_path / "two"))
+    with pytest.raises(SystemExit):
+        main(["run", "digits", "--parallel", "2"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -90,6 +102,9 @@ def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
         (["compare", "digits", "--seed", "7"], "papa compare takes --methods and --seeds"),
         (["run", "cifar10-vgg11", "--average.half-life", "0.02"], "expected one of the two"),
         (["run", "digits", "--train.clip-norm", "-1"], "--train.clip-norm is -1.0, expected more than 0"),
+        (["compare", "digits", "--parallel", "0"], "--parallel is 0, expected at least 1"),
+        (["compare", "digits", "--parallel", "2", "--workers", "2"], "takes --workers or --parallel, found both"),
+        (["run", "digits", "--engine", "stack"], "--train.engine is stack: did you mean stacked?"),
         (["show", "digits", "more"], "takes a recipe and a budget"),
         (["ls", "digits"], "takes no arguments"),
         (["resume"], "the directory of a run is missing"),

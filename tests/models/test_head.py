@@ -9,8 +9,8 @@ from papa.models import freeze_all_but_head_, head_of, head_parameters, make_mod
 def build(name):
     if name.startswith("timm:"):
         return make_model(name, num_classes=10)
-    options = {"in_channels": 1, "image_size": 8} if name == "digits-cnn" else {}
-    return make_model(name, num_classes=10, width=4, **options)
+    options = {"in_channels": 1, "image_size": 8} if name in ("digits-cnn", "linear") else {}
+    return make_model(name, num_classes=10, width=None if name == "linear" else 4, **options)
 
 
 def trainable(model):

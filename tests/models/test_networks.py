@@ -15,7 +15,9 @@ NUM_PARAMETERS = {
     "resnet18": 11_173_962,
     "resnet20": 269_722,
     "unet": 31_044_106,
+    "linear": 650,
 }
+CONVOLUTIONAL = [name for name in model_names() if name != "linear"]
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -23,13 +25,14 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def options_for(name: str) -> dict[str, int]:
-    if name == "digits-cnn":
+    if name in ("digits-cnn", "linear"):
         return {"in_channels": 1, "image_size": 8}
     return {"in_channels": 3, "image_size": 32}
 
 
 def thin(name: str, num_classes: int = 10) -> nn.Module:
-    return make_model(name, num_classes=num_classes, width=4, **options_for(name))
+    width = None if name == "linear" else 4
+    return make_model(name, num_classes=num_classes, width=width, **options_for(name))
 
 
 def images_for(name: str, num_images: int = 2) -> Tensor:
@@ -88,7 +91,7 @@ def test_output_has_one_score_a_class(name):
     assert thin(name, num_classes=7)(images_for(name)).shape == shape
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_width_sets_the_channels_of_the_first_stage(name):
     convolutions = [module for module in thin(name).modules() if isinstance(module, nn.Conv2d)]
     assert convolutions[0].out_channels == 4
@@ -103,7 +106,7 @@ def test_published_widths_are_the_defaults():
         assert num_parameters(DigitsCNN()) == num_parameters(DigitsCNN(width=16))
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_gradients_reach_every_parameter(name):
     torch.manual_seed(0)
     model = thin(name)

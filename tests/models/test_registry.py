@@ -21,7 +21,7 @@ def test_unknown_name_suggests_the_closest():
 
 
 def test_unknown_name_far_from_all_lists_them():
-    with pytest.raises(ConfigError, match=r"known: digits-cnn, vgg11.*resnet20, unet, timm:NAME"):
+    with pytest.raises(ConfigError, match=r"known: digits-cnn, vgg11.*resnet20, unet, linear, timm:NAME"):
         make_model("xyzzy", num_classes=10)
 
 
@@ -49,7 +49,7 @@ def test_vgg_refuses_images_it_would_pool_away():
 
 
 def test_networks_with_other_outputs_are_refused(monkeypatch):
-    pixelwise = SimpleNamespace(image_size=32, per_pixel=False, build=lambda **_: nn.Conv2d(3, 10, 1))
+    pixelwise = SimpleNamespace(image_size=32, per_pixel=False, is_flat=False, build=lambda **_: nn.Conv2d(3, 10, 1))
     monkeypatch.setitem(sys.modules["papa.models.registry"]._NETWORKS, "pixelwise", pixelwise)
     with pytest.raises(ConfigError, match=r"gives \(1, 10, 32, 32\), expected scores of shape \(1, 10\)"):
         make_model("pixelwise", num_classes=10)
@@ -76,7 +76,7 @@ def test_a_network_that_draws_in_its_forward_does_not_move_the_generator(monkeyp
         def forward(self, images):
             return super().forward(images.flatten(1) + torch.rand(1))
 
-    noisy = SimpleNamespace(image_size=2, per_pixel=False, build=lambda **_: Noisy(12, 10))
+    noisy = SimpleNamespace(image_size=2, per_pixel=False, is_flat=False, build=lambda **_: Noisy(12, 10))
     monkeypatch.setitem(sys.modules["papa.models.registry"]._NETWORKS, "noisy", noisy)
     torch.manual_seed(0)
     make_model("noisy", num_classes=10, image_size=2)
@@ -174,9 +174,15 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
         make_model("timm:test_vit", num_classes=10, pretrained=True)
 
 
+def test_a_linear_network_has_no_width_and_is_as_large_as_its_images():
+    with pytest.raises(ConfigError, match="one layer on all pixels has none"):
+        make_model("linear", num_classes=10, in_channels=1, image_size=8, width=4)
+    assert make_model("linear", num_classes=5, in_channels=2, image_size=6).head.weight.shape == (5, 72)
+
+
 def test_input_sizes():
     assert {name: input_size_of(name) for name in model_names()} == {
-        name: {"digits-cnn": 8, "unet": 256}.get(name, 32) for name in model_names()
+        name: {"digits-cnn": 8, "linear": 8, "unet": 256}.get(name, 32) for name in model_names()
     }
     assert input_size_of("timm:convit_tiny") == 224
     assert input_size_of("timm:tf_efficientnetv2_s.in21k") == 300

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -38,6 +39,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_images(root / "imagenet" / part, num_classes=3, images_per_class=6, size=120)
     write_tiles(root / "tiles")
     write_tiles(root / "vaihingen")
+    write_optdigits(root / "optdigits.npz")
     return root
 
 
@@ -54,6 +56,15 @@ def write_tiles(root: Path) -> None:
         Image.fromarray(labels.numpy()).save(root / "labels" / f"area{number}.png")
     split = {"train": ["area0", "area1"], "validation": ["area2", "area3"], "test": ["area4", "area5"]}
     (root / "splits.json").write_text(json.dumps(split))
+
+
+def write_optdigits(path: Path) -> None:
+    random = np.random.default_rng(0)
+    parts = {}
+    for part, count in (("train", 80), ("test", 40)):
+        parts[f"{part}_images"] = random.integers(0, 17, (count, 8, 8), dtype=np.uint8)
+        parts[f"{part}_labels"] = (np.arange(count) % 10).astype(np.uint8)
+    np.savez(path, **parts)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +122,16 @@ def test_the_body_is_frozen_first_and_then_trained(data_root: Path, weights_of: 
     half = training.length.num_steps // 2
     assert moved[half - 1] == {False}
     assert True in moved[-1]
+
+
+def test_logistic_regression_is_the_papers() -> None:
+    recipe = RECIPES["optdigits-logistic"]
+    config = recipe.config()
+    train = config.train
+    assert (config.members, train.epochs, train.batch_size, train.lr, train.schedule) == (10, 10, 1, 0.1, "constant")
+    assert (train.momentum, train.weight_decay, config.average.repair, config.average.every_epochs) == (0, 0, 0, 1)
+    assert recipe.paper_scores(config) == {"mean": 91.34, "average_soup": 90.37}
+    assert recipe.paper_scores(replace(config, method="independent")) == {"mean": 92.76, "average_soup": 93.62}
 
 
 def test_recipes_belong_to_the_papers_tables_and_know_its_numbers() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -16,7 +16,7 @@ from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
-from papa.launch import execute
+from papa.launch import execute, execute_all
 from papa.report import COLUMNS, compare_page, compare_rows, details_table, paper_rows
 from papa.report.reading import read_events
 
@@ -30,6 +30,7 @@ examples:
   papa compare digits
   papa compare digits --seeds 1,2,3
   papa compare digits --methods independent,papa --members 10 --out runs/ten
+  papa compare optdigits-logistic --methods independent,papa-all --seeds 1,2,3 --parallel 2 --data.root ~/data
 """
 
 
@@ -46,6 +47,8 @@ class CompareOptions:
     """Where the runs go, a directory for each; by default runs/compare-RECIPE[-BUDGET]."""
     workers: int | None = None
     """How many processes hold the members of a run; None for as many as help."""
+    parallel: int = 1
+    """How many runs to train side by side, each in a process of its own, for runs too small to spread over workers."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run again what is there."""
 
@@ -63,20 +66,13 @@ def main(arguments: Sequence[str]) -> int:
     seeds = split_numbers("--seeds", options.seeds)
     use_one_thread()
     out = options.out or Path("runs") / f"compare-{name}"
-    results = []
-    for method in methods:
-        for seed in seeds:
-            config = replace(options.config, method=method, seed=seed)
-            result = execute(
-                config,
-                out / f"{method}-seed{seed}",
-                workers=options.workers,
-                overwrite=options.overwrite,
-                resume=not options.overwrite,
-                watch=partial(Progress, f"{recipe.name} {method} seed {seed}"),
-            )
-            results.append(result)
-    metrics = [read_events(out / f"{method}-seed{seed}" / "metrics.jsonl") for method in methods for seed in seeds]
+    jobs = [
+        (replace(options.config, method=method, seed=seed), out / f"{method}-seed{seed}")
+        for method in methods
+        for seed in seeds
+    ]
+    results = run_all(jobs, options)
+    metrics = [read_events(path / "metrics.jsonl") for _, path in jobs]
     write_atomically(out / "report.html", compare_page(results, metrics))
     print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)])
     head, details = details_table(results)
@@ -88,3 +84,25 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{result['method']}, seed {result['seed']}: training was over before averaging was due")
     print(f"report: {out / 'report.html'}")
     return 0
+
+
+def run_all(jobs: Sequence[tuple[Config, Path]], options: CompareOptions) -> list[dict[str, Any]]:
+    """One run after the other, watched; or several side by side."""
+    overwrite, resume = options.overwrite, not options.overwrite
+    if options.parallel != 1:
+        if options.workers is not None:
+            raise ConfigError(
+                "papa compare takes --workers or --parallel, found both: runs side by side have one worker"
+            )
+        return execute_all(jobs, num_parallel=options.parallel, overwrite=overwrite, resume=resume)
+    return [
+        execute(
+            config,
+            path,
+            workers=options.workers,
+            overwrite=overwrite,
+            resume=resume,
+            watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
+        )
+        for config, path in jobs
+    ]

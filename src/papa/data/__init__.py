@@ -4,6 +4,7 @@ from papa.data.cache import MappedImages
 from papa.data.digits import load_digits
 from papa.data.images import ImageSet, load_images
 from papa.data.large import DecodedFolder
+from papa.data.optdigits import load_optdigits
 from papa.data.source import (
     Arrays,
     Data,
@@ -35,6 +36,7 @@ __all__ = [
     "hold_out",
     "load_digits",
     "load_images",
+    "load_optdigits",
     "load_tiles",
     "load_vaihingen",
     "stream_batches",

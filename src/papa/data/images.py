@@ -16,6 +16,7 @@ from papa.data.digits import load_digits
 from papa.data.files import class_names
 from papa.data.folder import LARGE_SIZE, FolderSet, load_folder
 from papa.data.native import NATIVE
+from papa.data.optdigits import load_optdigits
 from papa.data.source import Arrays, Data, Source, hold_out
 from papa.data.splits import check_labels, limit, targets_of
 from papa.errors import ConfigError, DataError, did_you_mean
@@ -68,6 +69,7 @@ class Request:
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MOMENTS: dict[str, tuple[Numbers, Numbers]] = {
     "digits": ((0.305,), (0.376,)),
+    "optdigits": ((0.0,), (1.0 / 255.0,)),  # the counts of the files, 0 to 16, as they are
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "mnist": ((0.1307,), (0.3081,)),
@@ -75,7 +77,7 @@ _MOMENTS: dict[str, tuple[Numbers, Numbers]] = {
     "imagenet": (IMAGENET_MEAN, IMAGENET_STD),
 }
 _CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
-_UNLIKE_THEIR_MIRROR_IMAGE = ("digits", "mnist")
+_UNLIKE_THEIR_MIRROR_IMAGE = ("digits", "optdigits", "mnist")
 _NUM_MEASURED = 50_000
 
 
@@ -97,10 +99,11 @@ def load_images(
         (100, 10, 8)
 
     Args:
-        name: `digits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, `imagenet`, or `folder` for your own images.
+        name: `digits`, `optdigits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, `imagenet`, or `folder` for your
+            own images.
         root: where the data is. CIFAR as torchvision keeps it, or as class folders in `root/cifar100/train` and
             `root/cifar100/test`; ImageNet and your own as class folders in `root/train` and `root/val` or `root/test`,
-            your own also in `root` itself.
+            your own also in `root` itself. The UCI optical digits as `load_optdigits` reads them.
         image_size: the side of the images, resized once (bicubic); None for their own, or 224 when they are large.
         max_train: train on at most so many images, a fixed draw that is even over the classes.
         max_test: test on at most so many.
@@ -129,6 +132,12 @@ def load_images(
 def _digits(name: str, request: Request) -> ImageSet:
     train, test = (_resized(part, request.image_size) for part in load_digits())
     return _small_set(name, train, test, tuple("0123456789"))
+
+
+def _optdigits(name: str, request: Request) -> ImageSet:
+    train, test = (_resized(part, request.image_size) for part in load_optdigits(request.root))
+    # Taken as they are: the strokes fill the 8 pixels, and a network without convolutions knows no shifts.
+    return dataclasses.replace(_small_set(name, train, test, tuple("0123456789")), crop_padding=0)
 
 
 def _native(name: str, request: Request) -> ImageSet:
@@ -174,6 +183,7 @@ def _own_folder(name: str, request: Request) -> ImageSet:
 
 LOADERS: dict[str, Callable[[str, Request], ImageSet]] = {
     "digits": _digits,
+    "optdigits": _optdigits,
     "cifar10": _native,
     "cifar100": _native,
     "mnist": _native,

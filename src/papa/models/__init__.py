@@ -3,7 +3,7 @@
 from papa.models.head import freeze_all_but_head_, head_of, head_parameters, unfreeze_
 from papa.models.registry import input_size_of, make_model, model_names, normalization_of
 from papa.models.resnet import ResNet, resnet18, resnet20
-from papa.models.small import DigitsCNN
+from papa.models.small import DigitsCNN, Linear
 from papa.models.unet import UNet
 from papa.models.vgg import VGG
 from papa.models.weights import load_weights_
@@ -11,6 +11,7 @@ from papa.models.weights import load_weights_
 __all__ = [
     "VGG",
     "DigitsCNN",
+    "Linear",
     "ResNet",
     "UNet",
     "freeze_all_but_head_",

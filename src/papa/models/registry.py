@@ -14,7 +14,7 @@ from torch import nn
 from papa.errors import ConfigError, did_you_mean
 from papa.models import from_timm
 from papa.models.resnet import resnet18, resnet20
-from papa.models.small import DigitsCNN
+from papa.models.small import DigitsCNN, Linear
 from papa.models.unet import UNet
 from papa.models.vgg import VGG
 from papa.models.weights import FilePath, load_weights_
@@ -27,6 +27,8 @@ class _Entry:
     image_size: int = 32
     per_pixel: bool = False
     """Whether it gives scores for every pixel, instead of for the whole image."""
+    is_flat: bool = False
+    """Whether it is as large as its images, and has no width."""
 
 
 _NETWORKS = {
@@ -38,6 +40,12 @@ _NETWORKS = {
     "resnet18": _Entry("ResNet-18 with a stem for 32x32 images, 11.2 million parameters", resnet18),
     "resnet20": _Entry("ResNet-20 for 32x32 images, 0.27 million parameters", resnet20),
     "unet": _Entry("UNet with BatchNorm, a class per pixel, 31 million parameters", UNet, 256, per_pixel=True),
+    "linear": _Entry(
+        "logistic regression, one linear layer on all pixels, 650 parameters for 8x8 digits",
+        Linear,
+        image_size=8,
+        is_flat=True,
+    ),
 }
 
 
@@ -75,7 +83,8 @@ def make_model(
         num_classes: how many scores the network gives for each image, or for each of its pixels.
         in_channels: 3 for colour images.
         image_size: height and width of the images.
-        width: channels of the first stage, for a thinner or wider network than the published one. Not for timm.
+        width: channels of the first stage, for a thinner or wider network than the published one. Not for timm, nor
+            for `linear`.
         pretrained: with the weights that timm publishes; they are downloaded. The classifier is new when these have
             other classes.
         weights: with the weights of a local file, as `load_weights_` takes it.
@@ -90,6 +99,8 @@ def make_model(
         )
     else:
         options: dict[str, Any] = {} if width is None else {"width": width}
+        if _entry(name).is_flat:
+            options = {"image_size": image_size}
         model = _entry(name).build(num_classes=num_classes, in_channels=in_channels, **options)
     _check_fit(model, name, num_classes=num_classes, image_shape=(in_channels, image_size, image_size))
     if weights is not None:
@@ -143,6 +154,8 @@ def _source_problems(name: str, *, width: int | None, pretrained: bool, weights:
     is_timm = name.startswith(from_timm.PREFIX)
     if is_timm and width is not None:
         problems.append(f"width is {width!r}, but timm's networks have their width in their name: leave it out")
+    if width is not None and name in _NETWORKS and _NETWORKS[name].is_flat:
+        problems.append(f"width is {width!r}, but one layer on all pixels has none: leave it out")
     if pretrained and not is_timm:
         problems.append("pretrained is for networks of timm (timm:NAME): give a file as `weights` instead")
     if pretrained and weights is not None:

@@ -1,4 +1,4 @@
-"""A network small enough to train a whole population in seconds on a CPU."""
+"""Networks small enough to train a whole population in seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -33,6 +33,27 @@ class DigitsCNN(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Class scores for a batch of images."""
         scores: Tensor = self.head(self.pool(self.features(images)))
+        return scores
+
+
+class Linear(nn.Module):
+    """Logistic regression: one linear layer on all pixels.
+
+    Example:
+        >>> import torch
+        >>> Linear()(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+
+    Weights start from PyTorch's defaults.
+    """
+
+    def __init__(self, *, num_classes: int = 10, in_channels: int = 1, image_size: int = 8) -> None:
+        super().__init__()
+        self.head = nn.Linear(in_channels * image_size**2, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores for a batch of images."""
+        scores: Tensor = self.head(images.flatten(1))
         return scores
 
 

@@ -32,7 +32,7 @@ from papa.models import input_size_of, make_model, normalization_of
 from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.tasks import Task, classification, segmentation
-from papa.training import Augment, FrozenBody, Hook, Length, MergeProbes, Merging, Numerics, Training
+from papa.training import Augment, FrozenBody, Hook, Length, MergeProbes, Merging, Numerics, Stacked, Training
 
 GRIDS: dict[str, Grid] = {
     "none": PLAIN,
@@ -78,6 +78,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         sick=config.average.sick,
         apply=task.apply,
         merging=merging_for(config),
+        engine=Stacked if config.train.engine == "stacked" else None,
         group=group,
     )
 
@@ -188,8 +189,10 @@ def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
     )
 
 
-def augments_for(config: Config, pipeline: ImagePipeline) -> list[Augment]:
-    """Each member's way from raw images to what it trains on."""
+def augments_for(config: Config, pipeline: ImagePipeline) -> list[Augment] | None:
+    """Each member's way from raw images to what it trains on; None where nothing happens but `prepare`."""
+    if not pipeline.draws and grid_for(config) == PLAIN:
+        return None
     if config.diversity.per_batch:
         drawn = partial(draw_policy_per_batch, grid_for(config))
         return [partial(pipeline.augment, policy=drawn)] * config.members

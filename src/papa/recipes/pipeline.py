@@ -29,6 +29,11 @@ class ImagePipeline:
     ignore: int | None = None
     """The label of pixels without a class; None where everything has one."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether training images are changed at random, whatever the policy."""
+        return self.crop_padding > 0 or self.flip
+
     def prepare(self, images: Tensor) -> Tensor:
         """Resize and normalise; nothing random."""
         if self.resize is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
-from papa.recipes import digits, finetune, scratch, segmentation
+from papa.recipes import digits, finetune, logistic, scratch, segmentation
 from papa.recipes.recipe import PaperScores, Recipe
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (*digits.RECIPES, *scratch.RECIPES, *finetune.RECIPES, *segmentation.RECIPES)
+    recipe.name: recipe for module in (digits, scratch, finetune, segmentation, logistic) for recipe in module.RECIPES
 }
 
 

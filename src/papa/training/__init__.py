@@ -2,13 +2,15 @@
 
 from papa.training.entry import sgd, train
 from papa.training.freezing import FrozenBody
-from papa.training.loop import Augment, EpochRecord, Hook, Length, Numerics, Training
+from papa.training.loop import Augment, Engine, EpochRecord, Hook, Length, Numerics, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, Scores, harvest
 from papa.training.probes import MergeProbes
+from papa.training.stacked import Stacked
 
 __all__ = [
     "Augment",
+    "Engine",
     "EpochRecord",
     "FrozenBody",
     "Hook",
@@ -18,6 +20,7 @@ __all__ = [
     "Numerics",
     "Outcome",
     "Scores",
+    "Stacked",
     "Training",
     "harvest",
     "sgd",

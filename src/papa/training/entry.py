@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
-from papa.training.loop import Augment, Hook, Length, Numerics, Training
+from papa.training.loop import Augment, Engine, Hook, Length, Numerics, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
 
@@ -51,6 +51,7 @@ def train(
     sick: str | None = "restart",
     apply: Apply = call,
     merging: Merging = Merging(),  # noqa: B008
+    engine: Callable[[Training], Engine] | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
@@ -90,6 +91,7 @@ def train(
             `stop`, see `Averager`; None not to look.
         apply: how a network gives its outputs when it is scored, such as `papa.tasks.apply_whole`.
         merging: how they are repaired.
+        engine: how all members take a step; None for one after the other, `papa.training.Stacked` for all at once.
         hooks: told of every step, averaging and epoch.
 
     Returns:
@@ -117,6 +119,7 @@ def train(
         sick=sick,
         apply=apply,
         merging=merging,
+        engine=engine,
         group=None,
     )
     training.run(hooks)

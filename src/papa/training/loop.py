@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,26 @@ class Hook:
         """After something out of the ordinary, such as a checkpoint that could not be written."""
 
 
+class Engine(Protocol):
+    """Another way for all members to take a step than one after the other."""
+
+    def start_(self) -> None:
+        """Before the first step, or the first after a checkpoint was loaded."""
+        ...
+
+    def step_(self) -> None:
+        """Every member held here takes a step."""
+        ...
+
+    def hand_back_(self) -> None:
+        """Bring the members' optimizers up to date, for a checkpoint or at the end."""
+        ...
+
+    def forget_(self, index: int) -> None:
+        """Give a member held here a fresh optimizer state: it was sick."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     """How numbers are computed."""
@@ -130,6 +150,7 @@ class Training:
         sick: str | None = "restart",
         apply: Apply = call,
         merging: Merging = Merging(),  # noqa: B008
+        engine: Callable[[Training], Engine] | None = None,
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
@@ -151,6 +172,7 @@ class Training:
         self.optimizers = [make_optimizer(model) for model in self.population]
         self.scalers = [self._make_scaler() for _ in self.members]
         self.augments = [_augment_of(augment, member, prepare) for member in self.members]
+        self.is_augmented = augment is not None
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self._loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
@@ -171,6 +193,7 @@ class Training:
             sick=sick,
             symptom=self._symptom,
         )
+        self.engine = None if engine is None else engine(self)
 
     @property
     def epoch(self) -> int:
@@ -210,6 +233,8 @@ class Training:
         self._hooks = hooks
         for hook in hooks:
             hook.on_start(self)
+        if self.engine is not None:
+            self.engine.start_()
         with torch.random.fork_rng(
             devices=accelerators_in_use()
         ):  # member_step seeds the global generators, which are the caller's
@@ -221,6 +246,8 @@ class Training:
                         hook.on_epoch(self, record)
                 for hook in hooks:
                     hook.after_step(self)
+        if self.engine is not None:
+            self.engine.hand_back_()
 
     def tell(self, event: Mapping[str, Any]) -> None:
         """Tell all hooks of something out of the ordinary."""
@@ -236,9 +263,7 @@ class Training:
         for hook in hooks:
             hook.before_step(self)
         with self._timed("train"):
-            for index, member in enumerate(self.members):
-                if member not in self.population.dropped:
-                    self._member_step(index)
+            self._step_members()
             self.step += 1
             self.set_lr_()
         with self._timed("average"):
@@ -248,21 +273,33 @@ class Training:
             for hook in hooks:
                 hook.on_averaging(self, averaging)
 
-    def _member_step(self, index: int) -> None:
-        member, model, optimizer, scaler = (
-            self.members[index],
-            self.population[index],
-            self.optimizers[index],
-            self.scalers[index],
-        )
+    def _step_members(self) -> None:
+        if self.engine is not None:
+            self.engine.step_()
+        else:
+            for index, member in enumerate(self.members):
+                if member not in self.population.dropped:
+                    self._member_step(index)
+
+    def training_batch(self, index: int) -> Batch:
+        """What the member of this index trains on in the current step."""
+        member = self.members[index]
         # Datasets with random transforms, dropout and drop-path draw from the global generator and offer no other.
         seed_global_(derive(self.seed, "data", member, self.step))
         generator = stream(self.seed, "augment", member, self.step)
-        inputs, targets = self.augments[index](*self._batch(member), generator)
-        seed_global_(derive(self.seed, "forward", member, self.step))
-        optimizer.zero_grad(set_to_none=True)
+        return self.augments[index](*self._batch(member), generator)
+
+    def loss_of(self, model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
-            loss = self.loss(model(self._formatted(inputs)), targets)
+            return self.loss(model(inputs), targets)
+
+    def _member_step(self, index: int) -> None:
+        model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
+        inputs, targets = self.training_batch(index)
+        seed_global_(derive(self.seed, "forward", self.members[index], self.step))
+        optimizer.zero_grad(set_to_none=True)
+        loss = self.loss_of(model, self._formatted(inputs), targets)
         (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         if self.numerics.clip_norm is not None:
             if scaler is not None:
@@ -276,15 +313,23 @@ class Training:
         self._loss_sums[index] += loss.detach()
         self._recent_losses[index, self.step % MOST_BAD_LOSSES] = loss.detach()
 
+    def add_losses_(self, losses: Tensor) -> None:
+        """Note every member's loss of a step, for the epoch's mean and for their health."""
+        self._loss_sums += losses.detach()
+        self._recent_losses[:, self.step % MOST_BAD_LOSSES] = losses.detach()
+
+    def order(self, member: int, epoch: int) -> Tensor:
+        """Which training examples a member sees in an epoch, in their order."""
+        generator = stream(self.seed, "order", member, epoch)
+        order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
+        return order[: self.length.steps_per_epoch * self.batch_size]
+
     def _batch(self, member: int) -> Batch:
         epoch, position = divmod(self.step, self.length.steps_per_epoch)
         if position == 0 or member not in self._streams:
-            generator = stream(self.seed, "order", member, epoch)
-            order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
-            used = order[position * self.batch_size : self.length.steps_per_epoch * self.batch_size]
             self._streams[member] = stream_batches(
                 self.data.train,
-                torch.split(used, self.batch_size),
+                torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
                 seed=derive(self.seed, "decode", member, epoch),
                 start=position,
             )
@@ -343,6 +388,8 @@ class Training:
                 index = sickness.member - self.members.start
                 self._recent_losses[index] = 0.0
                 self.scalers[index] = self._make_scaler()
+                if self.engine is not None:
+                    self.engine.forget_(index)
             self.sick.append(sickness.to_json())
             self.tell(sickness.to_json())
 
@@ -403,6 +450,8 @@ class Training:
 
     def member_states(self) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
         """The state of the members held here, for a checkpoint."""
+        if self.engine is not None:
+            self.engine.hand_back_()
         states = {}
         for index, member in enumerate(self.members):
             tensors, numbers = checkpoint.member_state(self.population[index], self.optimizers[index])

@@ -1,0 +1,174 @@
+"""The stacked engine: all members of this process take a step in one vectorised call.
+
+The matrix holds each parameter of all members as one strided tensor, `(members, *shape)`. Ten tiny networks with tiny
+batches are all overhead when trained one after the other; stacked they cost little more than one. The result is the
+loop's, to float tolerance.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from papa.data.source import Arrays, Source, Subset
+from papa.errors import ConfigError, DataError
+from papa.evaluate import Batch
+from papa.training.loop import Training
+from papa.training.stacked_optimizer import StackedOptimizer, clipped
+from papa.training.traced import Recorded, record
+
+EXAMPLES_AHEAD = 4096
+"""How many examples are gathered and prepared at once, where nothing is drawn for them."""
+
+
+class Stacked:
+    """Trains all members held here at once; hand the class to `papa.train` as `engine`.
+
+    Example:
+        >>> from papa import train
+        >>> inputs = torch.randn(200, 4)
+        >>> targets = (inputs.sum(dim=1) > 0).long()
+        >>> outcome = train(
+        ...     lambda: nn.Linear(4, 2), (inputs, targets), num_members=3, num_epochs=2, batch_size=1, engine=Stacked
+        ... )
+
+    A network's Python code runs when its step is recorded, not in every step: hooks on modules and counters kept in
+    Python see no steps, and the parameters' `.grad` stays None. Networks that draw random numbers (dropout),
+    optimizers that look at whole tensors, and float16 with its gradient scaler are refused.
+
+    Args:
+        training: whose members to train.
+    """
+
+    def __init__(self, training: Training) -> None:
+        if any(scaler is not None for scaler in training.scalers):
+            raise ConfigError(
+                "the stacked engine has no gradient scaler, which float16 needs: train in bfloat16 or float32, or "
+                "with the loop engine"
+            )
+        self.training = training
+        self.optimizer = StackedOptimizer(training.population, training.optimizers)
+        self._steps: dict[tuple[Any, ...], tuple[list[str], list[str], Recorded]] = {}
+        self._batches: Iterator[Batch] = iter(())
+
+    def start_(self) -> None:
+        """Take over from the members' optimizers, before the first step or after a checkpoint was loaded."""
+        population = self.training.population
+        population.refresh_()
+        self.optimizer.take_over_()
+        self._buffers = [dict(model.named_buffers()) for model in population]
+        self._modules = [list(model.modules()) for model in population]
+        self._steps.clear()
+        is_plain = not self.training.is_augmented and _is_in_memory(self.training.data.train)
+        self._batches = self._plain_batches() if is_plain else self._drawn_batches()
+
+    def hand_back_(self) -> None:
+        """Give the members' optimizers their state, for a checkpoint or at the end."""
+        self.optimizer.hand_back_()
+
+    def forget_(self, index: int) -> None:
+        """Give a member a fresh optimizer state; counters of steps are those of all."""
+        self.optimizer.forget_(index)
+
+    def step_(self) -> None:
+        """Every member takes a step."""
+        training, leaves = self.training, self.optimizer.leaves
+        if self.optimizer.follow_matrix_():
+            self._steps.clear()  # they were recorded for another memory order
+        inputs, targets = next(self._batches)
+        names, other_names, step = self._step_for(inputs, targets)
+        trained, others = [leaves[name] for name in names], [leaves[name] for name in other_names]
+        buffers = self._stacked_buffers()
+        with torch.no_grad():
+            *gradients, losses = step(*trained, *others, *buffers.values(), inputs, targets)
+            for name, buffer in buffers.items():
+                for own, value in zip(self._buffers, buffer, strict=True):
+                    own[name].copy_(value)
+            if training.numerics.clip_norm is not None:
+                gradients = clipped(gradients, training.numerics.clip_norm)
+        for leaf in others:
+            leaf.grad = None
+        for leaf, gradient in zip(trained, gradients, strict=True):
+            leaf.grad = gradient
+        self.optimizer.step()
+        training.add_losses_(losses)
+
+    def _stacked_buffers(self) -> dict[str, Tensor]:
+        """Contiguous copies: `vmap` would drop what a forward pass writes to strided ones."""
+        return {name: torch.stack([own[name] for own in self._buffers]) for name in self._buffers[0]}
+
+    def _switches(self, index: int) -> tuple[bool, ...]:
+        """What a member trains, and in which mode its modules are; both may change between steps."""
+        trained = [parameter.requires_grad for parameter in self.optimizer.parameters[index].values()]
+        return (*trained, *[module.training for module in self._modules[index]])
+
+    def _step_for(self, inputs: Tensor, targets: Tensor) -> tuple[list[str], list[str], Recorded]:
+        """The names of what is trained, and the step that was recorded for it and for batches of this form."""
+        key = (inputs.shape, inputs.dtype, targets.shape, targets.dtype, self._switches(0))
+        if key not in self._steps:
+            for index in range(1, len(self._modules)):
+                if self._switches(index) != self._switches(0):
+                    raise ConfigError(
+                        f"member {self.training.members[index]} trains other parameters than member "
+                        f"{self.training.members[0]}, or has modules in another mode: use the loop engine"
+                    )
+            self._steps[key] = self._record(inputs, targets)
+        return self._steps[key]
+
+    def _record(self, inputs: Tensor, targets: Tensor) -> tuple[list[str], list[str], Recorded]:
+        leaves, loss_of = self.optimizer.leaves, self.training.loss_of
+        network = copy.deepcopy(self.training.population[0])
+        names = _names_with_gradient(copy.deepcopy(network), self.training, inputs[0], targets[0])
+        trained = {name: leaves[name] for name in names}
+        frozen = {name: leaf for name, leaf in leaves.items() if name not in trained}
+        others = {**frozen, **self._stacked_buffers()}
+        step = record(network, loss_of, trained=trained, others=others, inputs=inputs, targets=targets)
+        return names, list(frozen), step
+
+    def _plain_batches(self) -> Iterator[Batch]:
+        """All members' batches, gathered and prepared many steps at a time: the same for every order of drawing."""
+        training = self.training
+        while True:
+            epoch, position = divmod(training.step, training.length.steps_per_epoch)
+            orders = torch.stack([training.order(member, epoch) for member in training.members])
+            steps = orders.view(len(orders), -1, training.batch_size).transpose(0, 1)[position:]
+            for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
+                inputs, targets = training.data.train.batch(part.flatten())
+                inputs, targets = training.prepare(inputs.to(training.device)), targets.to(training.device)
+                stacked = (each.view(*part.shape, *each.shape[1:]) for each in (inputs, targets))
+                yield from zip(*stacked, strict=True)
+
+    def _drawn_batches(self) -> Iterator[Batch]:
+        """Each member's batch as the loop draws it, put together."""
+        training = self.training
+        while True:
+            batches = [training.training_batch(index) for index in range(len(training.population))]
+            forms = [f"{tuple(targets.shape)} of {targets.dtype}" for _, targets in batches]
+            for index, form in enumerate(forms):
+                if form != forms[0] or batches[index][0].shape != batches[0][0].shape:
+                    raise DataError(
+                        f"member {training.members[index]} trains on inputs of shape {tuple(batches[index][0].shape)} "
+                        f"and targets {form}, member {training.members[0]} on {tuple(batches[0][0].shape)} and "
+                        f"{forms[0]}: stacked members need batches of one form, use the loop engine"
+                    )
+            inputs, targets = zip(*batches, strict=True)
+            yield torch.stack(inputs), torch.stack(targets)
+
+
+def _is_in_memory(source: Source) -> bool:
+    """Whether an example is the same whenever it is asked for."""
+    while isinstance(source, Subset):
+        source = source.source
+    return isinstance(source, Arrays)
+
+
+def _names_with_gradient(network: nn.Module, training: Training, inputs: Tensor, targets: Tensor) -> list[str]:
+    """What one backward pass reaches: the loop's optimizers leave alone what has no gradient, decay included."""
+    network.zero_grad(set_to_none=True)
+    with torch.enable_grad():
+        training.loss_of(network, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    return [name for name, parameter in network.named_parameters() if parameter.grad is not None]

@@ -14,11 +14,13 @@ import papa
 ROOMS = [
     "errors",
     "streams",
+    "costs",
     "mixing",
     "flat",
     "product",
     "group",
     "population",
+    "overlap",
     "rules",
     "health",
     "averager",

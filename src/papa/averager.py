@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -15,11 +16,15 @@ from torch.optim import Optimizer
 from papa import mixing
 from papa.errors import MixingError
 from papa.health import Health, Sickness
+from papa.overlap import PushUnderWay, name_of
 from papa.population import Population
 from papa.rules import Independent, Moment, Push, Rule
 
 Around: TypeAlias = Callable[[Population, Tensor, Moment], AbstractContextManager[None]]
 """What happens right before and right after members are mixed, given the population, the matrix and the moment."""
+
+InFlight: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+"""What averaging has under way for one member: named tensors, and numbers."""
 
 
 def chain(*arounds: Around) -> Around:
@@ -68,6 +73,10 @@ class Averaging:
     """Each member's distance to the mean after; None when not measured."""
     sick: tuple[Sickness, ...] = ()
     """Members that were found sick right before, and what was done about them."""
+    bytes: int = field(default=0, compare=False)
+    """What this process sent to others for it."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long training stood still for it in this process."""
 
 
 class Averager:
@@ -119,6 +128,11 @@ class Averager:
         self.num_steps = num_steps
         self.measure = measure
         self.around = around
+        self._under_way: PushUnderWay | None = None
+        self._seconds_to_begin = 0.0
+        self._sick_at_begin: tuple[Sickness, ...] = ()
+        if around is not None and self._delay:
+            raise MixingError("a Push with a delay cannot have something around it: members train on meanwhile")
         self.num_steps_taken = 0
         self.num_averagings = 0
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
@@ -139,22 +153,31 @@ class Averager:
         """
         self.num_steps_taken += 1
         self._note_lrs()
+        start = time.perf_counter()
+        landed = self._land(start)
         if not self.rule.is_due(self.num_steps_taken, self.num_steps):
-            return None
+            return landed
         if lr_ratio is None:
             lr_ratio = self._lr_ratio() if self.rule.uses_lr else 1.0
-        return self._average(
-            Moment(
-                step=self.num_steps_taken,
-                size=self.population.size,
-                lr_ratio=_clamped(lr_ratio),
-                generation=self.num_averagings + 1,
-                previous=self.rule.previous(self.num_steps_taken),
-            )
+        moment = Moment(
+            step=self.num_steps_taken,
+            size=self.population.size,
+            lr_ratio=_clamped(lr_ratio),
+            generation=self.num_averagings + 1,
+            previous=self.rule.previous(self.num_steps_taken),
         )
+        if self._delay:
+            self._begin(moment, start)
+            return None
+        return self._average(moment, start)
 
-    def _average(self, moment: Moment) -> Averaging:
+    @property
+    def _delay(self) -> int:
+        return self.rule.delay if isinstance(self.rule, Push) else 0
+
+    def _average(self, moment: Moment, start: float) -> Averaging:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
+        bytes_before = self.population.group.bytes_sent
         distances = self.population.distances() if self.measure else None
         sick = self.check_health(distances)
         if distances is not None and (sick or self.population.dropped):
@@ -168,7 +191,9 @@ class Averager:
             after = tuple(self.population.distances().tolist()) if self.measure else None
         else:
             after = tuple(alpha * distance for distance in before)  # a push contracts by exactly alpha
-        return Averaging(moment.step, type(self.rule).__name__, alpha, before, after, sick)
+        num_bytes = self.population.group.bytes_sent - bytes_before
+        seconds = time.perf_counter() - start
+        return Averaging(moment.step, type(self.rule).__name__, alpha, before, after, sick, num_bytes, seconds)
 
     def check_health(self, distances: Tensor | None = None) -> tuple[Sickness, ...]:
         """Look for sick members now and treat them; `step` does so before each averaging."""
@@ -179,6 +204,31 @@ class Averager:
         if len(present) == moment.size:
             return self.rule.matrix(moment)
         return mixing.among(self.rule.matrix_among(moment, present), present, moment.size)
+
+    def _begin(self, moment: Moment, start: float) -> None:
+        assert isinstance(self.rule, Push)
+        keep, due = self.rule.keep(moment.lr_ratio), moment.step + self._delay
+        self._sick_at_begin = self.check_health()
+        self._under_way = PushUnderWay.begin(self.population, keep, due)
+        self._seconds_to_begin = time.perf_counter() - start
+
+    def _land(self, start: float) -> Averaging | None:
+        push = self._under_way
+        if push is None or self.num_steps_taken < push.due:
+            return None
+        push.land_(self.population)
+        self._under_way = None
+        self.num_averagings += 1
+        before = None
+        if self.measure and push.squared_distances is not None:
+            here = push.squared_distances
+            if self.population.is_sharded:
+                here = self.population.group.sum_over_shards(here)
+            before = tuple(self.population.group.gather(here.sqrt().tolist()))
+        num_bytes = self.population.group.bytes_sent - push.bytes_before
+        seconds = self._seconds_to_begin + time.perf_counter() - start
+        rule, sick, self._sick_at_begin = type(self.rule).__name__, self._sick_at_begin, ()
+        return Averaging(self.num_steps_taken, rule, push.keep, before, None, sick, num_bytes, seconds)
 
     def _note_lrs(self) -> None:
         for index, optimizer in enumerate(self._optimizers):
@@ -203,11 +253,13 @@ class Averager:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to go on as if never stopped."""
-        return {
+        state: dict[str, Any] = {
             "num_steps_taken": self.num_steps_taken,
             "num_averagings": self.num_averagings,
             "highest_lrs": list(self._highest_lrs),
         }
+        in_flight = self.in_flight()
+        return state | ({"in_flight": in_flight} if any(map(any, in_flight)) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -217,6 +269,42 @@ class Averager:
         self.num_steps_taken = int(state["num_steps_taken"])
         self.num_averagings = int(state["num_averagings"])
         self._highest_lrs = lrs
+        self.load_in_flight(state.get("in_flight", [({}, {})] * len(self.population)))
+
+    def in_flight(self) -> list[InFlight]:
+        """For each member held here, what averaging has under way: named tensors, and numbers; nothing between pushes.
+
+        A push under way is waited for, but does not land before its time.
+        """
+        means = {f"mean.{name_of(dtype)}": mean.clone() for dtype, mean in self.population.group.last_means().items()}
+        states: list[InFlight] = []
+        for index in range(len(self.population)):
+            tensors, numbers = dict(means), {}
+            if self._under_way is not None:
+                rows, push = self._under_way.member_state(self.population, index)
+                tensors.update({f"push.{name}": row for name, row in rows.items()})
+                numbers = dict(push)
+            states.append((tensors, numbers))
+        return states
+
+    def may_be_in_flight(self) -> dict[str, Tensor]:
+        """Tensors like those that `in_flight` may name for a member."""
+        rows = {name_of(dtype): matrix[0] for dtype, matrix in self.population.matrices.items()}
+        wide = {name: row if row.element_size() >= 4 else row.float() for name, row in rows.items()}
+        return {f"push.{name}": row for name, row in rows.items()} | {f"mean.{n}": row for n, row in wide.items()}
+
+    def load_in_flight(self, states: Sequence[InFlight]) -> None:
+        """Go on with what `in_flight` gave, for the members held here now."""
+        tensors, numbers = states[0]
+        dtypes = {name_of(dtype): dtype for dtype in self.population.matrices}
+        self.population.group.set_last_means(
+            {dtype: tensors[f"mean.{name}"] for name, dtype in dtypes.items() if f"mean.{name}" in tensors}
+        )
+        pushes = [
+            ({name.removeprefix("push."): row for name, row in rows.items() if name.startswith("push.")}, push)
+            for rows, push in states
+        ]
+        self._under_way = PushUnderWay.resumed(pushes, self.population) if numbers else None
 
 
 def _clamped(ratio: float) -> float:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from papa.errors import ConfigError, did_you_mean
+from papa.group import EXCHANGES
 from papa.health import POLICIES
 
 METHODS = {
@@ -156,6 +157,12 @@ class AverageConfig:
     """papa: weaken the push with the learning rate."""
     sick: str = "restart"
     """A member that diverged: restart it from the mean of the healthy ones, drop it, or stop. independent: drops."""
+    delay: int = 0
+    """papa: steps that members train on while their mean travels; even, and less than every-steps."""
+    exchange: str = "exact"
+    """How members' numbers travel between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
+    measure: bool = True
+    """Log distances to the mean at every averaging; between machines this costs half an averaging more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +261,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("average.repair-scope", average.repair_scope, REPAIR_SCOPES),
         ("average.align", average.align, ALIGNMENTS),
         ("train.engine", train.engine, ENGINES),
+        ("average.exchange", average.exchange, EXCHANGES),
     ):
         if value not in known:
             yield f"--{option} is {value}: {did_you_mean(value, known)}"
@@ -277,6 +285,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("average.probe-steps", average.probe_steps, 1),
         ("average.probe-examples", average.probe_examples, 1),
         ("average.start", average.start, 0),
+        ("average.delay", average.delay, 0),
     ):
         if number < least:
             yield f"--{option} is {number}, expected at least {least}"
@@ -308,6 +317,11 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield (
             f"--average.alpha is {average.alpha} and --average.half-life {average.half_life}, expected one of the two: "
             "set the other to None"
+        )
+    if average.delay and (average.delay % 2 or average.delay >= average.every_steps):
+        yield (
+            f"--average.delay is {average.delay}, expected an even number below --average.every-steps "
+            f"({average.every_steps})"
         )
     for option, epochs in (("every-epochs", average.every_epochs), ("align-every-epochs", average.align_every_epochs)):
         if epochs <= 0:

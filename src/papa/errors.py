@@ -7,6 +7,7 @@
     ├── DataError       data that is missing, empty or of the wrong shape
     ├── ConfigError     an unknown recipe, method or option, or values that contradict each other
     └── RunError        a run directory that cannot be written, read or continued
+        ├── LostError     other processes that failed, were killed or cannot be reached
         └── StoppedError  a run that was asked to stop, and saved its state first
 
 Every message says what it is about, what was found, what was expected and what to do.
@@ -44,6 +45,10 @@ class ConfigError(PapaError, ValueError):
 
 class RunError(PapaError):
     """A run directory that cannot be written, read or continued."""
+
+
+class LostError(RunError):
+    """Other processes that failed, were killed or cannot be reached."""
 
 
 class StoppedError(RunError):

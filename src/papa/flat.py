@@ -73,6 +73,25 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, bool, nn.Module, str, Te
                     yield f"{prefix}.{key}" if prefix else key, is_parameter, module, key, tensor
 
 
+def here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: all of it, unless `fully_shard` spread it over several."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return local
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds only a shard of the tensor (a `DTensor`, as `fully_shard` makes)."""
+    return hasattr(tensor, "to_local")
+
+
+def reshard_(model: nn.Module) -> None:
+    """Bring modules under `fully_shard` back to their shards, where a forward pass left them whole."""
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if callable(reshard) and hasattr(module, "unshard"):
+            reshard()
+
+
 def power_iteration_vectors(module: nn.Module) -> set[str]:
     """The names of a module's spectral-norm vectors, which mean nothing when averaged."""
     if type(module).__name__ == "_SpectralNorm":
@@ -130,10 +149,11 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
     for name, is_parameter, owner, key, tensor in tensors_of(model):
         if name != names_of[id(tensor)][0]:
             continue
-        _check_bindable(name, tensor, member)
-        if tensor.numel() and name_at.setdefault(tensor.data_ptr(), name) != name:
+        local = here(tensor)
+        _check_bindable(name, local, member)
+        if local.numel() and name_at.setdefault(local.data_ptr(), name) != name:
             raise MemberError(
-                f"member {member} has '{name}' in the memory of '{name_at[tensor.data_ptr()]}', but as another tensor: "
+                f"member {member} has '{name}' in the memory of '{name_at[local.data_ptr()]}', but as another tensor: "
                 "tie them by assigning one and the same Parameter"
             )
         is_averaged = is_averaged_by_default(owner, key, is_parameter, tensor)
@@ -142,8 +162,8 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
                 is_averaged = verdict
         if is_averaged and not (tensor.is_floating_point() or tensor.is_complex()):
             raise MemberError(f"'{name}' is {tensor.dtype} and cannot be averaged: leave it out of `average`")
-        stride = torch.empty_like(tensor, device="meta").stride()
-        slots[name] = (Slot(name, is_parameter, tensor.dtype, tensor.shape, stride), is_averaged)
+        stride = torch.empty_like(local, device="meta").stride()
+        slots[name] = (Slot(name, is_parameter, local.dtype, local.shape, stride), is_averaged)
     return slots
 
 
@@ -256,6 +276,8 @@ class BoundMember:
         self._places = _places(model, {slot.name for slot in layout.slots})
         first = {place.slot_name: place.tensor for place in reversed(self._places)}
         self.tensors = [first[slot.name] for slot in layout.slots]
+        # Shards cannot be rebound: what shards them holds their memory. They are copied in and out.
+        self._shards = [number for number, tensor in enumerate(self.tensors) if is_sharded(tensor)]
         self._homes = [alias(rows[slot.dtype], slot) for slot in layout.slots]
         index = {slot.name: number for number, slot in enumerate(layout.slots)}
         self._checks = [(place, index[place.slot_name]) for place in self._places]
@@ -276,6 +298,8 @@ class BoundMember:
         """The strides of those tensors that were moved out into another memory order, by their number."""
         found = {}
         for number, (tensor, home) in enumerate(zip(self.tensors, self._homes, strict=True)):
+            if is_sharded(tensor):
+                continue
             is_moved = tensor.data_ptr() != self._pointers[number] and tensor.stride() != self._strides[number]
             if is_moved and (tensor.shape, tensor.dtype, tensor.device) == (home.shape, home.dtype, home.device):
                 found[number] = tensor.stride()
@@ -283,8 +307,20 @@ class BoundMember:
 
     def _bring_home(self, number: int) -> None:
         tensor, home = self.tensors[number], self._homes[number]
-        home.copy_(tensor.detach().clone())  # it may overlap its home, as a transposed view does
-        tensor.data = home
+        home.copy_(here(tensor).detach().clone())  # it may overlap its home, as a transposed view does
+        if not is_sharded(tensor):
+            tensor.data = home
+
+    @torch.no_grad()
+    def write_back_(self) -> None:
+        """Bring what was written to the row to the tensors that do not live there: shards."""
+        for number in self._shards:
+            here(self.tensors[number]).copy_(self._homes[number])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters of the member are shards."""
+        return bool(self._shards)
 
     def refresh_(self) -> None:
         """Bring tensors that were moved out back into the row; raise where that would hide a mistake."""
@@ -298,6 +334,9 @@ class BoundMember:
         for place, number in self._checks:
             current = place.registry.get(place.key)
             tensor = self.tensors[number]
+            if current is tensor and is_sharded(tensor):
+                self._bring_home(number)
+                continue
             is_home = tensor.data_ptr() == pointers[number] and tensor.stride() == strides[number]
             if current is tensor and is_home:
                 continue

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from papa.checkpoint import (
 )
 from papa.config import Config
 from papa.errors import ConfigError, RunError, StoppedError
-from papa.group import Group, Local, start_workers
+from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
 from papa.recipes import paper_scores, paper_soups
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
 from papa.recipes.picture import prediction_picture
@@ -87,7 +87,8 @@ def execute(
     Args:
         config: what to run.
         path: where its files go.
-        workers: how many processes hold the members; None for as many as help. The result does not depend on it.
+        workers: how many processes hold the members; None for as many as help. The result does not depend on it. Under
+            torchrun its processes hold them, and this must be None.
         overwrite: replace a run that is there.
         resume: continue a run that is there; a finished one is not run again.
         saving: how often checkpoints are written.
@@ -96,6 +97,8 @@ def execute(
     config.check()
     saving.check()
     run = RunDirectory(path)
+    if rank_of_torchrun() is not None:
+        return _execute_under_torchrun(config, path, workers, overwrite, resume, saving, watch)
     if resume and run.is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
@@ -159,6 +162,57 @@ def _run_share(
 ) -> list[dict[str, Any]]:
     mine = [jobs[number] for number in group.share(len(jobs))]
     return group.gather([execute(config, path, workers=1, overwrite=overwrite, resume=resume) for config, path in mine])
+
+
+def _execute_under_torchrun(
+    config: Config,
+    path: Path,
+    workers: int | None,
+    overwrite: bool,
+    resume: bool,
+    saving: Saving,
+    watch: Watch | None,
+) -> dict[str, Any]:
+    if workers is not None:
+        raise ConfigError(f"--workers is {workers}, but torchrun says how many there are: leave it out")
+    processes, run = Torchrun(config.average.exchange), RunDirectory(path)
+    group = processes.group(config.members)
+    facts = {**_flat(config.to_json()), "out": path, "papa": __version__, "torch": torch.__version__}
+    group.check_same({name: str(fact) for name, fact in facts.items()}, cure="start all with the same options")
+    _check_shared(path, group)
+    # After a failure torchrun starts all anew, with the options of the first time: what was begun is continued.
+    overwrite, resume = overwrite and not processes.is_restart, resume or processes.is_restart
+    is_finished = run.is_finished
+    group.wait()  # nobody writes before everybody has looked
+    if resume and is_finished:
+        _check_same(config, Config.from_json(run.read_config()), path)
+        return run.read_result()
+    stop = multiprocessing.get_context("spawn").RawValue("i", 0)
+    with run.lock() if group.leads else contextlib.nullcontext(), listening(stop):
+        return _job(group, config, path, overwrite, resume, saving, watch, stop)
+
+
+def _check_shared(path: Path, group: Group) -> None:
+    """Raise unless all processes see the run directory that the leading one sees."""
+    mark = path.absolute().parent / f".{path.name}.shared"
+    problem = ""
+    if group.leads:
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            problem = f"cannot write to {mark.parent}: {error.strerror or error}"
+    group.wait()
+    if not problem and not mark.exists():
+        problem = (
+            f"a process does not see what rank 0 wrote to {mark.parent}: the run directory must be on a file system "
+            "that all machines share"
+        )
+    problems = [found for found in group.gather([problem] * len(group.share(group.num_ranks))) if found]
+    if group.leads:
+        mark.unlink(missing_ok=True)
+    if problems:
+        raise RunError(problems[0])
 
 
 def useful_workers(config: Config) -> int:
@@ -261,7 +315,7 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
 def _load(config: Config, path: Path, training: Training) -> tuple[Checkpoint | None, str | None]:
     """This process's part of a checkpoint, or what is damaged about it."""
     expected = {
-        member: Expected(model, optimizer)
+        member: Expected(model, optimizer, training.averager.may_be_in_flight())
         for member, model, optimizer in zip(training.members, training.population, training.optimizers, strict=True)
     }
     try:
@@ -299,6 +353,7 @@ def _train(
         "environment": environment(training),
         **outcome.to_json(),
         "num_averagings": training.averager.num_averagings,
+        "communication": communication(run.read_metrics()) if training.group.leads else None,
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
         "paper_soups": paper_soups(config),
@@ -366,6 +421,8 @@ class Recorder(Hook):
                 "alpha": averaging.alpha,
                 "distance_before": None if before is None else sum(before) / len(before),
                 "distance_after": None if after is None else sum(after) / len(after),
+                "bytes": averaging.bytes,
+                "seconds": round(averaging.seconds, 6),
             },
         )
 
@@ -465,6 +522,20 @@ class Recorder(Hook):
 
 def _told(failure: Failure) -> str:
     return f"the checkpoint of step {failure.step} could not be written: {failure.error}"
+
+
+def communication(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What averaging cost over a whole run, from its metrics: bytes that rank 0 sent, and seconds it stood still.
+
+    Example:
+        >>> communication([{"event": "average", "bytes": 8, "seconds": 0.5}, {"event": "epoch"}])
+        {'bytes': 8, 'seconds': 0.5}
+    """
+    averagings = [event for event in events if event["event"] == "average"]
+    return {
+        "bytes": sum(event["bytes"] for event in averagings),
+        "seconds": round(sum(event["seconds"] for event in averagings), 6),
+    }
 
 
 def environment(training: Training) -> dict[str, Any]:

@@ -31,6 +31,19 @@ def push(size: int, keep: float) -> Tensor:
     return keep * identity(size) + (1.0 - keep) * merge_all(size)
 
 
+def push_strength(matrix: Tensor) -> float | None:
+    """The `keep` for which `matrix` is `push(size, keep)`, or None when there is none.
+
+    Example:
+        >>> round(push_strength(push(4, 0.9)), 6), push_strength(merge_all(3)), push_strength(torch.eye(2).roll(1, 0))
+        (0.9, 0.0, None)
+    """
+    size = len(matrix)
+    keep = float(matrix[0, 0] - matrix[0, -1]) if size > 1 else 1.0
+    is_push = 0.0 <= keep <= 1.0 and torch.allclose(matrix, push(size, keep), rtol=0.0, atol=1e-12)
+    return keep if is_push else None
+
+
 def merge_all(size: int) -> Tensor:
     """Every member becomes the mean of all: `1/p` everywhere (PAPA-all)."""
     return torch.full((size, size), 1.0 / size, dtype=torch.float64, device="cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from papa import flat
 from papa.errors import MemberError, MixingError
-from papa.group import Group, Local
+from papa.group import Group, Local, as_group
 from papa.mixing import check_row, check_rows, soup_row
 from papa.product import is_finite
 
@@ -31,7 +31,11 @@ class Population:
 
     Args:
         models: the members held by this process, all of one architecture, dtype and device.
-        group: where the other members live; None when they are all here.
+        group: where the other members live; None when they are all here. Under torchrun a process group such as
+            `torch.distributed.group.WORLD`, where every rank holds members of its own, or a device mesh of
+            `population` and one more dimension, along which ranks train one member together (with
+            `DistributedDataParallel` or `fully_shard`); or a group of `papa.group`, such as
+            `papa.group.Spread(exchange="fast")`.
         average: which tensors are averaged, as glob patterns over their names. By default all parameters are, and
             buffers that are persistent, of floating point and finite (BatchNorm statistics are, masks and
             spectral-norm vectors are not). `{"head.*": False}` leaves each member its own head.
@@ -40,7 +44,7 @@ class Population:
     def __init__(
         self,
         models: Iterable[nn.Module],
-        group: Group | None = None,
+        group: Any = None,
         *,
         average: Mapping[str, bool] | None = None,
     ) -> None:
@@ -48,11 +52,7 @@ class Population:
         self._average = dict(average or {})
         self.dropped: frozenset[int] = frozenset()
         """Members that take no further part: in no mean, soup or ensemble."""
-        self.group: Group = group if group is not None else Local()
-        if not hasattr(self.group, "check_same"):
-            raise MemberError(
-                f"group is a {type(group).__name__}, expected one of papa.group, such as papa.group.Local"
-            )
+        self.group: Group = as_group(group)
         if not self._models:
             raise MemberError("a population needs at least one member, got none: pass a list of modules")
         for member, model in enumerate(self._models):
@@ -63,6 +63,8 @@ class Population:
         self._bind()
 
     def _bind(self) -> None:
+        for model in self._models:
+            flat.reshard_(model)
         self._layout = flat.plan(self._models, self._average)
         self.group.check_same(
             {slot.name: f"{slot.dtype} of shape {tuple(slot.shape)}" for slot in self._layout.slots},
@@ -72,7 +74,7 @@ class Population:
             dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
             for dtype, columns in self._layout.num_columns.items()
         }
-        first = self.group.first_row(len(self), self._layout.device)
+        self._first_row = first = self.group.first_row(len(self), self._layout.device)
         self._bound = [
             flat.BoundMember(
                 model,
@@ -176,7 +178,7 @@ class Population:
         if row.shape != (self.size,):
             raise MixingError(f"weights have shape {tuple(row.shape)}, expected ({self.size},): one for each member")
         check_row(row, subject="the row of weights")
-        self.refresh_()
+        self._settle_()
         rows = {dtype: self.group.combine(matrix, row) for dtype, matrix in self.matrices.items()}
         return {slot.name: flat.alias(rows[slot.dtype], slot) for slot in self._layout.slots}
 
@@ -187,7 +189,7 @@ class Population:
             matrix: `(size, size)`, row-stochastic; anything `torch.as_tensor` takes.
         """
         checked = check_rows(matrix, self.size)
-        self.refresh_()
+        self._settle_()
         for rows in self.matrices.values():
             self.group.mix_(rows, checked)
         self.mark_changed_()
@@ -198,6 +200,8 @@ class Population:
         `module.to(memory_format=...)`, `self.buffer = new` and the like unbind silently; every operation on the
         matrix calls this first. What cannot be brought back without hiding a mistake raises a `MemberError`.
         """
+        for model in self._models:
+            flat.reshard_(model)
         moved = [bound.new_strides() for bound in self._bound]
         if self.group.is_alone and moved[0] and all(strides == moved[0] for strides in moved):
             self._bind()  # all members were brought into another memory order: the matrix follows
@@ -206,12 +210,44 @@ class Population:
 
     def mark_changed_(self) -> None:
         """Tell autograd and autocast that the members' numbers changed, after writing to the matrix by hand."""
-        torch.autograd.graph.increment_version([tensor for bound in self._bound for tensor in bound.tensors])
+        for bound in self._bound:
+            bound.write_back_()
+        tensors = [tensor for bound in self._bound for tensor in bound.tensors if not flat.is_sharded(tensor)]
+        torch.autograd.graph.increment_version(tensors)
         torch.clear_autocast_cache()
+
+    def _settle_(self) -> None:
+        """Refresh, and let ranks that train one member agree on what they do not train in step: its buffers."""
+        self.refresh_()
+        for dtype, rows in self.rows_here().items():
+            # Up to the last buffer: what fills up the row differs between ranks with shards of different sizes.
+            end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
+            self.group.agree_(rows[:, self._layout.num_parameter_columns[dtype] : end])
+
+    def rows_here(self) -> dict[torch.dtype, Tensor]:
+        """The rows of the members this process holds, by dtype; as they are, without a look at the members first."""
+        first = self._first_row
+        return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
+
+    def begin_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
+        """A copy of the rows held here, and what waits for the mean of the rows of all present members as they are now.
+
+        Training may go on meanwhile; the copy must stay as it is until the mean is there. Every process that holds
+        members must call it.
+        """
+        self._settle_()
+        snapshot = {dtype: rows.clone() for dtype, rows in self.rows_here().items()}
+        weights = soup_row(self.size, self.present)
+        waits = {dtype: self.group.begin_mean(rows, snapshot[dtype], weights) for dtype, rows in self.matrices.items()}
+        return snapshot, lambda: {dtype: wait() for dtype, wait in waits.items()}
+
+    def num_parameter_columns(self, dtype: torch.dtype) -> int:
+        """How many of the first columns of the rows of a dtype are parameters; the others are buffers."""
+        return self._layout.num_parameter_columns[dtype]
 
     def mean(self) -> Tensor:
         """The mean row of `matrix`: the average soup as one vector."""
-        self.refresh_()
+        self._settle_()
         return self.group.combine(self.matrix, soup_row(self.size, self.present))
 
     def distances(self) -> Tensor:
@@ -221,7 +257,13 @@ class Population:
             self.group.squared_distances(rows[:, : self._layout.num_parameter_columns[dtype]])
             for dtype, rows in self.matrices.items()
         ]
-        return torch.stack(squares).sum(dim=0).sqrt()
+        total = torch.stack(squares).sum(dim=0)
+        return (self.group.sum_over_shards(total) if self.is_sharded else total).sqrt()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether members are under `fully_shard`, and this process holds shards of them."""
+        return self._bound[0].is_sharded
 
     def to(self, *args: Any, **kwargs: Any) -> Population:
         """Move or convert every member, as `nn.Module.to` does, and the matrix with them."""

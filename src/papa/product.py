@@ -129,11 +129,16 @@ def combine_rows(rows: Tensor, weights: Tensor) -> Tensor:
     used = [(member, weight) for member, weight in enumerate(weights.tolist()) if weight]
     combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
     for block, target in zip(column_blocks(rows), column_blocks(combined[None], num_rows=len(rows)), strict=True):
-        total = torch.zeros_like(target[0], dtype=rows.dtype if rows.element_size() >= 4 else torch.float32)
-        for member, weight in used:
-            total.add_(block[member], alpha=weight)
-        target[0].copy_(total)
+        combine_block_(target[0], [(block[member], weight) for member, weight in used])
     return combined
+
+
+def combine_block_(target: Tensor, weighted: Iterable[tuple[Tensor, float]]) -> None:
+    """`target` becomes the sum of some rows' columns, each times its weight, added in the order they come."""
+    total = torch.zeros_like(target, dtype=target.dtype if target.element_size() >= 4 else torch.float32)
+    for columns, weight in weighted:
+        total.add_(columns, alpha=weight)
+    target.copy_(total)
 
 
 def squared_distances(rows: Tensor) -> Tensor:
@@ -170,7 +175,11 @@ def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]
         rows: the matrix.
         num_rows: take the boundaries of a matrix with so many rows instead.
     """
-    limit = BLOCK_BYTES_CPU if rows.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
-    step = ALIGNMENT_BYTES // rows.element_size()
-    width = max(step, limit // ((num_rows or rows.shape[0]) * rows.element_size()) // step * step)
-    yield from torch.split(rows, width, dim=1)
+    yield from torch.split(rows, block_width(rows, num_rows or len(rows)), dim=1)
+
+
+def block_width(like: Tensor, num_rows: int) -> int:
+    """The columns of a block of a matrix with so many rows, of the dtype and on the device of `like`."""
+    limit = BLOCK_BYTES_CPU if like.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
+    step = ALIGNMENT_BYTES // like.element_size()
+    return max(step, limit // (num_rows * like.element_size()) // step * step)

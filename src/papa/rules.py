@@ -133,6 +133,8 @@ class Push(Rule):
         half_life: the same, said as the number of steps in which the distance to the mean halves if nothing else
             moves the members.
         scale_by_lr: let the push weaken with the learning rate, as the paper does.
+        delay: let members train on for so many steps while their mean is made, then push by what each was off it
+            (`papa.overlap`); even, and less than `every_steps`. 0 for none.
     """
 
     alpha: float | None = None
@@ -140,12 +142,21 @@ class Push(Rule):
     scale_by_lr: bool = True
     _: KW_ONLY
     every_steps: int = 10
+    delay: int = 0
 
     is_merge: ClassVar[bool] = False
     is_for_any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_whole("delay", self.delay, at_least=0)
+        if self.delay >= self.every_steps and self.delay:
+            raise MixingError(f"Push got delay={self.delay}, expected less than every_steps ({self.every_steps})")
+        if self.delay % 2:
+            raise MixingError(
+                f"Push got delay={self.delay}, expected an even number of steps: where steps overshoot, a push that "
+                "comes an odd number of steps late drives members apart"
+            )
         if self.alpha is not None and self.half_life is not None:
             raise MixingError(f"Push got alpha={self.alpha} and half_life={self.half_life}: give one of the two")
         if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
@@ -172,6 +183,11 @@ class Push(Rule):
     def uses_lr(self) -> bool:
         """Unless told not to."""
         return self.scale_by_lr
+
+    def is_due(self, step: int, num_steps: int | None = None) -> bool:
+        """With its cadence; not where it would land after the end of training."""
+        lands = num_steps is None or step + self.delay <= num_steps
+        return lands and super().is_due(step, num_steps)
 
     def keep(self, lr_ratio: float) -> float:
         """`a`: how much of itself a member keeps when the learning rate is `lr_ratio` of its initial value."""

@@ -196,7 +196,7 @@ def _pot_of(members: Any) -> _Pot:
 def _copy_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # modules under fully_shard assert that nobody copies them
         raise SoupError(
             f"{type(model).__name__} cannot be copied ({error}): make a soup of the members' state dicts instead"
         ) from error

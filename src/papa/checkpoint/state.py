@@ -40,9 +40,15 @@ class Expected:
 
     Which tensors an optimizer keeps shows only once it took a step, so a copy of it takes one. A parameter that has not
     been trained yet, such as a frozen one, may have none of them.
+
+    Args:
+        model: the member.
+        optimizer: its optimizer.
+        in_flight: tensors like those that averaging may have under way, by name; there or not.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, in_flight: Mapping[str, Tensor] | None = None) -> None:
+        self.in_flight = {f"averager.{name}": _spec(tensor) for name, tensor in (in_flight or {}).items()}
         state = model.state_dict()
         self.model: dict[str, Spec] = {f"model.{name}": _spec(tensor) for name, tensor in state.items()}
         self.optimizer = _optimizer_after_a_step(optimizer)
@@ -50,7 +56,7 @@ class Expected:
     def check_tensors(self, specs: Mapping[str, Spec]) -> None:
         """Raise a `RunError` that names the first tensor that differs."""
         for name in self.model.keys() | specs.keys():
-            expected = self.model.get(name)
+            expected = self.model.get(name) or self.in_flight.get(name)
             if name.startswith("optimizer."):
                 value = self.optimizer.get(name.removeprefix("optimizer."))
                 expected = _spec(value) if isinstance(value, Tensor) else None

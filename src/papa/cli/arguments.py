@@ -10,6 +10,7 @@ import tyro
 
 from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
+from papa.group import rank_of_torchrun
 from papa.recipes import BUDGETS, RECIPES, Recipe, find
 
 Options = TypeVar("Options")
@@ -96,3 +97,8 @@ def split_numbers(option: str, text: str) -> list[int]:
 def use_one_thread() -> None:
     """One thread for each process: more change the bits of a result, and stall each other on a busy machine."""
     torch.set_num_threads(1)
+
+
+def speaks() -> bool:
+    """Whether this process talks to people: of those that torchrun started, the first one."""
+    return not rank_of_torchrun()

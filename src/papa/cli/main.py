@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "write the page, table or figures of runs that are there",
     "soup": "average checkpoints that lie in files",
     "diff": "compare two checkpoints",
+    "plan": "what averaging between machines will cost",
 }
 
 HELP = """papa trains a population of networks and hands back one that generalises nearly like the ensemble.

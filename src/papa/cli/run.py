@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import parse, speaks, take_budget, take_recipe, use_one_thread
 from papa.cli.progress import Progress, Together, told
 from papa.cli.tables import print_table
 from papa.config import Config
@@ -32,6 +32,8 @@ examples:
   papa run digits --train.epochs 60 --average.half-life 0.01
   papa run digits --out runs/mine --resume
   papa run cifar10-vgg11 --budget mini --data.root ~/data
+  torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+      -m papa run cifar10-vgg11 --members 4 --out /shared/run
 """
 
 
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
         saving=Saving(minutes=options.checkpoint_minutes, keep=options.keep),
         watch=partial(Together, *onlookers),
     )
-    print_run(result, RunDirectory(path))
+    if speaks():
+        print_run(result, RunDirectory(path))
     return 0
 
 
@@ -97,7 +100,8 @@ def config_to_resume(asked: Config, default: Config, path: Path) -> Config:
     """The config of the run that is there when nothing was asked for; else what was asked for, to be compared."""
     run = RunDirectory(path)
     if not run.holds_run:
-        print(f"nothing to resume in {path}: starting anew")
+        if speaks():
+            print(f"nothing to resume in {path}: starting anew")
         return asked
     return Config.from_json(run.read_config()) if asked == default else asked
 

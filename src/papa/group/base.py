@@ -6,7 +6,7 @@ processes there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 import torch
@@ -33,6 +33,11 @@ class Group(Protocol):
     @property
     def leads(self) -> bool:
         """Whether this process is the one that writes files and talks to people."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes of members' numbers this process has sent to others so far."""
         ...
 
     def share(self, size: int) -> range:
@@ -75,6 +80,30 @@ class Group(Protocol):
         """The squared distance to the mean row of each member of the whole population, in float64 on the CPU."""
         ...
 
+    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """Start on a mean of all members' rows as they are now; what is returned waits for it and hands it over.
+
+        `weights` has one for each member, as in `combine`; `snapshot` is a copy of the rows of the members held here,
+        which must stay as it is until then.
+        """
+        ...
+
+    def agree_(self, columns: Tensor) -> None:
+        """Where several processes train one member, make these numbers of it the same on all."""
+        ...
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Where several processes hold a shard of one member each, add up what they computed from their shards."""
+        ...
+
+    def last_means(self) -> dict[torch.dtype, Tensor]:
+        """What a checkpoint must keep for exchanges to go on exactly as they would have, by dtype; often nothing."""
+        ...
+
+    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
+        """Go on where `last_means` was taken."""
+        ...
+
     def gather(self, values: list[T]) -> list[T]:
         """One value per member held here, turned into one value per member of the whole population."""
         ...
@@ -90,6 +119,7 @@ class Local:
     num_ranks = 1
     is_alone = True
     leads = True
+    bytes_sent = 0
 
     def share(self, size: int) -> range:
         """All of them."""
@@ -129,6 +159,25 @@ class Local:
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Block by block, so that nothing of the matrix's size is allocated."""
         return squared_distances(rows)
+
+    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """At once: there is nobody to wait for."""
+        mean = combine_rows(rows, weights)
+        return lambda: mean
+
+    def agree_(self, columns: Tensor) -> None:
+        """One process trains each member."""
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Members are whole."""
+        return values
+
+    def last_means(self) -> dict[torch.dtype, Tensor]:
+        """None: nothing is sent."""
+        return {}
+
+    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
+        """Nothing to set."""
 
     def gather(self, values: list[T]) -> list[T]:
         """They are all here already."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.errors import ConfigError, MemberError
+from papa.group.plainly import plainly
 from papa.product import column_blocks, combine_rows, mix_blocks_, squared_distances_by_block
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Shared:
         self._stages: dict[torch.dtype, Tensor] = {}
 
     is_alone = False
+    bytes_sent = 0
 
     @property
     def leads(self) -> bool:
@@ -108,11 +110,7 @@ class Shared:
         """Every rank compares all ranks' facts, so all raise together."""
         everyone: list[dict[str, str]] = [{}] * self.num_ranks
         dist.all_gather_object(everyone, dict(facts))
-        for rank, theirs in enumerate(everyone):
-            for name in sorted(everyone[0].keys() | theirs.keys()):
-                found, expected = theirs.get(name, "nothing"), everyone[0].get(name, "nothing")
-                if found != expected:
-                    raise MemberError(f"rank {rank} has {found} as '{name}', rank 0 has {expected}: {cure}")
+        check_all_same(everyone, cure=cure)
 
     def _agree_on_path(self, num_bytes: int) -> str:
         paths = [""]
@@ -147,6 +145,25 @@ class Shared:
         self.wait()
         return row.to(rows.device)
 
+    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """At once: reading memory is nothing to wait for."""
+        mean = self.combine(rows, weights)
+        return lambda: mean
+
+    def agree_(self, columns: Tensor) -> None:
+        """One process trains each member."""
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Members are whole."""
+        return values
+
+    def last_means(self) -> dict[torch.dtype, Tensor]:
+        """None: nothing is sent."""
+        return {}
+
+    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
+        """Nothing to set."""
+
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank's share of the blocks, added up in block order."""
         host = self._published(rows)
@@ -162,12 +179,30 @@ class Shared:
     def gather(self, values: list[T]) -> list[T]:
         """Every rank's values, in member order."""
         parts: list[list[T]] = [[]] * self.num_ranks
-        dist.all_gather_object(parts, values)
+        with plainly("comparing notes"):
+            dist.all_gather_object(parts, values)
         return [value for part in parts for value in part]
 
     def wait(self) -> None:
         """A barrier."""
-        dist.barrier()
+        with plainly("waiting for the others"):
+            dist.barrier()
+
+
+def check_all_same(everyone: Sequence[Mapping[str, str]], *, cure: str, ranks: Sequence[int] | None = None) -> None:
+    """Raise a `MemberError` that names the first rank and fact that differ from the first rank's.
+
+    Args:
+        everyone: each rank's facts.
+        cure: what to do about it.
+        ranks: what to call the ranks; None for 0, 1, ...
+    """
+    names = range(len(everyone)) if ranks is None else ranks
+    for rank, theirs in zip(names, everyone, strict=True):
+        for name in sorted(everyone[0].keys() | theirs.keys()):
+            found, expected = theirs.get(name, "nothing"), everyone[0].get(name, "nothing")
+            if found != expected:
+                raise MemberError(f"rank {rank} has {found} as '{name}', rank {names[0]} has {expected}: {cure}")
 
 
 def _memory_directory(num_bytes: int) -> str:

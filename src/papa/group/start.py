@@ -20,11 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from papa.errors import PapaError, RunError
+from papa.errors import LostError, PapaError, RunError
 from papa.group.shared import Shared
 
 PATIENCE = datetime.timedelta(days=7)
 """How long a worker waits for the others: one may have an epoch more to train. Deaths are noticed by the parent."""
+
+SECONDS_FOR_THE_CAUSE = 10.0
+"""How long the parent waits for the reason why a worker lost the others: they may still be about to tell."""
 
 
 def start_workers(job: Callable[..., Any], num_workers: int, size: int, *arguments: Any) -> Any:
@@ -51,7 +54,7 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
             there.close()
             workers.append((process, here))
         try:
-            answers = [_answer(connection) for _, connection in _as_they_come(workers)]
+            answers = _answers(workers)
         finally:
             for process, _ in workers:
                 process.kill()
@@ -70,11 +73,23 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _as_they_come(workers: list[Any]) -> Any:
-    waiting = {connection: process for process, connection in workers}
+def _answers(workers: list[Any]) -> list[tuple[int, Any]]:
+    """What every worker returned; the error of one that failed, rather than of one that lost it for that."""
+    waiting = [connection for _, connection in workers]
+    answers, lost = [], None
     while waiting:
-        for connection in multiprocessing.connection.wait(list(waiting)):
-            yield waiting.pop(connection), connection
+        ready = multiprocessing.connection.wait(waiting, None if lost is None else SECONDS_FOR_THE_CAUSE)
+        for connection in [connection for connection in waiting if connection in ready]:
+            waiting.remove(connection)
+            try:
+                answers.append(_answer(connection))
+            except LostError as error:
+                lost = error
+        if lost is not None and not ready:
+            break
+    if lost is not None:
+        raise lost
+    return answers
 
 
 def _answer(connection: Connection) -> tuple[int, Any]:

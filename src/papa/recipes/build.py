@@ -79,6 +79,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         apply=task.apply,
         merging=merging_for(config),
         engine=Stacked if config.train.engine == "stacked" else None,
+        measure=config.average.measure,
         group=group,
     )
 
@@ -247,7 +248,13 @@ def rule_for(config: Config, length: Length) -> Rule:
         elif average.half_life is not None:
             strength["half_life"] = average.half_life * length.num_steps
         return Push(
-            **strength, scale_by_lr=average.scale_by_lr, every_steps=average.every_steps, start=start, stop=stop
+            alpha=strength.get("alpha"),
+            half_life=strength.get("half_life"),
+            scale_by_lr=average.scale_by_lr,
+            every_steps=average.every_steps,
+            delay=average.delay,
+            start=start,
+            stop=stop,
         )
     every_steps = max(1, round(average.every_epochs * length.steps_per_epoch))
     merges: dict[str, Callable[..., Rule]] = {

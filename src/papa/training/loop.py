@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from papa import checkpoint
 from papa.align import AlignMerges
-from papa.averager import Around, Averager, Averaging, chain
+from papa.averager import Around, Averager, Averaging, InFlight, chain
 from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
 from papa.errors import ConfigError, DataError, RunError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
@@ -151,6 +151,7 @@ class Training:
         apply: Apply = call,
         merging: Merging = Merging(),  # noqa: B008
         engine: Callable[[Training], Engine] | None = None,
+        measure: bool = True,
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
@@ -189,6 +190,7 @@ class Training:
             rule,
             self.optimizers,
             num_steps=self.length.num_steps,
+            measure=measure,
             around=self._around(rule),
             sick=sick,
             symptom=self._symptom,
@@ -453,12 +455,15 @@ class Training:
         if self.engine is not None:
             self.engine.hand_back_()
         states = {}
+        in_flight = self.averager.in_flight()
         for index, member in enumerate(self.members):
             tensors, numbers = checkpoint.member_state(self.population[index], self.optimizers[index])
             scaler = self.scalers[index]
             numbers["scaler"] = None if scaler is None else scaler.state_dict()
             numbers["loss_sum"] = float(self._loss_sums[index])
             numbers["bad_losses"] = (~torch.isfinite(self._recent_losses[index])).tolist()
+            under_way, numbers["averager"] = in_flight[index]
+            tensors.update({f"averager.{name}": tensor for name, tensor in under_way.items()})
             states[member] = (tensors, numbers)
         return states
 
@@ -502,6 +507,11 @@ class Training:
             bad = numbers.get("bad_losses")
             if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
                 raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
+            tensors, push = _in_flight(*members[member])
+            is_whole = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
+            wanted = {name for name in self.averager.may_be_in_flight() if name.startswith("push.") and push}
+            if not is_whole or not all(map(_is_number, push.values())) or not wanted <= tensors.keys():
+                raise RunError(f"the checkpoint has {push!r} as the push under way of member {member}")
 
     def load_checkpoint_(self, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]) -> None:
         """Go on where a checkpoint was taken."""
@@ -521,11 +531,18 @@ class Training:
         self.seconds.update(state["seconds"])
         self.averager.num_steps_taken = step
         self.averager.num_averagings = state["num_averagings"]
+        self.averager.load_in_flight([_in_flight(*members[member]) for member in self.members])
         self.set_lr_()
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _in_flight(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> InFlight:
+    prefix = "averager."
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return found, numbers.get("averager", {})
 
 
 def as_data(data: Any, validation: float, *, seed: int) -> Data:

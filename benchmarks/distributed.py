@@ -1,0 +1,232 @@
+"""What it costs to spread a population: over processes of one machine, over Gloo on loopback, over a throttled link.
+
+Each contender runs in fresh processes of one thread. Ratios are within one run. The throttled link is a pair of network
+namespaces with `tc`; where those are not permitted its lines are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from _bench import Result, finish, parser
+from machines import Machines
+from papa import Averager, Population, Push
+from papa.costs import Plan, cost_of
+from papa.group import Shared, Spread, start_workers
+from train import NUM_MEMBERS, train_papa
+
+COLUMNS = 11_000_000
+MEGABITS = 400
+THROTTLED_COLUMNS = 6_000_000
+
+
+class Vector(nn.Module):
+    """A network that is nothing but numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.zeros(count))
+
+
+def best_together(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The best time of each contender, in rounds that all ranks go through together; the first is not counted."""
+    seconds = dict.fromkeys(contenders, float("inf"))
+    for counted in [False, *[True] * rounds]:
+        for name, run in contenders.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            dist.barrier()
+            if counted:
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
+
+
+def time_pushes(shared: Shared, rounds: int) -> dict[str, float]:
+    """Seconds of a push of one member per rank, and of what it is held against, seen from rank 0."""
+    size, rule = shared.num_ranks, Push(alpha=0.99, every_steps=1)
+    mapped = Population([Vector(COLUMNS)], Shared(size))
+    copied = torch.empty_like(mapped.matrix) if shared.leads else None
+    own, total, spare = torch.zeros(COLUMNS), torch.zeros(COLUMNS), torch.zeros(COLUMNS)
+
+    def plain() -> None:
+        dist.all_reduce(total)
+        spare.copy_(own)
+
+    contenders: dict[str, Callable[[], object]] = {
+        "copy of the matrix": lambda: copied is not None and copied.copy_(mapped.matrix),
+        "shared": Averager(mapped, rule, measure=False).step,
+        "all-reduce and copy": plain,
+    }
+    for exchange in ("exact", "fast", "bfloat16"):
+        population = Population([Vector(COLUMNS)], Spread(exchange=exchange))
+        contenders[exchange] = Averager(population, rule, measure=False).step
+    return best_together(contenders, rounds)
+
+
+def push_over_link(rounds: int) -> None:
+    """One of two machines: times pushes and delayed pushes over the link, and prints them as JSON on rank 0."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for exchange in ("exact", "fast", "bfloat16"):
+        population = Population([Vector(THROTTLED_COLUMNS)], Spread(exchange=exchange))
+        averager = Averager(population, Push(alpha=0.99, every_steps=1), measure=False)
+        averager.step()  # connects, and for bfloat16 sends the first mean in full
+        times, logs = [], []
+        for _ in range(rounds):
+            dist.barrier()
+            start = time.perf_counter()
+            logs.append(averager.step())
+            times.append(time.perf_counter() - start)
+        found[exchange] = {"seconds": min(times), "bytes": logs[-1].bytes}
+        # The same with a delay: steps of work that leaves the processor free, as an accelerator's does.
+        step_seconds = min(times) / 6
+        delayed = Averager(population, Push(alpha=0.99, every_steps=10, delay=8), measure=False)
+        lost = []
+        for _ in range(10 * (rounds + 1)):
+            time.sleep(step_seconds)
+            log = delayed.step()
+            if log is not None:
+                lost.append(log.seconds)
+        found[exchange]["lost"] = min(lost[1:] or lost)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def over_throttled_link(rounds: int) -> dict[str, Any] | None:
+    """What two machines on a throttled link measured; None where there can be no such link."""
+    machines = Machines(str(os.getpid() % 100_000))
+    try:
+        machines.connect()
+        machines.throttle(MEGABITS)
+        with tempfile.TemporaryDirectory() as folder:
+            processes = []
+            for machine in range(2):
+                meeting = ("--nnodes", "2", "--node-rank", str(machine), "--nproc-per-node", "1")
+                meeting += ("--master-addr", machines.addresses[0], "--master-port", "29517")
+                command = ("-m", "torch.distributed.run", *meeting, __file__, "--link", "--rounds", str(rounds))
+                processes.append(machines.start(machine, *command, log=Path(folder) / str(machine)))
+            for process in processes:
+                process.wait(timeout=600)
+            output = (Path(folder) / "0").read_text()
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        if not lines:
+            raise RuntimeError(f"the two machines measured nothing:\n{output}")
+        measured: dict[str, Any] = json.loads(lines[0])
+        return measured
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"no throttled link, network namespaces or tc are not permitted here: {error}", file=sys.stderr)
+        return None
+    finally:
+        machines.remove()
+
+
+def throughput(steps: int, rounds: int) -> list[Result]:
+    """One and two processes that train four members."""
+    rule = Push(alpha=0.99, every_steps=10)
+    seconds = {1: float("inf"), 2: float("inf")}
+    for _ in range(rounds):
+        for count in seconds:
+            seconds[count] = min(seconds[count], start_workers(train_papa, count, NUM_MEMBERS, rule, steps)[0])
+    results = [Result(name=f"training, {count} process(es)", seconds=value) for count, value in seconds.items()]
+    return [*results, Result(name="training, 2 against 1", ratio=seconds[2] / seconds[1], target=1 / 1.85)]
+
+
+def pushes(num_ranks: int, rounds: int) -> list[Result]:
+    """One member per rank on one machine."""
+    seconds: dict[str, float] = start_workers(time_pushes, num_ranks, num_ranks, rounds)
+    copy, plain = seconds["copy of the matrix"], seconds["all-reduce and copy"]
+    label = f"{num_ranks} processes"
+    return [
+        Result(name=f"{label}: copy of the matrix", seconds=copy),
+        Result(
+            name=f"{label}: push by the mapping / copy",
+            seconds=seconds["shared"],
+            ratio=seconds["shared"] / copy,
+            target=1.5,
+        ),
+        Result(name=f"{label}: all-reduce and copy of rows", seconds=plain),
+        Result(name=f"{label}: fast / that", seconds=seconds["fast"], ratio=seconds["fast"] / plain, target=1.5),
+        Result(name=f"{label}: exact / that", seconds=seconds["exact"], ratio=seconds["exact"] / plain),
+        Result(name=f"{label}: bfloat16 / that", seconds=seconds["bfloat16"], ratio=seconds["bfloat16"] / plain),
+    ]
+
+
+def link(rounds: int) -> list[Result]:
+    """Two machines on a throttled link."""
+    measured = over_throttled_link(rounds)
+    if measured is None:
+        return []
+    plan = Plan(
+        num_parameters=THROTTLED_COLUMNS,
+        num_members=2,
+        num_ranks=2,
+        bits_per_second=MEGABITS * 1e6,
+        seconds_per_step=1.0,
+    )
+    results = []
+    for exchange, found in measured.items():
+        at_link_speed = found["bytes"] * 8 / (MEGABITS * 1e6)
+        expected = cost_of(plan, exchange)
+        seconds = found["seconds"]
+        results += [
+            Result(
+                name=f"link: {exchange} / its bytes at link speed",
+                seconds=seconds,
+                ratio=seconds / at_link_speed,
+                target=1.3,
+            ),
+            Result(
+                name=f"link: {exchange}, bytes / papa plan's",
+                ratio=found["bytes"] / expected.bytes_per_push,
+                target=1.01,
+            ),
+            Result(name=f"link: {exchange}, time / papa plan's", ratio=seconds / expected.seconds_per_push, target=1.3),
+            Result(
+                name=f"link: {exchange} with a delay, share not hidden",
+                seconds=found["lost"],
+                ratio=found["lost"] / seconds,
+                target=0.2,
+            ),
+        ]
+    return results
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options_parser = parser(__doc__.splitlines()[0])
+    options_parser.add_argument("--steps", type=int, default=20, help="training steps that are timed in each round")
+    options_parser.add_argument("--link", action="store_true", help="be one of the two machines on the throttled link")
+    options_parser.add_argument("--only", choices=["training", "pushes", "link"], help="measure only this")
+    options_parser.set_defaults(rounds=3)
+    options = options_parser.parse_args()
+    if options.link:
+        push_over_link(options.rounds)
+        return
+    parts: dict[str, Callable[[], list[Result]]] = {
+        "link": lambda: link(options.rounds),
+        "pushes": lambda: [*pushes(2, options.rounds), *pushes(4, options.rounds)],
+        "training": lambda: throughput(options.steps, options.rounds),
+    }
+    results = [result for name, part in parts.items() if options.only in (None, name) for result in part()]
+    finish(results, options, title=f"Spreading a population; pushes of {COLUMNS:,} numbers per member")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""From what PyTorch users have in hand, a process group or a device mesh, to a group of papa."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from papa.errors import ConfigError, MemberError
+from papa.group.base import Group, Local
+from papa.group.spread import Spread
+
+POPULATION = "population"
+
+
+def as_group(group: Any, *, exchange: str = "exact") -> Group:
+    """A group of papa from whatever says where members live.
+
+    Args:
+        group: None when all members are here; a group of papa; a `torch.distributed` process group, each of whose
+            ranks holds members of its own; or a device mesh with a dimension called `population` and at most one other,
+            along which several ranks train one member.
+        exchange: how numbers travel; see `papa.group.EXCHANGES`.
+    """
+    if group is None:
+        return Local()
+    if isinstance(group, DeviceMesh):
+        return _from_mesh(group, exchange)
+    if isinstance(group, dist.ProcessGroup):
+        return Spread(group, exchange=exchange)
+    if not hasattr(group, "check_same"):
+        raise MemberError(
+            f"group is a {type(group).__name__}, expected a process group or device mesh of torch.distributed, or "
+            "one of papa.group, such as papa.group.Local"
+        )
+    found: Group = group
+    return found
+
+
+def _from_mesh(mesh: DeviceMesh, exchange: str) -> Spread:
+    names = mesh.mesh_dim_names or ()
+    others = [name for name in names if name != POPULATION]
+    if POPULATION not in names or len(others) > 1:
+        found = ", ".join(names) if names else "no names"
+        raise ConfigError(
+            f"the device mesh has the dimensions {found}, expected 'population' and at most one more, along which one "
+            "member is trained: init_device_mesh(device, (members, ranks), mesh_dim_names=('population', 'data'))"
+        )
+    data = mesh.get_group(others[0]) if others else None
+    return Spread(mesh.get_group(POPULATION), exchange=exchange, data=data)

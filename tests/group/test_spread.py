@@ -1,0 +1,84 @@
+"""Processes that hold only their own members' rows, against one process, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import group_jobs
+import spread_jobs
+from papa.group import balanced_share, start_workers
+
+SIZE = spread_jobs.SIZE
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return spread_jobs.alone()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def together(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = start_workers(spread_jobs.everything, request.param, SIZE)
+    return found | {"num_ranks": request.param}
+
+
+def test_every_operation_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    found = together["operations"]
+    assert len(alone["operations"]) > 150
+    for name, expected in alone["operations"].items():
+        assert found[name] == expected, name
+
+
+def test_however_uneven_the_shares_are(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    uneven = {name.removeprefix("uneven "): value for name, value in together["operations"].items() if "uneven" in name}
+    assert bool(uneven) == (together["num_ranks"] == 2)
+    for name, value in uneven.items():
+        assert value == alone["operations"][name], name
+
+
+def test_every_rule_and_soup_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    for key, expected in alone["march"].items():
+        assert group_jobs.same(expected, together["march"][key]), key
+
+
+@pytest.mark.parametrize("how", ["delayed", "delayed, shared", "delayed, resumed"])
+def test_a_delayed_push_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any], how: str) -> None:
+    assert [log is not None for log in together[how]["logs"]] == [step in (7, 12, 17) for step in range(1, 19)]
+    for key, expected in alone["delayed"].items():
+        assert group_jobs.same(expected, together[how][key]), key
+
+
+@pytest.mark.parametrize(("exchange", "tolerance"), [("exact", 0.0), ("fast", 1e-6), ("bfloat16", 1e-4)])
+def test_sums_over_processes_come_close(
+    alone: dict[str, Any], together: dict[str, Any], exchange: str, tolerance: float
+) -> None:
+    expected, found = alone["fast"], together["fast"][exchange]
+    for key in ("pushed", "merged"):
+        for one, other in zip(expected[key], found[key], strict=True):
+            assert (one - other).abs().max() <= tolerance * 100
+    assert all(torch.equal(found["merged"][0], weight) for weight in found["merged"]), "ranks have different means"
+
+
+def test_differences_go_on_from_the_mean_that_was_saved(together: dict[str, Any]) -> None:
+    whole, resumed = together["fast"]["bfloat16"], together["fast"]["bfloat16, resumed"]
+    assert group_jobs.same(whole, resumed)
+
+
+def test_sums_send_less_and_halves_half_of_that(together: dict[str, Any]) -> None:
+    exact, fast, halves = (together["fast"][exchange]["bytes"] for exchange in ("exact", "fast", "bfloat16"))
+    num_ranks, columns = together["num_ranks"], 60_200
+    assert fast == pytest.approx(2 * 4 * columns * (num_ranks - 1) / num_ranks, rel=0.01)
+    assert halves == pytest.approx(fast / 2, rel=0.01)
+    others = SIZE - len(balanced_share(SIZE, 0, num_ranks))
+    assert exact == pytest.approx(4 * columns * others, rel=0.01)  # rank 0 mixes the only block, and hands it back
+
+
+def test_errors_say_who_and_what(together: dict[str, Any]) -> None:
+    names = together["names"]
+    assert "rank 1 has torch.float32 of shape (2, 4) as 'weight', rank 0 has" in names["architecture"]
+    expected = f"ConfigError: there are {together['num_ranks']} ranks for 1 members: start at most one for each"
+    assert names["too many"].startswith(expected)
+    assert "exchange is quick: known: exact, fast, bfloat16" in names["exchange"]

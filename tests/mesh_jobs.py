@@ -1,0 +1,123 @@
+"""Members trained by two ranks each, and a slow twin of that in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, average_soup
+from papa.errors import PapaError
+from papa.group import Shared
+
+RULES: list[Rule] = [
+    Push(alpha=0.8, every_steps=1),
+    MergePairs(every_steps=1, seed=3),
+    Mix([[0.7, 0.3], [0.4, 0.6]], every_steps=1),
+    MergeAll(every_steps=1),
+    Push(alpha=0.5, every_steps=3, delay=2),
+]
+NUM_STEPS = 6
+"""For each rule in turn, with averagings on the way."""
+
+
+def make_net(member: int) -> nn.Module:
+    torch.manual_seed(member)
+    return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3))
+
+
+def half_batch(member: int, half: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * member + half)
+    return torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def backward(net: nn.Module, member: int, half: int, step: int) -> None:
+    inputs, targets = half_batch(member, half, step)
+    (net(inputs) - targets).square().mean().backward()
+
+
+def reference() -> list[Any]:
+    """Two members in one process; of the two halves of a batch, BatchNorm statistics keep the first."""
+    nets = [make_net(member) for member in range(2)]
+    population = Population(nets)
+    optimizers = [SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
+    record: list[Any] = []
+    for number, rule in enumerate(RULES):
+        averager = Averager(population, rule)
+        for step in range(NUM_STEPS):
+            for member, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+                optimizer.zero_grad()
+                twin = copy.deepcopy(net)
+                backward(net, member, 0, 100 * number + step)
+                backward(twin, member, 1, 100 * number + step)
+                for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
+                    parameter.grad = (parameter.grad + other.grad) / 2
+                optimizer.step()
+            log = averager.step()
+            record.append(([state_of(net) for net in nets], None if log is None else log.distances_before))
+    return record
+
+
+def state_of(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters and statistics, whole and copied."""
+    state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    return {
+        name.removeprefix("module."): (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        .detach()
+        .clone()
+        for name, tensor in state.items()
+        if "num_batches" not in name
+    }
+
+
+def train(kind: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("population", "data"))
+    member, half = mesh.get_coordinate()
+    net = make_net(member)
+    if kind == "fsdp":
+        fully_shard(net[0], mesh=mesh["data"])
+        fully_shard(net, mesh=mesh["data"])
+        trained = net
+    elif kind == "ddp after":
+        trained = net = DistributedDataParallel(net, process_group=mesh["data"].get_group())
+    population = Population([net], group=mesh)
+    if kind == "ddp before":
+        trained = DistributedDataParallel(net, process_group=mesh["data"].get_group())
+    optimizer: Optimizer = SGD(net.parameters(), lr=0.05, momentum=0.9)
+    record = []
+    for number, rule in enumerate(RULES):
+        averager = Averager(population, rule)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            backward(trained, member, half, 100 * number + step)
+            optimizer.step()
+            log = averager.step()
+            distances = None if log is None else log.distances_before
+            record.append((population.group.gather([state_of(net)]), distances))
+    net.eval()
+    with torch.no_grad():
+        net(torch.randn(4, 5))  # leaves a module under fully_shard whole
+    population.mix_([[0.5, 0.5], [0.5, 0.5]])
+    merged = population.group.gather([state_of(net)])
+    try:
+        average_soup(population)
+        soup = "a soup"
+    except PapaError as error:
+        soup = str(error)
+    return {"record": record, "merged": merged, "soup": soup, "size": population.size}
+
+
+def train_all(group: Shared) -> dict[str, Any]:
+    found = {kind: train(kind) for kind in ("ddp before", "ddp after", "fsdp")}
+    nameless = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
+    try:
+        Population([make_net(0)], group=nameless)
+    except PapaError as error:
+        found["nameless"] = str(error)
+    return found

@@ -1,0 +1,227 @@
+"""What the ranks of the tests between machines do; in a module of its own, so that new processes can import it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import group_jobs
+from papa import Averager, MergeAll, Population, Push, launch, mixing
+from papa.config import AverageConfig
+from papa.errors import PapaError
+from papa.group import Group, Local, Shared, Spread
+from papa.product import ALIGNMENT_BYTES
+from papa.recipes import find
+
+SIZE = 5
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+WIDTHS = (1, 37, 9_001)
+"""In cache lines: from fewer blocks than ranks to a block and a bit."""
+MANY_ROUNDS = 50_003
+SOUPS = {"mean": [0.2] * 5, "one": [0.0, 0.0, 0.0, 1.0, 0.0], "two": [0.25, 0.0, 0.75, 0.0, 0.0]}
+
+
+def matrices(size: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    dense = torch.softmax(torch.randn(size, size, generator=generator, dtype=torch.float64), dim=1)
+    few = dense * (dense > 0.15) + 1e-3 * torch.eye(size)
+    return {
+        "identity": mixing.identity(size),
+        "push": mixing.push(size, 0.9),
+        "merge": mixing.merge_all(size),
+        "pairs": mixing.merge_pairs(size, generator),
+        "many": mixing.merge_many(size, share=0.75),
+        "dense": dense,
+        "few": few / few.sum(dim=1, keepdim=True),
+    }
+
+
+def rows_of(members: range, num_columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.stack(
+        [torch.randn(num_columns, generator=torch.Generator().manual_seed(m), dtype=dtype) for m in members]
+    )
+
+
+def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
+    """Every operation of a group on matrices of many shapes and dtypes; the whole population's result comes back."""
+    mine = group.share(SIZE)
+    if uneven and isinstance(group, Spread):  # the first rank gives members away
+        mine = range(0, 1) if group.rank == 0 else range(1, SIZE)
+    found: dict[str, Any] = {}
+    for dtype, lines in [*itertools.product(DTYPES, WIDTHS), (torch.float32, MANY_ROUNDS)]:
+        num_columns = lines * ALIGNMENT_BYTES // dtype.itemsize
+        rows = group.allocate(len(mine), num_columns, dtype=dtype, device=torch.device("cpu"))
+        start = rows_of(mine, num_columns, dtype)
+        for name, matrix in matrices(SIZE).items():
+            if lines == MANY_ROUNDS and name not in ("push", "dense"):
+                continue
+            rows.copy_(start)
+            group.mix_(rows, matrix)
+            found[f"{dtype} {lines} {name}"] = group.gather([digest(row) for row in rows])
+        rows.copy_(start)
+        for name, weights in SOUPS.items():
+            found[f"{dtype} {lines} {name}"] = digest(group.combine(rows, torch.tensor(weights, dtype=torch.float64)))
+        found[f"{dtype} {lines} begun"] = digest(
+            group.begin_mean(rows, rows.clone(), mixing.soup_row(SIZE, range(SIZE)))()
+        )
+        if not dtype.is_complex:
+            found[f"{dtype} {lines} distances"] = group.squared_distances(rows).tolist()
+    return found
+
+
+def digest(row: Tensor) -> str:
+    return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def spread_operations(group: Shared) -> dict[str, Any]:
+    found = operations(Spread())
+    if group.num_ranks == 2:
+        found.update({f"uneven {name}": value for name, value in operations(Spread(), uneven=True).items()})
+    return found
+
+
+def march_spread(group: Shared) -> dict[str, Any]:
+    return group_jobs.march(Spread())
+
+
+def delayed_march(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
+    """A push that lands later, on members that move on their own in between; perhaps saved and loaded on the way."""
+    population = Population([group_jobs.make_member(member) for member in group.share(SIZE)], group)
+    averager = Averager(population, Push(alpha=0.7, every_steps=5, delay=2))
+    logs = []
+    for step in range(1, 19):
+        for index, member in enumerate(population.members):
+            generator = torch.Generator().manual_seed(100 * step + member)
+            with torch.no_grad():
+                for parameter in population[index].parameters():
+                    parameter += torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        logs.append(averager.step())
+        if step == save_at:
+            state = averager.state_dict()
+            averager = Averager(population, averager.rule)
+            averager.load_state_dict(state)
+    return {"states": group.gather([net.state_dict() for net in population]), "logs": logs}
+
+
+def delayed_spread(group: Shared) -> dict[str, Any]:
+    return delayed_march(Spread())
+
+
+def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
+    """A few pushes of members that drift, then a merge; the means of every rank come back."""
+    population = Population([nn.Linear(300, 200) for _ in group.share(SIZE)], group)
+    for index, member in enumerate(population.members):
+        generator = torch.Generator().manual_seed(member)
+        with torch.no_grad():
+            for parameter in population[index].parameters():
+                parameter.copy_(100 + torch.randn(parameter.shape, generator=generator))
+    averager = Averager(population, Push(alpha=0.8, every_steps=1), measure=False)
+    for step in range(4):
+        for index, member in enumerate(population.members):
+            generator = torch.Generator().manual_seed(100 * step + member)
+            with torch.no_grad():
+                population[index].weight += 0.01 * torch.randn(200, 300, generator=generator)
+        log = averager.step()
+        if step == save_at and isinstance(group, Spread):
+            state, group = averager.state_dict(), Spread(exchange=group.exchange)
+            population = Population(copy.deepcopy(list(population)), group)
+            averager = Averager(population, averager.rule, measure=False)
+            averager.load_state_dict(state)
+    pushed = group.gather([net.weight.detach().clone() for net in population])
+    Averager(population, MergeAll()).step()
+    merged = group.gather([net.weight.detach().clone() for net in population])
+    return {"pushed": pushed, "merged": merged, "bytes": log.bytes}
+
+
+def spread_fast_pushes(group: Shared) -> dict[str, dict[str, Any]]:
+    found = {exchange: fast_pushes(Spread(exchange=exchange)) for exchange in ("exact", "fast", "bfloat16")}
+    return found | {"bfloat16, resumed": fast_pushes(Spread(exchange="bfloat16"), save_at=1)}
+
+
+def everything(group: Shared) -> dict[str, Any]:
+    """All of the above in one start of the processes."""
+    return {
+        "operations": spread_operations(group),
+        "march": march_spread(group),
+        "delayed": delayed_spread(group),
+        "delayed, shared": delayed_march(group),
+        "delayed, resumed": delayed_march(Spread(), save_at=11),
+        "fast": spread_fast_pushes(group),
+        "names": named_errors(),
+    }
+
+
+def named_errors() -> dict[str, str]:
+    """What is said to those who ask for what cannot be."""
+    return {
+        "architecture": message_of(lambda: Population([nn.Linear(3 + dist.get_rank(), 2)], dist.group.WORLD)),
+        "too many": message_of(lambda: Spread().share(1)),
+        "exchange": message_of(lambda: Spread(exchange="quick")),
+    }
+
+
+def bad_starts(group: Shared, path: str) -> dict[str, str]:
+    """What `papa run` says under torchrun to those who cannot go on."""
+    rank = str(group.rank)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    config, fast = replace(find("digits").config(), members=2), AverageConfig(exchange="fast")
+    version = launch.__version__
+
+    def with_version() -> None:
+        launch.__version__ = "0.0.0" if group.rank else version
+        launch.execute(config, Path(path) / "run")
+
+    (Path(path) / "rank-0").mkdir(exist_ok=True)
+    calls = {
+        "seed": lambda: launch.execute(replace(config, seed=1 + group.rank), Path(path) / "run"),
+        "version": with_version,
+        "too many": lambda: launch.execute(replace(config, members=1), Path(path) / "run"),
+        "too many, spread": lambda: launch.execute(replace(config, members=1, average=fast), Path(path) / "run"),
+        "workers": lambda: launch.execute(config, Path(path) / "run", workers=2),
+        "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
+    }
+    return {name: message_of(call) for name, call in calls.items()}
+
+
+def left_alone() -> None:
+    """Two ranks push; rank 1 leaves without a word, rank 0 tells what it was told."""
+    dist.init_process_group("gloo")
+    population = Population([nn.Linear(300, 300)], dist.group.WORLD)
+    averager = Averager(population, Push(alpha=0.9, every_steps=1))
+    for _ in range(3):
+        averager.step()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    sys.stdout.write(message_of(averager.step))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def message_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PapaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was wrong"
+
+
+def alone() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        "operations": operations(Local()),
+        "march": group_jobs.march(Local()),
+        "delayed": delayed_march(Local()),
+        "fast": fast_pushes(Local()),
+    }

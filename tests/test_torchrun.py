@@ -1,0 +1,196 @@
+"""torchrun starts the processes: on one machine, on two, and again after one was killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import group_jobs
+import papa
+import spread_jobs
+from machines import Machines
+from papa.config import Config
+from papa.errors import ConfigError
+from papa.group import rank_of_torchrun, start_workers
+from papa.launch import execute
+from papa.recipes import find
+from papa.runs import RunDirectory
+
+ROOT = Path(papa.__file__).parents[2]
+PATIENCE = 150.0
+"""Seconds until a test gives up on processes; they take a few, unless the machine is busy."""
+
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    found = Machines(str(os.getpid() % 100_000))
+    try:
+        found.connect()
+    except (OSError, subprocess.CalledProcessError) as error:
+        found.remove()
+        reason = getattr(error, "stderr", b"").decode().strip() or str(error)
+        pytest.skip(f"two machines need network namespaces, which are not permitted here: {reason}")
+    yield found
+    found.remove()
+
+
+def until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_worker(process: int) -> bool:
+    try:
+        return b"\0RANK=" in Path(f"/proc/{process}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def two_machine_config() -> Config:
+    config = replace(find("digits").config(), members=3)
+    train = replace(config.train, epochs=40, batch_size=64)
+    return replace(config, train=train, average=replace(config.average, every_steps=5, delay=2))
+
+
+def same_networks(first: Path, second: Path) -> bool:
+    files = sorted(file.relative_to(first) for file in first.rglob("*.safetensors") if "checkpoint" not in file.parts)
+    assert len(files) == 5
+    return all(group_jobs.same(load_file(first / file), load_file(second / file)) for file in files)
+
+
+def test_two_machines_end_with_the_bits_of_one_though_a_worker_was_killed(machines: Machines, tmp_path: Path) -> None:
+    config, out = two_machine_config(), tmp_path / "two"
+    options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64")
+    options += ("--average.every-steps", "5", "--average.delay", "2", "--out", str(out))
+    meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "4", "--rdzv-backend", "c10d")
+    meeting += ("--rdzv-endpoint", f"{machines.addresses[0]}:29511", "--rdzv-id", "papa")
+    agents = []
+    for machine, address in enumerate(machines.addresses):
+        # Which machine is the meeting point torchrun would find out by the machines' names, which here are one.
+        here = ("--rdzv-conf", f"is_host={1 - machine}", "--local-addr", address)
+        command = (*TORCHRUN, *meeting, *here, "-m", "papa", "run", "digits", *options)
+        agents.append(machines.start(machine, *command, log=tmp_path / f"agent-{machine}.log"))
+    try:
+        checkpoints = RunDirectory(out).checkpoints
+        until(lambda: len(list(checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
+        victims = [child for child in children(agents[1].pid) if is_worker(child)]
+        assert len(victims) == 1, logs(tmp_path)
+        assert not RunDirectory(out).is_finished
+        os.kill(victims[0], signal.SIGKILL)
+        until(lambda: all_ended(agents), "the agents did not end")
+        assert [agent.returncode for agent in agents] == [0, 0], logs(tmp_path)
+    finally:
+        for agent in agents:
+            agent.terminate()
+            agent.wait()
+    result = execute(config, tmp_path / "one", workers=1)
+    assert same_networks(tmp_path / "one", out)
+    # One process goes on where the two machines were in their last epoch, with a push under way.
+    shutil.copytree(out, tmp_path / "resumed")
+    resumed = RunDirectory(tmp_path / "resumed")
+    resumed.result.unlink()
+    newest = resumed.latest_checkpoint()
+    assert newest is not None
+    shutil.rmtree(newest)
+    execute(config, resumed.path, workers=1, resume=True)
+    assert same_networks(tmp_path / "one", resumed.path)
+    found = [event for event in RunDirectory(out).read_metrics() if event["event"] == "average"]
+    assert [event["step"] for event in found] == list(range(7, result["config"]["train"]["epochs"] * 4 + 1, 5))
+    assert all(event["bytes"] > 0 for event in found)
+
+
+def all_ended(agents: list[subprocess.Popen[bytes]]) -> bool:
+    return all(agent.poll() is not None for agent in agents)
+
+
+def logs(path: Path) -> str:
+    return "\n".join(file.read_text()[-3000:] for file in sorted(path.glob("agent-*.log")))
+
+
+def test_the_example_runs_under_torchrun() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node", "2", str(ROOT / "examples/torchrun.py")]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert found.returncode == 0, found.stderr
+    score = re.search(r"one network of 2: (\d+\.\d)% of the training data", found.stdout)
+    assert score is not None
+    assert float(score[1]) > 55
+
+
+def test_ranks_that_disagree_and_bad_places_are_refused_at_the_start(tmp_path: Path) -> None:
+    found = start_workers(spread_jobs.bad_starts, 2, 2, str(tmp_path))
+    assert found["seed"] == "MemberError: rank 1 has 2 as 'seed', rank 0 has 1: start all with the same options"
+    assert "rank 1 has 0.0.0 as 'papa', rank 0 has" in found["version"]
+    assert found["too many"].startswith("ConfigError: there are 2 workers for 1 members")
+    assert found["too many, spread"].startswith("ConfigError: there are 2 ranks for 1 members")
+    assert "--workers is 2, but torchrun says how many there are" in found["workers"]
+    assert "the run directory must be on a file system that all machines share" in found["not shared"]
+    assert not [file for file in tmp_path.iterdir() if file.name != "rank-0"]
+
+
+def test_a_rank_that_dies_makes_the_others_stop_and_say_so() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", "import spread_jobs; spread_jobs.left_alone()"]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said = ranks[0].communicate(timeout=PATIENCE)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert "RunError: rank 0 lost the other processes while" in said
+    assert "one of them failed, was killed or cannot be reached" in said
+
+
+@pytest.mark.parametrize("missing", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(missing: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    del environment[missing]
+    with pytest.raises(ConfigError, match=f"{missing} is not set, though this looks like a process of torchrun"):
+        rank_of_torchrun(environment)
+    with pytest.raises(ConfigError, match="RANK is 'first', expected a whole number"):
+        rank_of_torchrun({**environment, missing: "1", "RANK": "first"})
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT / "src")}
+        command = [sys.executable, "-m", "papa", "run", "digits", "--out", str(tmp_path / "run")]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert found.returncode == 2
+    assert f"port {port} is in use: choose another with torchrun --master-port" in found.stderr
+    assert not (tmp_path / "run").exists()

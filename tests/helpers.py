@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from papa import flat
@@ -216,3 +218,14 @@ def small_training(**changes: Any) -> Training:
         "group": None,
     }
     return Training(**{**options, **changes})
+
+
+def write_images(root: Path, num_classes: int, images_per_class: int, size: int) -> None:
+    """Random images in class folders."""
+    generator = torch.Generator().manual_seed(0)
+    for label in range(num_classes):
+        folder = root / f"class{label:03d}"
+        folder.mkdir(parents=True)
+        for number in range(images_per_class):
+            pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")

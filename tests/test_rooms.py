@@ -46,6 +46,7 @@ ROOMS = [
     "files",
     "report",
     "launch",
+    "reproduce",
     "cli",
     "integrations",
 ]

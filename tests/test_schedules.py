@@ -36,6 +36,21 @@ def test_restarts_repeat_one_cosine_and_end_at_the_minimum() -> None:
     assert ours(100, 100) == 0.01
 
 
+@pytest.mark.parametrize("strategy", ["linear", "cos"])
+def test_going_over_to_a_level_is_torchs_swa_schedule_at_every_step(strategy: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    before = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[20])
+    swa = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=10, anneal_strategy=strategy)
+    ours = schedules.then_level(
+        schedules.multistep([1 / 3]), start=0.5, level=0.5, anneal=1 / 6, linear=strategy == "linear"
+    )
+    for step in range(60):
+        assert math.isclose(0.1 * ours(step, 60), optimizer.param_groups[0]["lr"], rel_tol=1e-9)
+        optimizer.step()
+        before.step() if step < 29 else swa.step()
+
+
 def test_warm_up_rises_to_the_schedule_and_then_leaves_it_alone() -> None:
     plain, ours = schedules.cosine(), schedules.warm_up(schedules.cosine(), 0.1)
     shares = [ours(step, 100) for step in range(100)]

@@ -22,9 +22,11 @@ METHODS = {
     "pair-75": "as papa-2, with weights 3/4 and 1/4",
     "many-half": "replace members by half of themselves and half of all others",
     "many-75": "as many-half, with weights 3/4 and 1/4",
+    "greedy-merge": "replace members by the current greedy soup every few epochs",
 }
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "restarts", "multistep", "constant")
+TRAJECTORIES = ("none", "swa", "ema")
 PRECISIONS = ("float32", "bfloat16", "float16")
 REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "batch-norm")
@@ -163,6 +165,14 @@ class AverageConfig:
     """How members' numbers travel between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
     measure: bool = True
     """Log distances to the mean at every averaging; between machines this costs half an averaging more."""
+    mutation: float = 0.0
+    """Add noise of this standard deviation, divided by the generation, to members after averaging; 0 for not."""
+    mutation_every_epochs: float = 5.0
+    """papa: epochs between mutations; merges mutate every time."""
+    tournament: bool = False
+    """papa-2: draw parents with probability proportional to 1/loss."""
+    elitist: bool = False
+    """papa-2: of six times as many children and their parents, keep the best and some at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +180,32 @@ class DiversityConfig:
     """How the members' data differs."""
 
     grid: str = "none"
-    """Which augmentations and regularisations members draw from: none, default, imagenet, ablation or segmentation."""
+    """Which augmentations and regularisations members draw from: none, default, imagenet, ablation or segmentation; or
+    dart, whose three members have one each."""
     per_batch: bool = False
     """Draw anew for every mini-batch, instead of once for each member."""
+    same_init: bool = False
+    """Start all members from the same weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryConfig:
+    """Averages along each member's own trajectory, beside the population."""
+
+    kind: str = "none"
+    """none, swa (equal weights, once an epoch) or ema (exponential, every step)."""
+    start: float = 0.0
+    """When it begins, as a share of training."""
+    decay: float = 0.999
+    """ema: how much of itself the average keeps at each step."""
+    lr: float | None = None
+    """swa: the constant learning rate to go to; None to keep the schedule."""
+    anneal: float = 0.02
+    """swa: how long going there takes, as a share of training."""
+    linear: bool = False
+    """swa: go there on a straight line, instead of half a cosine."""
+    batch_norm_batches: int = 100
+    """Batches on which BatchNorm statistics of the averages are re-estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +215,7 @@ class Config:
     recipe: Annotated[str, tyro.conf.Suppress] = "custom"
     """The recipe it came from."""
     method: str = "papa"
-    """independent, papa, papa-all, papa-2, pair-75, many-half or many-75."""
+    """independent, papa, papa-all, papa-2, pair-75, many-half, many-75 or greedy-merge."""
     members: int = 5
     """The size of the population."""
     seed: int = 1
@@ -196,6 +229,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
     diversity: DiversityConfig = field(default_factory=DiversityConfig)
+    trajectory: TrajectoryConfig = field(default_factory=TrajectoryConfig)
 
     def check(self) -> Config:
         """This config, or a `ConfigError` that lists everything wrong with it."""
@@ -262,6 +296,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("average.align", average.align, ALIGNMENTS),
         ("train.engine", train.engine, ENGINES),
         ("average.exchange", average.exchange, EXCHANGES),
+        ("trajectory.kind", config.trajectory.kind, TRAJECTORIES),
     ):
         if value not in known:
             yield f"--{option} is {value}: {did_you_mean(value, known)}"
@@ -323,8 +358,33 @@ def _problems(config: Config) -> typing.Iterator[str]:
             f"--average.delay is {average.delay}, expected an even number below --average.every-steps "
             f"({average.every_steps})"
         )
-    for option, epochs in (("every-epochs", average.every_epochs), ("align-every-epochs", average.align_every_epochs)):
+    yield from _selection_problems(config)
+    yield from _trajectory_problems(config.trajectory)
+    for option, epochs in (
+        ("every-epochs", average.every_epochs),
+        ("align-every-epochs", average.align_every_epochs),
+        ("mutation-every-epochs", average.mutation_every_epochs),
+    ):
         if epochs <= 0:
             yield f"--average.{option} is {epochs}, expected more than 0"
     if average.stop is not None and average.stop < average.start:
         yield f"--average.stop is {average.stop}, expected at least --average.start ({average.start})"
+
+
+def _selection_problems(config: Config) -> typing.Iterator[str]:
+    average = config.average
+    for option, is_on in (("tournament", average.tournament), ("elitist", average.elitist)):
+        if is_on and config.method != "papa-2":
+            yield f"--average.{option} is on with --method {config.method}, expected papa-2, whose parents it selects"
+    if average.mutation < 0:
+        yield f"--average.mutation is {average.mutation}, expected 0 or more"
+
+
+def _trajectory_problems(trajectory: TrajectoryConfig) -> typing.Iterator[str]:
+    for option, share in (("start", trajectory.start), ("anneal", trajectory.anneal), ("decay", trajectory.decay)):
+        if not 0 <= share < 1:
+            yield f"--trajectory.{option} is {share}, expected 0 to below 1"
+    if trajectory.lr is not None and trajectory.lr <= 0:
+        yield f"--trajectory.lr is {trajectory.lr}, expected more than 0"
+    if trajectory.batch_norm_batches < 1:
+        yield f"--trajectory.batch-norm-batches is {trajectory.batch_norm_batches}, expected at least 1"

@@ -25,7 +25,6 @@ from papa.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     DamagedError,
-    Expected,
     Failure,
     checkpoints,
     discard,
@@ -314,12 +313,8 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
 
 def _load(config: Config, path: Path, training: Training) -> tuple[Checkpoint | None, str | None]:
     """This process's part of a checkpoint, or what is damaged about it."""
-    expected = {
-        member: Expected(model, optimizer, training.averager.may_be_in_flight())
-        for member, model, optimizer in zip(training.members, training.population, training.optimizers, strict=True)
-    }
     try:
-        checkpoint = load_checkpoint(path, expected, num_members=config.members)
+        checkpoint = load_checkpoint(path, training.expected_states(), num_members=config.members)
         found, state, metrics = (checkpoint.state.get(part) for part in ("config", "training", "metrics"))
         if not isinstance(found, dict) or not isinstance(state, dict) or not is_metrics_state(metrics):
             raise DamagedError(f"{path} has a manifest without config, training or metrics: it was altered or damaged")
@@ -341,6 +336,7 @@ def _train(
         align_soups=average.align_soups,
         analysis=config.analysis,
         num_align_batches=average.align_batches,
+        num_batch_norm_batches=config.trajectory.batch_norm_batches,
     )
     for member, network in zip(training.members, training.population, strict=True):
         if member not in training.population.dropped:

@@ -71,6 +71,37 @@ def warm_up(schedule: Schedule, share: float) -> Schedule:
     return warmed
 
 
+def then_level(before: Schedule, *, start: float, level: float, anneal: float = 0.0, linear: bool = False) -> Schedule:
+    """Follow a schedule until `start`, then go over to a level and stay there, as SWA does.
+
+    Example:
+        >>> schedule = then_level(multistep([0.5]), start=0.5, level=0.5, anneal=0.1)
+        >>> [round(schedule(step, 100), 4) for step in (49, 54, 59, 99)]
+        [1.0, 0.75, 0.5, 0.5]
+
+    Args:
+        before: the schedule until then.
+        start: when, as a share of training.
+        level: where to, as a share of the initial rate.
+        anneal: how long it takes to get there from where `before` was last, as a share of training.
+        linear: on a straight line, instead of half a cosine.
+    """
+    for name, value in (("start", start), ("anneal", anneal)):
+        _check_share(name, value)
+    if not level > 0.0:
+        raise ConfigError(f"level is {level}, expected more than 0")
+
+    def schedule(step: int, num_steps: int) -> float:
+        first, num_annealed = round(start * num_steps), anneal * num_steps
+        if step < first:
+            return before(step, num_steps)
+        done = min(1.0, (step - first + 1) / num_annealed) if num_annealed else 1.0
+        weight = done if linear else 0.5 * (1.0 - math.cos(math.pi * done))
+        return (1.0 - weight) * before(max(first - 1, 0), num_steps) + weight * level
+
+    return schedule
+
+
 def _check_share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"{name} is {value}, expected a share from 0 to 1")

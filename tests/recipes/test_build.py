@@ -1,20 +1,34 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from papa import Independent, MergeAll, MergeMany, MergePairs, Push
-from papa.augment import draw_policies
-from papa.config import METHODS, AverageConfig, Config
-from papa.recipes.build import GRIDS, build, hooks_for, merging_for, policies_for, rule_for
+from helpers import assert_same_bits, small_training
+from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
+from papa.augment import DART_POLICIES, draw_policies
+from papa.config import METHODS, AverageConfig, Config, DiversityConfig
+from papa.recipes.build import (
+    GRIDS,
+    build,
+    companion_for,
+    hooks_for,
+    make_schedule,
+    merging_for,
+    policies_for,
+    rule_for,
+)
 from papa.recipes.registry import RECIPES, find, paper_soups
+from papa.selection import MergeElite, MergeGreedy, MergeTournament
 from papa.training import Length, MergeProbes, Merging
+from papa.training.breeding import Breeding
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
 
 
 def test_every_method_has_its_rule() -> None:
-    kinds = {method: type(rule_for(Config(method=method), LENGTH)) for method in METHODS}
+    breeding = partial(Breeding, small_training())
+    kinds = {method: type(rule_for(Config(method=method), LENGTH, breeding)) for method in METHODS}
     assert kinds == {
         "independent": Independent,
         "papa": Push,
@@ -23,7 +37,48 @@ def test_every_method_has_its_rule() -> None:
         "pair-75": MergePairs,
         "many-half": MergeMany,
         "many-75": MergeMany,
+        "greedy-merge": MergeGreedy,
     }
+
+
+def test_selection_has_its_rules() -> None:
+    breeding = partial(Breeding, small_training())
+
+    def rule(**changes: bool) -> Rule:
+        average = AverageConfig(every_epochs=2.0, start=3.0, **changes)
+        return rule_for(Config(method="papa-2", average=average), LENGTH, breeding)
+
+    tournament, elite = rule(tournament=True), rule(tournament=True, elitist=True)
+    assert isinstance(tournament, MergeTournament)
+    assert isinstance(elite, MergeElite)
+    assert elite.tournament
+    assert not rule(elitist=True).tournament  # type: ignore[attr-defined]
+    assert (elite.every_steps, elite.start) == (tournament.every_steps, tournament.start) == (200, 300)
+
+
+def test_members_may_start_from_the_same_weights() -> None:
+    config = replace(find("digits").config("smoke"), diversity=DiversityConfig(same_init=True))
+    first, *others = build(config).population
+    for other in others:
+        assert_same_bits(other.state_dict(), first.state_dict())
+    apart = build(replace(config, diversity=DiversityConfig())).population
+    assert_same_bits(apart[0].state_dict(), first.state_dict())
+    assert apart.distances().max() > 0
+
+
+def test_darts_members_have_one_augmentation_each() -> None:
+    policies = policies_for(Config(members=4, diversity=DiversityConfig(grid="dart")))
+    assert [policy.description for policy in policies[:3]] == [policy.description for policy in DART_POLICIES]
+    assert policies[3] == policies[0]
+
+
+def test_swa_goes_to_a_rate_of_its_own() -> None:
+    config = find("cifar100-resnet18-swa").config()
+    schedule = make_schedule(config)
+    at = {epoch: round(0.1 * schedule(epoch * 10, 4500), 6) for epoch in (0, 149, 150, 224, 240, 449)}
+    assert at == {0: 0.1, 149: 0.1, 150: 0.01, 224: 0.01, 240: 0.05, 449: 0.05}
+    assert companion_for(config).start == 0.5  # type: ignore[union-attr]
+    assert companion_for(Config()) is None
 
 
 def test_epochs_become_steps_and_shares_become_half_lives() -> None:
@@ -75,7 +130,7 @@ def test_options_of_merging_reach_the_training() -> None:
 def test_recipes_say_where_members_are_repaired() -> None:
     batches = {name: recipe.config().average.repair for name, recipe in RECIPES.items()}
     for name, number in batches.items():
-        assert number == (0 if name.startswith(("digits", "imagenet")) else 5), name
+        assert number == (0 if name.startswith(("digits", "imagenet", "optdigits")) else 5), name
 
 
 def test_the_papers_soups_of_independent_members_are_aligned_on_cifar_and_repaired_elsewhere() -> None:

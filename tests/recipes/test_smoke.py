@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from helpers import write_images
 from papa.config import Config
 from papa.launch import execute
 from papa.models import head_parameters, make_model
@@ -17,16 +18,6 @@ from papa.recipes import RECIPES
 from papa.recipes.build import build, hooks_for
 from papa.recipes.recipe import Recipe
 from papa.training import Hook, Training
-
-
-def write_images(root: Path, num_classes: int, images_per_class: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for label in range(num_classes):
-        folder = root / f"class{label:03d}"
-        folder.mkdir(parents=True)
-        for number in range(images_per_class):
-            pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
-            Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
 
 
 @pytest.fixture(scope="module")

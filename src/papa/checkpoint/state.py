@@ -45,12 +45,22 @@ class Expected:
         model: the member.
         optimizer: its optimizer.
         in_flight: tensors like those that averaging may have under way, by name; there or not.
+        companion: tensors like those that are saved along with it, by name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, in_flight: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        in_flight: Mapping[str, Tensor] | None = None,
+        companion: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.in_flight = {f"averager.{name}": _spec(tensor) for name, tensor in (in_flight or {}).items()}
         state = model.state_dict()
-        self.model: dict[str, Spec] = {f"model.{name}": _spec(tensor) for name, tensor in state.items()}
+        self.model: dict[str, Spec] = {
+            **{f"model.{name}": _spec(tensor) for name, tensor in state.items()},
+            **{f"companion.{name}": _spec(tensor) for name, tensor in (companion or {}).items()},
+        }
         self.optimizer = _optimizer_after_a_step(optimizer)
 
     def check_tensors(self, specs: Mapping[str, Spec]) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "train one population",
     "resume": "continue a run that was stopped",
     "compare": "train several methods and seeds, side by side",
+    "reproduce": "run a table or figure of the paper",
     "watch": "follow a run from another terminal",
     "report": "write the page, table or figures of runs that are there",
     "soup": "average checkpoints that lie in files",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from papa.config import Config
+
+EVERY_EPOCH: dict[str, Any] = {"every_epochs": 1.0, "align_every_epochs": 1.0, "mutation_every_epochs": 1.0}
+"""What happens every few epochs of a long training happens every epoch of a short one."""
 
 
 def mini(config: Config, *, width: int | None, epochs: int = 20, max_train: int = 8_000) -> Config:
@@ -21,7 +25,7 @@ def mini(config: Config, *, width: int | None, epochs: int = 20, max_train: int 
         data=replace(config.data, max_train=max_train),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=epochs, precision=fast_precision(), channels_last=True),
-        average=replace(config.average, alpha=None, half_life=0.02, every_epochs=1.0),
+        average=replace(config.average, alpha=None, half_life=0.02, **EVERY_EPOCH),
     )
 
 
@@ -40,5 +44,5 @@ def smoke(config: Config, *, width: int | None, batch_size: int = 16, num_batche
         data=replace(config.data, max_train=num_images, max_test=batch_size, validation=0.25),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=2, batch_size=batch_size),
-        average=replace(config.average, every_steps=1, every_epochs=1.0),
+        average=replace(config.average, every_steps=1, probe_steps=1, **EVERY_EPOCH),
     )

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from papa import schedules
 from papa.augment import (
     ABLATION_GRID,
+    DART_POLICIES,
     DEFAULT_GRID,
     IMAGENET_GRID,
     PLAIN,
@@ -31,8 +32,22 @@ from papa.group import Group, Local
 from papa.models import input_size_of, make_model, normalization_of
 from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
+from papa.selection import MergeElite, MergeGreedy, MergeTournament
+from papa.streams import global_stream
 from papa.tasks import Task, classification, segmentation
-from papa.training import Augment, FrozenBody, Hook, Length, MergeProbes, Merging, Numerics, Stacked, Training
+from papa.training import (
+    Augment,
+    FrozenBody,
+    Hook,
+    Length,
+    MergeProbes,
+    Merging,
+    Numerics,
+    Stacked,
+    Training,
+    TrajectoryAverage,
+)
+from papa.training.breeding import Breeding
 
 GRIDS: dict[str, Grid] = {
     "none": PLAIN,
@@ -63,7 +78,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         num_members=config.members,
         num_epochs=config.train.epochs,
         batch_size=config.train.batch_size,
-        rule=partial(rule_for, config),
+        rule=lambda training: rule_for(config, training.length, partial(Breeding, training)),
         loss=task.loss,
         metric=task.metric,
         make_optimizer=partial(make_optimizer, config),
@@ -80,6 +95,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         merging=merging_for(config),
         engine=Stacked if config.train.engine == "stacked" else None,
         measure=config.average.measure,
+        companion=companion_for(config),
         group=group,
     )
 
@@ -107,7 +123,17 @@ def merging_for(config: Config) -> Merging:
         align=None if average.align == "none" else average.align,
         align_every_epochs=average.align_every_epochs,
         num_align_batches=average.align_batches,
+        mutation=average.mutation,
+        mutation_every_epochs=average.mutation_every_epochs,
     )
+
+
+def companion_for(config: Config) -> TrajectoryAverage | None:
+    """What goes along with each member: an average of its trajectory, where asked for."""
+    trajectory = config.trajectory
+    if trajectory.kind == "none":
+        return None
+    return TrajectoryAverage(decay=trajectory.decay if trajectory.kind == "ema" else None, start=trajectory.start)
 
 
 def sizes(config: Config) -> tuple[int, int]:
@@ -163,7 +189,7 @@ def wanted_image_size(config: Config) -> int | None:
 
 def model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
     """A function that makes one member."""
-    return partial(
+    make = partial(
         make_model,
         config.model.name,
         num_classes=images.num_classes,
@@ -173,6 +199,13 @@ def model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
         pretrained=config.model.pretrained and config.model.weights is None,
         weights=config.model.weights,
     )
+    return partial(_alike, make, config.seed) if config.diversity.same_init else make
+
+
+def _alike(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The first member, whoever asks."""
+    with global_stream(seed, "init", 0):
+        return make()
 
 
 def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
@@ -204,6 +237,8 @@ def policies_for(config: Config) -> tuple[Policy, ...]:
     """Each member's augmentation and regularisation, drawn from the grid; none where every batch draws its own."""
     if config.diversity.per_batch:
         return ()
+    if config.diversity.grid == "dart":
+        return tuple(DART_POLICIES[member % len(DART_POLICIES)] for member in range(config.members))
     return draw_policies(grid_for(config), config.members, seed=config.seed)
 
 
@@ -211,7 +246,7 @@ def grid_for(config: Config) -> Grid:
     """The grid the config names."""
     name = config.diversity.grid
     if name not in GRIDS:
-        raise ConfigError(f"--diversity.grid is {name}: {did_you_mean(name, GRIDS)}")
+        raise ConfigError(f"--diversity.grid is {name}: {did_you_mean(name, [*GRIDS, 'dart'])}")
     return GRIDS[name]
 
 
@@ -232,11 +267,27 @@ def make_schedule(config: Config) -> schedules.Schedule:
         "multistep": lambda: schedules.multistep(train.milestones),
         "constant": schedules.constant,
     }
-    return schedules.warm_up(known[train.schedule](), train.warmup_epochs / train.epochs)
+    schedule = schedules.warm_up(known[train.schedule](), train.warmup_epochs / train.epochs)
+    trajectory = config.trajectory
+    if trajectory.kind == "none" or trajectory.lr is None:
+        return schedule
+    return schedules.then_level(
+        schedule,
+        start=trajectory.start,
+        level=trajectory.lr / train.lr,
+        anneal=trajectory.anneal,
+        linear=trajectory.linear,
+    )
 
 
-def rule_for(config: Config, length: Length) -> Rule:
-    """The averaging rule the config asks for, its epochs turned into steps."""
+def rule_for(config: Config, length: Length, breeding: Callable[[], Breeding] | None = None) -> Rule:
+    """The averaging rule the config asks for, its epochs turned into steps.
+
+    Args:
+        config: what is trained.
+        length: how long.
+        breeding: makes what rules that select ask; needed by those alone.
+    """
     average = config.average
     start, stop = round(average.start * length.steps_per_epoch), None
     if average.stop is not None:
@@ -257,6 +308,9 @@ def rule_for(config: Config, length: Length) -> Rule:
             stop=stop,
         )
     every_steps = max(1, round(average.every_epochs * length.steps_per_epoch))
+    if breeding is not None and (config.method == "greedy-merge" or average.tournament or average.elitist):
+        rule = _selecting_rule(config, breeding())
+        return replace(rule, every_steps=every_steps, start=start, stop=stop)
     merges: dict[str, Callable[..., Rule]] = {
         "independent": Independent,
         "papa-all": MergeAll,
@@ -266,6 +320,16 @@ def rule_for(config: Config, length: Length) -> Rule:
         "many-75": partial(MergeMany, share=0.75),
     }
     return merges[config.method](every_steps=every_steps, start=start, stop=stop)
+
+
+def _selecting_rule(config: Config, breeding: Breeding) -> Rule:
+    if config.method == "greedy-merge":
+        return MergeGreedy(breeding.greedy_members)
+    if config.average.elitist:
+        return MergeElite(
+            breeding.candidate_losses, breeding.survivors, tournament=config.average.tournament, seed=config.seed
+        )
+    return MergeTournament(breeding.losses, seed=config.seed)
 
 
 def numerics_for(config: Config) -> Numerics:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
-from papa.recipes import digits, finetune, logistic, scratch, segmentation
+from papa.recipes import comparisons, digits, finetune, logistic, scratch, segmentation
 from papa.recipes.recipe import PaperScores, Recipe
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for module in (digits, scratch, finetune, segmentation, logistic) for recipe in module.RECIPES
-}
+SHELVES = (digits, scratch, finetune, comparisons, segmentation, logistic)
+"""The modules that hold recipes, in the order of listings."""
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for shelf in SHELVES for recipe in shelf.RECIPES}
 
 
 def find(name: str) -> Recipe:

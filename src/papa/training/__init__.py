@@ -2,14 +2,17 @@
 
 from papa.training.entry import sgd, train
 from papa.training.freezing import FrozenBody
-from papa.training.loop import Augment, Engine, EpochRecord, Hook, Length, Numerics, Training
+from papa.training.loop import Augment, Companion, Engine, EpochRecord, Hook, Length, Numerics, Training
 from papa.training.merging import Merging
-from papa.training.outcome import Outcome, Scores, harvest
+from papa.training.outcome import Outcome, harvest
 from papa.training.probes import MergeProbes
+from papa.training.scores import Scores
 from papa.training.stacked import Stacked
+from papa.training.trajectory import TrajectoryAverage
 
 __all__ = [
     "Augment",
+    "Companion",
     "Engine",
     "EpochRecord",
     "FrozenBody",
@@ -22,6 +25,7 @@ __all__ = [
     "Scores",
     "Stacked",
     "Training",
+    "TrajectoryAverage",
     "harvest",
     "sgd",
     "train",

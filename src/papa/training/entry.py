@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
-from papa.training.loop import Augment, Engine, Hook, Length, Numerics, Training
+from papa.training.loop import Augment, Companion, Engine, Hook, Numerics, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
 
@@ -36,7 +36,7 @@ def train(
     num_epochs: int,
     batch_size: int = 64,
     validation: float = 0.02,
-    rule: Rule | Callable[[Length], Rule] | None = None,
+    rule: Rule | Callable[[Training], Rule] | None = None,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
     make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
@@ -52,6 +52,7 @@ def train(
     apply: Apply = call,
     merging: Merging = Merging(),  # noqa: B008
     engine: Callable[[Training], Engine] | None = None,
+    companion: Companion | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
@@ -72,8 +73,8 @@ def train(
         num_epochs: passes over the data.
         batch_size: examples per step; the last incomplete batch of an epoch is left out.
         validation: the share held out, where `data` names no validation data.
-        rule: how members are averaged, or a function from the training's `Length` to it. By default a `Push` whose
-            half-life is 2% of training.
+        rule: how members are averaged, or a function that makes it of the training, whose `length` it may look at. By
+            default a `Push` whose half-life is 2% of training.
         loss: from outputs and targets to the mean loss of a batch.
         metric: from outputs and targets to the mean score of a batch, or counts that add up over batches, as
             `papa.tasks.F1`; higher is better.
@@ -92,6 +93,7 @@ def train(
         apply: how a network gives its outputs when it is scored, such as `papa.tasks.apply_whole`.
         merging: how they are repaired.
         engine: how all members take a step; None for one after the other, `papa.training.Stacked` for all at once.
+        companion: what goes along with each member, such as `papa.training.TrajectoryAverage` (SWA, EMA).
         hooks: told of every step, averaging and epoch.
 
     Returns:
@@ -120,6 +122,7 @@ def train(
         apply=apply,
         merging=merging,
         engine=engine,
+        companion=companion,
         group=None,
     )
     training.run(hooks)

@@ -24,6 +24,7 @@ from papa.health import Sickness
 from papa.population import Population
 from papa.rules import Independent, Push, Rule
 from papa.schedules import Schedule
+from papa.selection import Mutation
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
 from papa.training.merging import Merging, repair_around
 
@@ -91,6 +92,26 @@ class Hook:
         """After something out of the ordinary, such as a checkpoint that could not be written."""
 
 
+class Companion(Protocol):
+    """Something that goes along with each member and is saved with it, such as an average of its trajectory."""
+
+    def begin(self, training: Training) -> None:
+        """Before the first step, or before a checkpoint is loaded."""
+        ...
+
+    def after_step(self, training: Training) -> None:
+        """After a step and all that belongs to it."""
+        ...
+
+    def member_state(self, index: int) -> dict[str, Tensor]:
+        """What belongs to a member held here, by name; always of the same form."""
+        ...
+
+    def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `member_state` gave."""
+        ...
+
+
 class Engine(Protocol):
     """Another way for all members to take a step than one after the other."""
 
@@ -135,7 +156,7 @@ class Training:
         num_epochs: int,
         batch_size: int,
         validation: float = 0.02,
-        rule: Rule | Callable[[Length], Rule] | None,
+        rule: Rule | Callable[[Training], Rule] | None,
         loss: Loss,
         metric: Metric,
         make_optimizer: Callable[[nn.Module], Optimizer],
@@ -152,6 +173,7 @@ class Training:
         merging: Merging = Merging(),  # noqa: B008
         engine: Callable[[Training], Engine] | None = None,
         measure: bool = True,
+        companion: Companion | None = None,
         group: Group | None,
     ) -> None:
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
@@ -184,7 +206,8 @@ class Training:
         self._hooks: Sequence[Hook] = ()
         self.set_lr_()
         self.num_repair_batches, self.merging = num_repair_batches, merging
-        rule = _rule_of(rule, self.length)
+        self.mutation: Mutation | None = None
+        rule = _rule_of(rule, self)
         self.averager = Averager(
             self.population,
             rule,
@@ -196,6 +219,9 @@ class Training:
             symptom=self._symptom,
         )
         self.engine = None if engine is None else engine(self)
+        self.companion = companion
+        if companion is not None:
+            companion.begin(self)
 
     @property
     def epoch(self) -> int:
@@ -211,15 +237,21 @@ class Training:
         """What happens around averagings, besides mixing: members are matched before, and repaired after merges."""
         merging = self.merging
         parts: list[Around] = []
+        if merging.mutation and not isinstance(rule, Independent):
+            every_steps = None if rule.is_merge else self.steps_in(merging.mutation_every_epochs)
+            self.mutation = Mutation(merging.mutation, seed=self.seed, every_steps=every_steps)
+            parts.append(self.mutation)  # the outermost, so that it comes after REPAIR
         if merging.align is not None and not isinstance(rule, Independent):
-            every_steps = 1 if rule.is_merge else round(merging.align_every_epochs * self.length.steps_per_epoch)
+            align_steps = 1 if rule.is_merge else self.steps_in(merging.align_every_epochs)
             batches = self.plain_batches(merging.num_align_batches)
-            parts.append(
-                AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=max(every_steps, 1))
-            )
+            parts.append(AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=align_steps))
         if self.num_repair_batches and rule.is_merge:
             parts.append(repair_around(self.population[0], merging, self.repair_batches, self.plain_repair_batches))
         return chain(*parts) if parts else None
+
+    def steps_in(self, num_epochs: float) -> int:
+        """How many steps so many epochs have, at least one."""
+        return max(1, round(num_epochs * self.length.steps_per_epoch))
 
     def set_lr_(self) -> float:
         """Set the learning rate that belongs to the current step, and return that of the first group."""
@@ -246,6 +278,8 @@ class Training:
                     record = self._finish_epoch()
                     for hook in hooks:
                         hook.on_epoch(self, record)
+                if self.companion is not None:
+                    self.companion.after_step(self)
                 for hook in hooks:
                     hook.after_step(self)
         if self.engine is not None:
@@ -348,7 +382,12 @@ class Training:
 
     def plain_batches(self, num_batches: int) -> list[Tensor]:
         """Training images without augmentation, the same on every call; those that REPAIR looks at come first."""
-        return [self._formatted(self.prepare(inputs)) for inputs, _ in self._fixed_batches(num_batches)]
+        return list(self.stream_plain_batches(num_batches))
+
+    def stream_plain_batches(self, num_batches: int) -> Iterator[Tensor]:
+        """The same, one at a time."""
+        for inputs, _ in self._fixed_batches(num_batches):
+            yield self._formatted(self.prepare(inputs))
 
     def plain_repair_batches(self) -> list[Tensor]:
         """The batches REPAIR looks at, without augmentation."""
@@ -416,11 +455,14 @@ class Training:
             distances=self.population.distances().tolist(),
         )
 
-    def evaluate_population(self, source: Source) -> tuple[list[Evaluation], Evaluation]:
-        """Every member of the whole population, and their ensemble, on a source."""
-        dropped = self.population.dropped
+    def evaluate_population(
+        self, source: Source, population: Population | None = None
+    ) -> tuple[list[Evaluation], Evaluation]:
+        """Every member of the whole population (or of another that lives where it does), and their ensemble."""
+        population = self.population if population is None else population
+        dropped = population.dropped
         members, ensemble = self.evaluate(
-            list(self.population), source, gather=self.group.gather, ensemble_of=self.population.present
+            list(population), source, gather=self.group.gather, ensemble_of=population.present
         )
         nothing = Evaluation(math.nan, math.nan)
         return [nothing if member in dropped else found for member, found in enumerate(members)], ensemble
@@ -464,8 +506,22 @@ class Training:
             numbers["bad_losses"] = (~torch.isfinite(self._recent_losses[index])).tolist()
             under_way, numbers["averager"] = in_flight[index]
             tensors.update({f"averager.{name}": tensor for name, tensor in under_way.items()})
+            tensors.update({f"companion.{name}": tensor for name, tensor in self._companion_state(index).items()})
             states[member] = (tensors, numbers)
         return states
+
+    def _companion_state(self, index: int) -> dict[str, Tensor]:
+        return {} if self.companion is None else self.companion.member_state(index)
+
+    def expected_states(self) -> dict[int, checkpoint.Expected]:
+        """What a checkpoint of the members held here must look like."""
+        may_be_in_flight = self.averager.may_be_in_flight()
+        return {
+            member: checkpoint.Expected(
+                self.population[index], self.optimizers[index], may_be_in_flight, self._companion_state(index)
+            )
+            for index, member in enumerate(self.members)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What else a checkpoint needs; a JSON value."""
@@ -525,6 +581,9 @@ class Training:
             self._loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
             for position, is_bad in enumerate(numbers["bad_losses"]):
                 self._recent_losses[index, position] = math.nan if is_bad else 0.0
+            if self.companion is not None:
+                own = {k.removeprefix("companion."): v for k, v in tensors.items() if k.startswith("companion.")}
+                self.companion.load_member_state_(index, own)
         self.step = step
         self.sick, self.population.dropped = list(state["sick"]), frozenset(state["dropped"])
         self._streams.clear()
@@ -562,10 +621,10 @@ def _augment_of(
     return augment if callable(augment) else augment[member]
 
 
-def _rule_of(rule: Rule | Callable[[Length], Rule] | None, length: Length) -> Rule:
+def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training) -> Rule:
     if rule is None:
-        return Push(half_life=max(1.0, 0.02 * length.num_steps))
-    return rule if isinstance(rule, Rule) else rule(length)
+        return Push(half_life=max(1.0, 0.02 * training.length.num_steps))
+    return rule if isinstance(rule, Rule) else rule(training)
 
 
 def _check_whole(**numbers: int) -> None:

@@ -32,6 +32,10 @@ class Merging:
     """How often, for rules that average more often than that and do not merge."""
     num_align_batches: int = 10
     """How many batches of training data units are matched on."""
+    mutation: float = 0.0
+    """Add noise of this standard deviation, divided by the generation, to members after averaging; 0 for not."""
+    mutation_every_epochs: float = 5.0
+    """How often, for rules that do not merge."""
 
 
 def repair_around(

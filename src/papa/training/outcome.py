@@ -10,65 +10,15 @@ from torch import nn
 
 from papa.data.source import Source
 from papa.errors import PapaError
-from papa.evaluate import Evaluation
 from papa.population import Population
 from papa.repair import RepairReport, repair_plan
 from papa.rules import Independent
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.analysis import Analysis, analyse
+from papa.training.averages import TrajectoryOutcome, harvest_trajectory
 from papa.training.loop import Training
+from papa.training.scores import Scores
 from papa.training.soups import Soups, aligned_and_repaired_soups, repaired_soups
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How good members, ensemble and soups are on one set of data."""
-
-    members: list[Evaluation]
-    ensemble: Evaluation
-    average_soup: Evaluation
-    greedy_soup: Evaluation
-    dropped: frozenset[int] = frozenset()
-    """Members that do not count."""
-
-    @property
-    def mean(self) -> float:
-        """The members' mean score."""
-        return sum(self._counted) / len(self._counted)
-
-    @property
-    def _counted(self) -> list[float]:
-        return [found.score for member, found in enumerate(self.members) if member not in self.dropped]
-
-    def to_json(self) -> dict[str, Any]:
-        """Scores as `result.json` holds them, losses under a key of their own."""
-        return {
-            "members": [member.score for member in self.members],
-            "mean": self.mean,
-            "min": min(self._counted),
-            "max": max(self._counted),
-            "ensemble": self.ensemble.score,
-            "average_soup": self.average_soup.score,
-            "greedy_soup": self.greedy_soup.score,
-            "loss": {
-                "members": [member.loss for member in self.members],
-                "ensemble": self.ensemble.loss,
-                "average_soup": self.average_soup.loss,
-                "greedy_soup": self.greedy_soup.loss,
-            },
-            **self._details(),
-        }
-
-    def _details(self) -> dict[str, Any]:
-        """What else the metric tells, such as scores by class, of members, their mean, ensemble and soups."""
-        members = [member.details for member in self.members if member.details]
-        if not members:
-            return {}
-        mean = {name: sum(member[name] for member in members) / len(members) for name in members[0]}
-        others = {"ensemble": self.ensemble, "average_soup": self.average_soup, "greedy_soup": self.greedy_soup}
-        return {
-            "details": {"members": members, "mean": mean, **{name: value.details for name, value in others.items()}}
-        }
 
 
 @dataclass(frozen=True)
@@ -97,6 +47,8 @@ class Outcome:
     """What members share, where asked for."""
     repair: RepairReport | None = None
     """Where REPAIR was used: what it does to each layer."""
+    trajectory: TrajectoryOutcome | None = None
+    """Where weights were averaged along each member's trajectory (SWA, EMA): these averages, and their soups."""
 
     def to_json(self) -> dict[str, Any]:
         """The part of `result.json` that training knows."""
@@ -113,12 +65,18 @@ class Outcome:
             "aligned": None if self.aligned is None else self.aligned.to_json(),
             **({"similarity": None, "interpolation": None} if self.analysis is None else self.analysis.to_json()),
             "repair": None if self.repair is None else self.repair.to_json(),
+            "trajectory": None if self.trajectory is None else self.trajectory.to_json(),
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
 
 
 def harvest(
-    training: Training, *, align_soups: bool = False, analysis: bool = False, num_align_batches: int = 10
+    training: Training,
+    *,
+    align_soups: bool = False,
+    analysis: bool = False,
+    num_align_batches: int = 10,
+    num_batch_norm_batches: int = 100,
 ) -> Outcome:
     """Make the soups of a trained population and score everything on validation and test data.
 
@@ -127,6 +85,7 @@ def harvest(
         align_soups: where soups are repaired, also make them of members whose units were matched.
         analysis: also see what members share.
         num_align_batches: how many batches of training data units are matched on.
+        num_batch_norm_batches: how many batches BatchNorm is re-estimated on, in averages of trajectories.
     """
     validation, test = training.data.validation, training.data.test
     average = average_soup(training.population)
@@ -150,6 +109,7 @@ def harvest(
         aligned=aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None,
         analysis=_analysed(training, num_align_batches) if analysis else None,
         repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
+        trajectory=harvest_trajectory(training, num_batch_norm_batches),
     )
 
 

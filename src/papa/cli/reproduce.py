@@ -1,0 +1,119 @@
+"""`papa reproduce TABLE`: run what a table of the paper needs, and print our numbers beside the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+from papa.cli.arguments import split_names, split_numbers, use_one_thread
+from papa.cli.progress import Progress
+from papa.cli.tables import print_table
+from papa.errors import ConfigError, did_you_mean
+from papa.launch import Watch
+from papa.recipes import BUDGETS
+from papa.recipes.tables import TABLES, Table, find_table
+from papa.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for, run
+
+USAGE = """usage: papa reproduce TABLE [OPTIONS]
+
+Runs every row of a table or figure of the paper and prints the paper's numbers, ours, and the difference.
+Runs that are already there are not run again; broken ones are continued. Rows of different tables that are the same
+experiment share their runs, when the tables share --out.
+
+examples:
+  papa reproduce
+  papa reproduce table:ablation1 --budget smoke --data-root ~/data
+  papa reproduce table:ablation_gradual --budget mini --rows papa,same-init --seeds 1,2,3
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    """Options of `papa reproduce`."""
+
+    budget: str = "full"
+    """full is the paper's setting, mini takes about ten minutes a run on two CPU cores, smoke takes seconds."""
+    seeds: str = "1"
+    """Which seeds, separated by commas."""
+    rows: str | None = None
+    """Which rows, separated by commas; None for all."""
+    out: Path | None = None
+    """Where the runs go; by default runs/reproduce[-BUDGET]."""
+    data_root: str | None = None
+    """Where the data lies, or is downloaded to; None for what the recipes say."""
+    workers: int | None = None
+    """How many processes hold the members of a run; None for as many as help."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reproduce a table or figure of the paper."""
+    if not arguments:
+        _list()
+        return 0
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if name.startswith("-"):
+        raise ConfigError(f"papa reproduce begins with a table or figure, found {name}: `papa reproduce` lists them")
+    table = find_table(name)
+    options = tyro.cli(
+        ReproduceOptions, prog=f"papa reproduce {table.name}", description=_description(table), args=rest
+    )
+    if options.budget not in BUDGETS:
+        raise ConfigError(f"--budget is {options.budget}: {did_you_mean(options.budget, BUDGETS)}")
+    known = [row.name for row in table.rows]
+    request = Request(
+        table=table,
+        rows=table.pick(None if options.rows is None else split_names("--rows", options.rows, known)),
+        budget=options.budget,
+        seeds=tuple(split_numbers("--seeds", options.seeds)),
+        data_root=options.data_root,
+    )
+    out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
+    use_one_thread()
+    jobs = jobs_for(request, out)
+    check_data(jobs)
+    results = list(run(jobs, workers=options.workers, watch=_watch))
+    entries = entries_of(request, results)
+    print_table(
+        ("row", "", f"paper's{'' if options.budget == 'full' else ', full setting'}", "ours", "difference"),
+        [_cells(entry) for entry in entries],
+    )
+    print(f"runs: {out / 'runs'}")
+    return 0
+
+
+def _watch(job: Job) -> Watch:
+    return partial(Progress, f"{job.config.recipe} {job.row.name} seed {job.config.seed}")
+
+
+def _list() -> None:
+    rows = [(table.name, str(len(table.rows)), table.title) for table in TABLES.values()]
+    print_table(("name", "rows", "what it shows"), rows)
+
+
+def _description(table: Table) -> str:
+    rows = "\n".join(f"  {row.name}: {row.title}" for row in table.rows)
+    return f"{table.title[0].upper()}{table.title[1:]}.\n\nrows:\n{rows}"
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    difference = "" if entry.difference is None else f"{entry.difference:+.2f}"
+    return (
+        entry.row.title,
+        entry.column.replace("_", " "),
+        _number(entry.paper, entry.paper_spread),
+        _number(entry.mean, entry.spread),
+        difference,
+    )
+
+
+def _number(value: float | None, spread: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if spread is None else f"{value:.2f} ({spread:.2f})"

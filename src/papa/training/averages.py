@@ -1,0 +1,79 @@
+"""What averages along the members' trajectories (SWA, EMA) are worth, and soups of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from papa.data.source import Source
+from papa.evaluate import Evaluation
+from papa.population import Population
+from papa.repair import reset_batch_norm_
+from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.training.loop import Training
+from papa.training.scores import Scores
+from papa.training.trajectory import TrajectoryAverage
+
+
+@dataclass(frozen=True)
+class TrajectoryOutcome:
+    """Each member's average along its trajectory, soups of these, and their scores."""
+
+    average_soup: nn.Module
+    greedy: GreedySoup[nn.Module]
+    validation: Scores
+    test: Scores | None
+    greedy_as_it_is: tuple[GreedySoup[nn.Module], Evaluation | None]
+    """The greedy soup whose candidates keep the mean of their members' BatchNorm statistics, and its test score: what
+    the paper's numbers look like."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As `result.json` holds it."""
+        greedy, score = self.greedy_as_it_is
+        return {
+            "validation": self.validation.to_json(),
+            "test": None if self.test is None else self.test.to_json(),
+            "greedy_members": sorted(self.greedy.members),
+            "greedy_as_it_is": {"test": None if score is None else score.score, "members": sorted(greedy.members)},
+        }
+
+
+def harvest_trajectory(training: Training, num_batches: int) -> TrajectoryOutcome | None:
+    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None where there are none.
+
+    Args:
+        training: a training that has run.
+        num_batches: how many batches of training data BatchNorm is re-estimated on, without augmentation.
+    """
+    if not isinstance(training.companion, TrajectoryAverage):
+        return None
+    population = Population(training.companion.networks, training.group)
+    population.dropped = training.population.dropped
+
+    def reset(network: nn.Module, row: Tensor | None = None) -> None:
+        reset_batch_norm_(network, training.stream_plain_batches(num_batches))
+
+    def score(network: nn.Module) -> Evaluation:
+        return training.evaluate([network], training.data.validation)[0][0]
+
+    for network in population:
+        reset(network)
+    average = average_soup(population, after=reset)
+    greedy = greedy_soup(population, score, after=reset)
+    as_it_is = greedy_soup(population, score)
+
+    def scores_on(source: Source) -> Scores:
+        members, ensemble = training.evaluate_population(source, population)
+        first, second = training.evaluate([average, greedy.network], source)[0]
+        return Scores(members, ensemble, first, second, dropped=population.dropped)
+
+    test = training.data.test
+    return TrajectoryOutcome(
+        average_soup=average,
+        greedy=greedy,
+        validation=scores_on(training.data.validation),
+        test=None if test is None else scores_on(test),
+        greedy_as_it_is=(as_it_is, None if test is None else training.evaluate([as_it_is.network], test)[0][0]),
+    )

@@ -1,0 +1,59 @@
+"""How good a population and the networks made of it are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from papa.evaluate import Evaluation
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good members, ensemble and soups are on one set of data."""
+
+    members: list[Evaluation]
+    ensemble: Evaluation
+    average_soup: Evaluation
+    greedy_soup: Evaluation
+    dropped: frozenset[int] = frozenset()
+    """Members that do not count."""
+
+    @property
+    def mean(self) -> float:
+        """The members' mean score."""
+        return sum(self._counted) / len(self._counted)
+
+    @property
+    def _counted(self) -> list[float]:
+        return [found.score for member, found in enumerate(self.members) if member not in self.dropped]
+
+    def to_json(self) -> dict[str, Any]:
+        """Scores as `result.json` holds them, losses under a key of their own."""
+        return {
+            "members": [member.score for member in self.members],
+            "mean": self.mean,
+            "min": min(self._counted),
+            "max": max(self._counted),
+            "ensemble": self.ensemble.score,
+            "average_soup": self.average_soup.score,
+            "greedy_soup": self.greedy_soup.score,
+            "loss": {
+                "members": [member.loss for member in self.members],
+                "ensemble": self.ensemble.loss,
+                "average_soup": self.average_soup.loss,
+                "greedy_soup": self.greedy_soup.loss,
+            },
+            **self._details(),
+        }
+
+    def _details(self) -> dict[str, Any]:
+        """What else the metric tells, such as scores by class, of members, their mean, ensemble and soups."""
+        members = [member.details for member in self.members if member.details]
+        if not members:
+            return {}
+        mean = {name: sum(member[name] for member in members) / len(members) for name in members[0]}
+        others = {"ensemble": self.ensemble, "average_soup": self.average_soup, "greedy_soup": self.greedy_soup}
+        return {
+            "details": {"members": members, "mean": mean, **{name: value.details for name, value in others.items()}}
+        }

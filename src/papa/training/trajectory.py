@@ -1,0 +1,77 @@
+"""Averages along each member's own trajectory: SWA, and exponential moving averages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from papa.errors import ConfigError
+from papa.training.loop import Training
+
+
+class TrajectoryAverage:
+    """Keeps, beside each member, the mean of the weights it went through.
+
+        SWA:  average <- mean of the weights after each epoch from `start` on
+        EMA:  average <- decay average + (1 - decay) weights, after each step
+
+    It is orthogonal to averaging over members, and the paper finds that the two add up. BatchNorm statistics of the
+    averages are not averaged: they are those of the member until they are re-estimated.
+
+    Example:
+        >>> import torch
+        >>> from papa import train
+        >>> inputs = torch.randn(200, 4)
+        >>> data = inputs, (inputs.sum(dim=1) > 0).long()
+        >>> average = TrajectoryAverage(start=0.5)
+        >>> _ = train(lambda: nn.Linear(4, 2), data, num_members=2, num_epochs=4, batch_size=20, companion=average)
+        >>> len(average.networks), int(average.num_averaged(0))
+        (2, 3)
+
+    Args:
+        decay: of an exponential moving average; None for SWA's equal weights.
+        start: when it begins, as a share of training.
+        every_steps: optimizer steps between updates; None for once an epoch (SWA) or every step (EMA).
+    """
+
+    def __init__(self, *, decay: float | None = None, start: float = 0.0, every_steps: int | None = None) -> None:
+        if decay is not None and not 0.0 <= decay < 1.0:
+            raise ConfigError(f"decay is {decay}, expected 0 to below 1, or None for equal weights")
+        if not 0.0 <= start < 1.0:
+            raise ConfigError(f"start is {start}, expected a share of training from 0 to below 1")
+        if every_steps is not None and every_steps < 1:
+            raise ConfigError(f"every_steps is {every_steps}, expected at least 1")
+        self.decay, self.start, self.every_steps = decay, start, every_steps
+        self._averages: list[AveragedModel] = []
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The averages of the members held here."""
+        return [average.module for average in self._averages]
+
+    def num_averaged(self, index: int) -> int:
+        """How many sets of weights went into an average."""
+        return int(self._averages[index].n_averaged)
+
+    def begin(self, training: Training) -> None:
+        """Make the averages, as copies of the members."""
+        average = None if self.decay is None else get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        self._averages = [AveragedModel(model, multi_avg_fn=average) for model in training.population]
+
+    def after_step(self, training: Training) -> None:
+        """Take the members' weights into the averages when it is time."""
+        every_epoch = training.length.steps_per_epoch
+        every_steps = self.every_steps or (every_epoch if self.decay is None else 1)
+        if training.step >= max(round(self.start * training.length.num_steps), 1) and training.step % every_steps == 0:
+            for average, model in zip(self._averages, training.population, strict=True):
+                average.update_parameters(model)
+
+    def member_state(self, index: int) -> dict[str, Tensor]:
+        """An average, for a checkpoint."""
+        return dict(self._averages[index].state_dict())
+
+    def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Go on where a checkpoint was taken."""
+        self._averages[index].load_state_dict(dict(tensors))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers import write_images
+from papa.cli import main
+from papa.errors import ConfigError
+from papa.recipes.tables import find_table
+from papa.reproduce import Request, jobs_for
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for part in ("train", "test"):
+        write_images(root / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
+        write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
+    return root
+
+
+def reproduce(table: str, rows: str, data_root: Path, out: Path, *more: str) -> int:
+    return main(
+        [
+            "reproduce",
+            table,
+            "--budget",
+            "smoke",
+            "--rows",
+            rows,
+            "--data-root",
+            str(data_root),
+            "--out",
+            str(out),
+            *more,
+        ]
+    )
+
+
+def results_in(out: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(out.glob("runs/*/seed*/result.json"))]
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("table:ablation", "greedy"),
+        ("table:ablation2", "tournament"),
+        ("table:ablation2", "elitist-mutations"),
+        ("table:ablation1", "aligned"),
+        ("table:ablation1", "same-init"),
+        ("table:ablation_gradual", "mutations"),
+        ("table:ablation_gradual", "every-50-alpha-0.9"),
+        ("table:dart_replication", "cifar10-dart"),
+        ("table:cifar100_swa", "linear-0.05-during"),
+        ("table:comparing2", "papa-none-p3"),
+        ("figure:papa_acc1", "papa-all"),
+        ("table:cosine", "papa"),
+    ],
+)
+def test_rows_of_every_kind_run(
+    table: str, row: str, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(table, row, data_root, tmp_path) == 0
+    shown = capsys.readouterr().out
+    (result,) = results_in(tmp_path)
+    found = find_table(table)
+    (picked,) = found.pick([row])
+    lines = [line for line in shown.splitlines() if line.startswith(picked.title)]
+    assert len(lines) == len(found.columns)
+    if table != "figure:papa_acc1":
+        assert all(line.split()[-1][0] in "+-" for line in lines), "every number of the paper has one of ours beside it"
+    assert result["method"] == picked.change["method"]
+
+
+def test_rows_and_tables_share_runs_and_what_is_done_is_not_run_again(
+    data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce("table:ablation", "papa-all,papa-2", data_root, tmp_path, "--seeds", "1,2") == 0
+    first = capsys.readouterr().out
+    assert "(" in first  # a standard deviation
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/seed*/result.json")}
+    assert len(files) == 4
+    assert reproduce("table:ablation", "papa-all,papa-2", data_root, tmp_path, "--seeds", "1,2") == 0
+    assert capsys.readouterr().out == first
+    assert reproduce("table:ablation1", "papa-all", data_root, tmp_path) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/seed*/result.json")} == files
+
+
+def test_quoted_rows_need_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("table:comparing2", "quoted-esgd", tmp_path, tmp_path) == 0
+    assert "92.48" in capsys.readouterr().out
+
+
+def test_it_lists_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce"]) == 0
+    shown = capsys.readouterr().out
+    assert "table:ablation_gradual" in shown
+    assert "figure:papa_acc1" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table:ablaton"], "did you mean table:ablation"),
+        (["table:ablation", "--rows", "papa-3"], "did you mean papa-2"),
+        (["table:ablation", "--budget", "tiny"], "--budget is tiny"),
+        (["table:ablation", "--seeds", "one"], "--seeds is 'one'"),
+        (["--rows", "papa"], "begins with a table or figure"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_data_is_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce("table:image_seg1", "papa-all", tmp_path / "nowhere", tmp_path / "out") == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_configurations_that_differ_have_directories_that_differ(tmp_path: Path) -> None:
+    table = find_table("ablation_gradual")
+    jobs = jobs_for(Request(table=table, rows=table.rows), tmp_path)
+    assert len({job.path for job in jobs}) == len(table.rows)
+    mini = jobs_for(Request(table=table, rows=table.rows, budget="mini"), tmp_path)
+    assert not {job.path for job in jobs} & {job.path for job in mini}
+
+
+def test_a_table_is_found_by_its_label_too() -> None:
+    assert find_table("ablation1") is find_table("table:ablation1") is find_table("tab:ablation1")
+    with pytest.raises(ConfigError):
+        find_table("")

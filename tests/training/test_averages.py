@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import assert_same_bits, small_training
+from papa.checkpoint import CheckpointWriter, load_checkpoint
+from papa.repair import reset_batch_norm_
+from papa.rules import MergeAll
+from papa.soup import average_soup
+from papa.training import Hook, Training, TrajectoryAverage, harvest
+
+
+def test_averages_are_scored_with_batch_norm_of_their_own() -> None:
+    training = small_training(companion=TrajectoryAverage(start=0.3))
+    training.run()
+    outcome = harvest(training, num_batch_norm_batches=3).trajectory
+    assert outcome is not None
+    networks = training.companion.networks  # type: ignore[union-attr]
+    batches = training.plain_batches(3)
+    soup = average_soup(networks)
+    reset_batch_norm_(soup, batches)
+    assert training.data.test is not None
+    (expected,), _ = training.evaluate([soup], training.data.test)
+    assert outcome.test is not None
+    assert outcome.test.average_soup.loss == pytest.approx(expected.loss, rel=1e-5)
+    result = outcome.to_json()
+    assert len(result["test"]["members"]) == 3
+    assert set(result["greedy_as_it_is"]) == {"test", "members"}
+
+
+def test_a_training_without_averages_has_none() -> None:
+    training = small_training()
+    training.run()
+    assert harvest(training).trajectory is None
+
+
+class Stop(Exception):  # noqa: N818
+    pass
+
+
+class StopAt(Hook):
+    def __init__(self, step: int, directory: Path) -> None:
+        self.step, self.directory = step, directory
+
+    def after_step(self, training: Training) -> None:
+        if training.step == self.step:
+            writer = CheckpointWriter(self.directory, group=training.group, num_members=training.population.size)
+            writer.save(training.step, training.member_states(), training.state_dict(), flush=lambda: None)
+            assert writer.settle() is None
+            raise Stop
+
+
+@pytest.mark.parametrize("stop_at", [2, 7, 11])
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_stopped_and_resumed_averages_are_those_of_a_run_never_stopped(
+    tmp_path: Path, stop_at: int, decay: float | None
+) -> None:
+    def make() -> Training:
+        return small_training(companion=TrajectoryAverage(decay=decay, start=0.3), rule=MergeAll(every_steps=4))
+
+    whole = make()
+    whole.run()
+    with pytest.raises(Stop):
+        make().run([StopAt(stop_at, tmp_path)])
+    again = make()
+    found = load_checkpoint(tmp_path / f"step-{stop_at:08d}", again.expected_states(), num_members=3)
+    again.load_checkpoint_(found.step, found.state, found.members)
+    again.run()
+    for one, other in zip(again.companion.networks, whole.companion.networks, strict=True):  # type: ignore[union-attr]
+        assert_same_bits(one.state_dict(), other.state_dict())
+    assert any(torch.is_floating_point(tensor) for tensor in again.companion.networks[0].state_dict().values())  # type: ignore[union-attr]

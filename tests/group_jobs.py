@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers import small_training
 from papa import (
     AlignMerges,
     Averager,
@@ -22,6 +23,7 @@ from papa import (
 )
 from papa.errors import SoupError
 from papa.group import Group, Local, Shared, start_workers
+from papa.training import Hook, Training, harvest
 
 SIZE = 5
 
@@ -170,3 +172,27 @@ def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
         assert averaging is not None
         sick += averaging.sick
     return {"sick": sick, "states": group.gather([net.state_dict() for net in population])}
+
+
+class PoisonLast(Hook):
+    """Ruins the last member's weights after the seventh step, on whichever rank it lives."""
+
+    def before_step(self, training: Training) -> None:
+        if training.step == 7 and training.population.size - 1 in training.members:
+            with torch.no_grad():
+                next(training.population[len(training.population) - 1].parameters()).fill_(float("nan"))
+
+
+def train_with_a_sick_member(group: Group, policy: str) -> dict[str, Any]:
+    """A small training whose last member falls sick; what everyone sees of it."""
+    torch.set_num_threads(1)
+    training = small_training(group=group, sick=policy)
+    training.run([PoisonLast()])
+    outcome = harvest(training)
+    scores = [repr(member.score) for member in outcome.validation.members]
+    return {
+        "sick": training.sick,
+        "dropped": sorted(training.population.dropped),
+        "scores": [*scores, outcome.validation.average_soup.score, outcome.validation.ensemble.score],
+        "states": group.gather([net.state_dict() for net in training.population]),
+    }

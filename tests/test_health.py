@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from group_jobs import sicken_and_average
+from group_jobs import sicken_and_average, train_with_a_sick_member
 from helpers import assert_close, assert_same_bits, make_networks, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
 from papa.errors import MemberError
@@ -140,6 +140,16 @@ def test_two_ranks_agree_on_who_is_sick_and_end_with_the_bits_of_one(policy: str
         assert_same_bits(second, first)
 
 
+@pytest.mark.parametrize("policy", ["restart", "drop"])
+def test_a_whole_training_over_two_ranks_survives_a_sick_member_as_one_process_does(policy: str) -> None:
+    alone = train_with_a_sick_member(Local(), policy)
+    together = start_workers(train_with_a_sick_member, 2, 3, policy)
+    assert [event["member"] for event in alone["sick"]] == [2]
+    assert {**alone, "states": None} == {**together, "states": None}
+    for first, second in zip(alone["states"], together["states"], strict=True):
+        assert_same_bits(second, first)
+
+
 class Poison(Hook):
     """Ruins one member's weights, gradients or loss at some step."""
 
@@ -152,6 +162,9 @@ class Poison(Hook):
         if self.what == "weights" and training.step == self.step:
             with torch.no_grad():
                 next(training.population[self.member].parameters()).fill_(math.nan)
+        if self.what == "gradient" and training.step == self.step:
+            parameter = next(training.population[self.member].parameters())
+            handle = parameter.register_hook(lambda gradient: handle.remove() or gradient * math.nan)
         if self.what == "momentum" and training.step == self.step:
             for state in training.optimizers[self.member].state.values():
                 state["momentum_buffer"].fill_(math.inf)
@@ -198,6 +211,8 @@ def healthy() -> Any:
     [
         ("weights", 0, 7, "restart"),
         ("momentum", 1, 29, "restart"),
+        ("gradient", 1, 13, "restart"),
+        ("gradient", 2, 50, "drop"),
         ("weights", 2, 64, "drop"),
         ("momentum", 0, 41, "drop"),
     ],

@@ -45,7 +45,7 @@ types: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	@echo "papa: tests"
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 docs: $(VENV)/.installed-dev
 	@echo "papa: documentation"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -73,6 +74,10 @@ def test_rows_of_every_kind_run(
     if table != "figure:papa_acc1":
         assert all(line.split()[-1][0] in "+-" for line in lines), "every number of the paper has one of ours beside it"
     assert result["method"] == picked.change["method"]
+    (report,) = tmp_path.glob("*.html")
+    page = report.read_text()
+    assert picked.title in page
+    assert all(html.escape(line.split()[-1]) in page for line in lines)
 
 
 def test_rows_and_tables_share_runs_and_what_is_done_is_not_run_again(

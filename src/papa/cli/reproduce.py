@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tyro
 
+from papa.checkpoint import write_atomically
 from papa.cli.arguments import split_names, split_numbers, use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
@@ -16,6 +17,7 @@ from papa.errors import ConfigError, did_you_mean
 from papa.launch import Watch
 from papa.recipes import BUDGETS
 from papa.recipes.tables import TABLES, Table, find_table
+from papa.report import table_page
 from papa.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for, run
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
@@ -79,13 +81,25 @@ def main(arguments: Sequence[str]) -> int:
     jobs = jobs_for(request, out)
     check_data(jobs)
     results = list(run(jobs, workers=options.workers, watch=_watch))
-    entries = entries_of(request, results)
-    print_table(
-        ("row", "", f"paper's{'' if options.budget == 'full' else ', full setting'}", "ours", "difference"),
-        [_cells(entry) for entry in entries],
-    )
-    print(f"runs: {out / 'runs'}")
+    head = ("row", "", f"paper's{'' if options.budget == 'full' else ', full setting'}", "ours", "difference")
+    rows = [_cells(entry) for entry in entries_of(request, results)]
+    print_table(head, rows)
+    report = out / f"{table.kind}-{table.label}.html"
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(report, table_page(f"{table.name}: {table.title}", _words(request), head, rows, _runs(jobs, out)))
+    print(f"runs: {out / 'runs'}\nreport: {report}")
     return 0
+
+
+def _words(request: Request) -> str:
+    seeds = ", ".join(map(str, request.seeds))
+    spread = ", with the standard deviation over seeds in parentheses" if len(request.seeds) > 1 else ""
+    budget = f"budget {request.budget} ({BUDGETS[request.budget]})"
+    return f"Ours: {budget}, seeds {seeds}{spread}. Difference: ours less the paper's."
+
+
+def _runs(jobs: Sequence[Job], out: Path) -> list[tuple[str, str]]:
+    return [(f"{job.row.title}, seed {job.config.seed}", str(job.path.relative_to(out))) for job in jobs]
 
 
 def _watch(job: Job) -> Watch:

@@ -1,6 +1,6 @@
 """From results to tables, figures and pages."""
 
-from papa.report.page import compare_page, run_page
+from papa.report.page import compare_page, run_page, table_page
 from papa.report.table import (
     COLUMNS,
     PAPER_ROW,
@@ -23,4 +23,5 @@ __all__ = [
     "paper_rows",
     "run_page",
     "run_rows",
+    "table_page",
 ]

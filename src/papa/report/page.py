@@ -61,6 +61,26 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
     return markup.page(title, parts)
 
 
+def table_page(
+    title: str, words: str, head: Sequence[str], rows: Sequence[Sequence[str]], runs: Sequence[tuple[str, str]]
+) -> str:
+    """The page of a table of the paper: its numbers beside ours, and where the runs behind them are.
+
+    Args:
+        title: what the table shows.
+        words: in which setting ours were made.
+        head: the names of the columns.
+        rows: the cells.
+        runs: each row's name and the directory of a run behind it.
+    """
+    parts = [
+        markup.paragraph(words),
+        markup.section("The paper's numbers and ours", markup.table(head, rows, stacks=True)),
+        markup.section("Runs", markup.table(("row", "directory"), runs, wrap_last=True) if runs else ""),
+    ]
+    return markup.page(title, parts)
+
+
 def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Mapping[str, Any]]] = ()) -> str:
     """The page that puts methods side by side: means over seeds, then every single run.
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,8 +101,17 @@ class Reader:
 
 def differences(first: Path, second: Path) -> Iterator[str]:
     """The files of two finished runs that are not the same, bit for bit."""
-    names = ["metrics.jsonl", "soup.safetensors", "greedy.safetensors"]
+    names = ["soup.safetensors", "greedy.safetensors"]
     names += [f"members/{file.name}" for file in sorted((first / "members").iterdir())]
     for name in names:
         if read_file(first / name) != read_file(second / name):
             yield name
+    if metrics_of(first) != metrics_of(second):
+        yield "metrics.jsonl"
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    """A run's metrics without what is never the same: how long things took."""
+    return [
+        {key: value for key, value in event.items() if key != "seconds"} for event in RunDirectory(path).read_metrics()
+    ]

@@ -133,7 +133,7 @@ def test_stacked_members_end_where_the_loops_do(make_net: Callable[[], nn.Module
 
 
 def test_batch_size_one() -> None:
-    assert_stacked_is_the_loop(linear, batch_size=1, rule=lambda length: MergeAll(every_steps=length.steps_per_epoch))
+    assert_stacked_is_the_loop(linear, batch_size=1, rule=lambda training: MergeAll(every_steps=training.steps_in(1)))
 
 
 def test_running_statistics_and_their_counter_follow() -> None:

@@ -168,7 +168,7 @@ def test_a_rank_that_dies_makes_the_others_stop_and_say_so() -> None:
         for process in ranks:
             process.kill()
             process.communicate()
-    assert "RunError: rank 0 lost the other processes while" in said
+    assert "LostError: rank 0 lost the other processes while" in said
     assert "one of them failed, was killed or cannot be reached" in said
 
 

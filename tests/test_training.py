@@ -170,7 +170,7 @@ def test_merges_leave_out_the_last_step_so_members_end_apart() -> None:
         num_members=3,
         num_epochs=2,
         batch_size=16,
-        rule=lambda length: MergeAll(every_steps=length.steps_per_epoch),
+        rule=lambda training: MergeAll(every_steps=training.steps_in(1)),
     )
     assert outcome.population.distances().min() > 0
 

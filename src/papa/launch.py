@@ -488,14 +488,14 @@ class Recorder(Hook):
             raise RunError(f"training is done, but {self._log_error}; make room and continue with --resume")
 
     def _save(self, training: Training) -> None:
+        self._note(training, self.writer.settle())  # told before the next is begun, which may then go better
         state = {
             "config": self.config.to_json(),
             "training": training.state_dict(),
             "metrics": self.run.metrics_state(),
         }
-        failure = self.writer.save(training.step, training.member_states(), state, self.run.flush_metrics)
+        self.writer.save(training.step, training.member_states(), state, self.run.flush_metrics)
         self._saved_step, self._saved_at = training.step, time.monotonic()
-        self._note(training, failure)
 
     def _note(self, training: Training, failure: Failure | None) -> None:
         """Tell of a checkpoint that failed; the second in a row ends the run."""

@@ -85,6 +85,9 @@ def test_two_workers_see_what_one_sees_in_independent_members(tmp_path: Path) ->
     alone, together = (execute(config, tmp_path / str(workers), workers=workers) for workers in (1, 2))
     for part in ("repaired", "aligned", "similarity", "interpolation", "repair"):
         assert alone[part] == together[part] is not None, part
+    events = {event["event"]: event for event in RunDirectory(tmp_path / "2").read_metrics()}
+    for part in ("similarity", "interpolation"):
+        assert {**alone[part], "event": part, "step": events["epoch"]["step"]} == events[part]
 
 
 class Patient(Hook):

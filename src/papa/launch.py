@@ -338,6 +338,9 @@ def _train(
         num_align_batches=average.align_batches,
         num_batch_norm_batches=config.trajectory.batch_norm_batches,
     )
+    if outcome.analysis is not None and training.group.leads:
+        for kind, found in outcome.analysis.to_json().items():
+            run.log({"event": kind, "step": training.step, **found})
     for member, network in zip(training.members, training.population, strict=True):
         if member not in training.population.dropped:
             run.save_member(member, network)

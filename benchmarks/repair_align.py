@@ -107,7 +107,7 @@ def matching_results(rounds: int) -> list[Result]:
             name=names[1],
             seconds=seconds[names[1]],
             ratio=seconds[names[1]] / seconds[names[0]],
-            target=0.25,
+            target=0.5,
         ),
     ]
 

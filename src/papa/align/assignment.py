@@ -94,6 +94,14 @@ def best_orders(family: Family, matching: Matching) -> Orders:
     }
 
 
+def visits_of(families: list[Family]) -> list[Family]:
+    """What is gone through in a round.
+
+    Units inside of blocks move with their block's family, and once more on their own: they have places elsewhere.
+    """
+    return [*families, *(Family(inner) for family in families for inner in list(family.members)[1:])]
+
+
 def descend_(matching: Matching, families: list[Family], orders: Orders, seed: int) -> int:
     """Give every family in turn its best permutation, all others as they are, until a whole round brings nothing.
 
@@ -106,8 +114,7 @@ def descend_(matching: Matching, families: list[Family], orders: Orders, seed: i
     Returns:
         The number of rounds.
     """
-    # Units inside of blocks move with their block's family, and once more on their own: they have places elsewhere.
-    visits = [*families, *(Family(inner) for family in families for inner in list(family.members)[1:])]
+    visits = visits_of(families)
     for round_ in range(MOST_ROUNDS):
         sequence = torch.randperm(len(visits), generator=stream(seed, "align", position=round_)).tolist()
         gains = [_improve_(matching, visits[number], orders) for number in sequence]

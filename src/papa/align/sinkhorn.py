@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from papa.align.assignment import GAIN, Orders, assign, compose_, family_likeness, move_, total
+from papa.align.assignment import GAIN, Orders, assign, compose_, family_likeness, move_, total, visits_of
 from papa.align.blocks import Family
 from papa.align.groups import Group, Slot
 from papa.align.weights import WeightsMatching, rows_of
@@ -57,7 +57,7 @@ def anneal_(matching: WeightsMatching, families: list[Family], orders: Orders, s
         The number of rounds.
     """
     soft = _SoftPermutations(matching, families)
-    visits = [*families, *(Family(inner) for family in families for inner in list(family.members)[1:])]
+    visits = visits_of(families)
     for round_, temperature in enumerate(torch.logspace(0, 1, NUM_ROUNDS, COLDEST / HOTTEST).tolist()):
         for number in torch.randperm(len(visits), generator=stream(seed, "align", position=round_)).tolist():
             soft.update_(visits[number], HOTTEST * temperature)

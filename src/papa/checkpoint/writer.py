@@ -77,10 +77,10 @@ class CheckpointWriter:
             flush: called in the leading process's background before the checkpoint counts, to flush what it relies on.
         """
         failure = self.settle()
-        if self.group.leads:
-            self._make_partial(step)
+        error = self._make_partial(step) if self.group.leads else None
         self.group.wait()  # nobody writes into a directory that is still to be emptied
         job = _Job(step, {member: self._copy(member, content) for member, content in members.items()}, state, flush)
+        job.error = error
         # A daemon, so that a process that is told to leave at once does.
         job.thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {step}", daemon=True)
         self._job = job
@@ -93,14 +93,15 @@ class CheckpointWriter:
         job = self._job
         return job is not None and any(self.group.gather([job.thread.is_alive()] * len(job.members)))
 
-    def _make_partial(self, step: int) -> None:
-        """Empty the place of the new checkpoint; whatever is wrong with it shows when it is written to."""
+    def _make_partial(self, step: int) -> str | None:
+        """Make an empty place for the new checkpoint; returns what is wrong with it, which is told like all else."""
         partial = store.partial_path(self.directory, step)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
-        except OSError:
-            return
+        except OSError as error:
+            return _described(error)
+        return None
 
     @torch.no_grad()
     def _copy(self, member: int, content: MemberState) -> MemberState:
@@ -121,7 +122,7 @@ class CheckpointWriter:
     def _write(self, job: _Job) -> None:
         partial = store.partial_path(self.directory, job.step)
         try:
-            for member, content in job.members.items():
+            for member, content in job.members.items() if job.error is None else ():
                 store.write_member(partial, member, content)
         except Exception as error:  # nobody would see it: it is told by `settle`
             job.error = _described(error)

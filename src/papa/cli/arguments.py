@@ -34,19 +34,30 @@ def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe | None, li
     return find(name), rest
 
 
-def take_budget(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of --budget, which decides what the other options default to, and the rest of the arguments."""
+def take_value(option: str, arguments: Sequence[str], expected: str = "") -> tuple[str | None, list[str]]:
+    """The value of an option that decides about the others, and the rest of the arguments.
+
+    Args:
+        option: its name, such as `--budget`.
+        arguments: where to look.
+        expected: what to say when its value is missing.
+    """
     rest = list(arguments)
     for index, argument in enumerate(rest):
         name, equals, value = argument.partition("=")
-        if name == "--budget":
+        if name == option:
             if not equals:
                 if index + 1 >= len(rest):
-                    raise ConfigError(f"--budget needs a value, known: {', '.join(BUDGETS)}")
+                    raise ConfigError(f"{option} needs a value{expected}")
                 value = rest.pop(index + 1)
             rest.pop(index)
             return value, rest
     return None, rest
+
+
+def take_budget(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of --budget, which decides what the other options default to, and the rest of the arguments."""
+    return take_value("--budget", arguments, f", known: {', '.join(BUDGETS)}")
 
 
 def parse(

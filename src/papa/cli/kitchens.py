@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from papa.cli.arguments import take_budget
+from papa.cli.arguments import take_budget, take_value
 from papa.config import Config
 from papa.errors import ConfigError
 from papa.files import Kitchen, kitchen_of
@@ -56,21 +56,6 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, descri
     if parsed.own.factory is not None:
         raise ConfigError("--recipe and --factory both give a network and data: choose one")
     return parsed.own, parsed.config
-
-
-def take_value(option: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of an option that decides about the others, and the rest of the arguments."""
-    rest = list(arguments)
-    for index, argument in enumerate(rest):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            if not equals:
-                if index + 1 >= len(rest):
-                    raise ConfigError(f"{option} needs a value")
-                value = rest.pop(index + 1)
-            rest.pop(index)
-            return value, rest
-    return None, rest
 
 
 def kitchen_from(options: KitchenOptions, config: Config | None) -> Kitchen | None:

@@ -11,7 +11,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(t
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     generator = random.Random(1)
     arguments = [*options(8), "--workers", "1"]
-    reader = Reader(small_config())  # first: what it imports need not be imported again and again
+    reader = Reader(small_config())
     begin = time.monotonic()
     assert run_to_end(["run", *arguments, "--out", str(whole)]) == 0
     duration = time.monotonic() - begin

@@ -18,8 +18,9 @@ from helpers import small_config
 from papa.checkpoint import checkpoints
 from papa.config import Config
 from papa.errors import ConfigError, RunError, StoppedError
-from papa.launch import Recorder, Saving, execute, listening, useful_workers
+from papa.launch import Saving, execute, listening, useful_workers
 from papa.recipes import find
+from papa.recorder import Recorder
 from papa.runs import RunDirectory
 from papa.training import Hook, Training
 

@@ -45,6 +45,7 @@ ROOMS = [
     "recipes",
     "files",
     "report",
+    "recorder",
     "launch",
     "reproduce",
     "cli",

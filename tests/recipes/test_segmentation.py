@@ -15,10 +15,11 @@ from papa.checkpoint import read_json
 from papa.cli import main
 from papa.config import Config
 from papa.errors import ConfigError, DataError
-from papa.launch import Recorder, execute
+from papa.launch import execute
 from papa.recipes import find, paper_scores
 from papa.recipes.build import build, sizes
 from papa.recipes.paper_segmentation import SCORES, class_f1
+from papa.recorder import Recorder
 from papa.runs import RunDirectory
 from papa.tasks import F1
 from papa.training import Training

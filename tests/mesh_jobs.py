@@ -110,7 +110,21 @@ def train(kind: str) -> dict[str, Any]:
         soup = "a soup"
     except PapaError as error:
         soup = str(error)
-    return {"record": record, "merged": merged, "soup": soup, "size": population.size}
+    sick, mended = sick_shard(population, is_here=(member, half) == (1, 1))
+    found = {"record": record, "merged": merged, "soup": soup, "size": population.size}
+    return {**found, "sick": sick, "mended": mended}
+
+
+def sick_shard(population: Population, *, is_here: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
+    """Who is found sick when one number of one rank is, and the members after that."""
+    if is_here:
+        with torch.no_grad():
+            parameter = next(population[0].parameters())
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local[0, 0] = torch.nan
+    log = Averager(population, Push(alpha=0.5, every_steps=1)).step()
+    assert log is not None
+    return [sickness.member for sickness in log.sick], population.group.gather([state_of(population[0])])
 
 
 def train_all(group: Shared) -> dict[str, Any]:

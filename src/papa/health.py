@@ -21,6 +21,8 @@ POLICIES = {
     "stop": "a sick member ends training",
 }
 
+NOT_FINITE = "its weights are not finite"
+
 ACTIONS = {"restart": "restarted from the mean of the healthy", "drop": "dropped"}
 
 
@@ -75,7 +77,10 @@ class Health:
         population = self.population
         population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
-        reasons = population.group.gather([self._reason(index, are_finite) for index in range(len(population))])
+        here = [self._reason(index, are_finite) for index in range(len(population))]
+        if not population.group.any(any(here)) and not population.dropped:
+            return ()
+        reasons = population.group.gather(self._of_all_shards(here))
         found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
         if found:
             self._treat_(step, sorted(found), "; ".join(f"member {m}: {reason}" for m, reason in found.items()))
@@ -88,8 +93,14 @@ class Health:
         if self.population.members[index] in self.population.dropped:
             return None
         if not self.population.is_finite(index, only_buffers=are_parameters_finite):
-            return "its weights are not finite"
+            return NOT_FINITE
         return None if self.symptom is None else self.symptom(index)
+
+    def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
+        """A member is sick wherever one of its shards is."""
+        here = torch.tensor([float(reason is not None) for reason in reasons])
+        anywhere = self.population.group.sum_over_shards(here).tolist()
+        return [reason or (NOT_FINITE if sick else None) for reason, sick in zip(reasons, anywhere, strict=True)]
 
     def _treat_(self, step: int, sick: list[int], told: str) -> None:
         healthy = [member for member in self.population.present if member not in sick]

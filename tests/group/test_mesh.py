@@ -44,6 +44,14 @@ def test_members_that_were_evaluated_can_be_merged(trained: dict[str, Any], kind
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_all_ranks_learn_of_a_number_that_is_not_finite_in_the_shard_of_one(trained: dict[str, Any]) -> None:
+    found = trained["fsdp"]
+    assert found["sick"] == [1]
+    for one, other in zip(found["merged"], found["mended"], strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-6, atol=1e-7)
+
+
 def test_what_cannot_be_is_said(trained: dict[str, Any]) -> None:
     assert "cannot be copied" in trained["fsdp"]["soup"]
     assert trained["ddp before"]["soup"] == "a soup"

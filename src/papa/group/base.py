@@ -108,6 +108,10 @@ class Group(Protocol):
         """One value per member held here, turned into one value per member of the whole population."""
         ...
 
+    def any(self, value: bool) -> bool:
+        """Whether it is true for any process; much cheaper than to `gather`."""
+        ...
+
     def wait(self) -> None:
         """Return when all processes have come here."""
         ...
@@ -182,6 +186,10 @@ class Local:
     def gather(self, values: list[T]) -> list[T]:
         """They are all here already."""
         return list(values)
+
+    def any(self, value: bool) -> bool:
+        """It is what it is here."""
+        return value
 
     def wait(self) -> None:
         """There is nobody to wait for."""

@@ -18,10 +18,10 @@ from papa.group.exchange import Wires
 from papa.group.plainly import plainly
 from papa.group.shared import balanced_share
 
-MESSAGE_BYTES = 2 << 20
-"""How much one process sends another at once; of a chunk, every process sends one part to each."""
+CHUNK_BYTES = 16 << 20
+"""How much of a row is added up at once: starting a sum has its price, and a small network needs only a few."""
 
-CHUNKS_UNDER_WAY = 3
+CHUNKS_UNDER_WAY = 2
 
 Finish: TypeAlias = Callable[[], Tensor]
 
@@ -120,13 +120,13 @@ def summed(rows: Tensor) -> Tensor:
     return total
 
 
-def mean_chunks(rows: Tensor, mean: Mean, num_ranks: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def mean_chunks(rows: Tensor, mean: Mean) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Chunk by chunk: the columns, the rows held here in float32 or better, and the mean of all members' rows.
 
     Where the rows have that precision, the chunk is their own memory.
     """
     wide_dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-    width = MESSAGE_BYTES * num_ranks // wide_dtype.itemsize
+    width = CHUNK_BYTES // wide_dtype.itemsize
     under_way: deque[tuple[slice, Tensor, Finish]] = deque()
     for start in range(0, rows.shape[1], width):
         columns = slice(start, min(start + width, rows.shape[1]))

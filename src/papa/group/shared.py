@@ -183,10 +183,23 @@ class Shared:
             dist.all_gather_object(parts, values)
         return [value for part in parts for value in part]
 
+    def any(self, value: bool) -> bool:
+        """The largest."""
+        with plainly("comparing notes"):
+            return any_of(value, None)
+
     def wait(self) -> None:
         """A barrier."""
         with plainly("waiting for the others"):
             dist.barrier()
+
+
+def any_of(value: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether it is true for any process of a group; None for all processes."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    number = torch.tensor(int(value), device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    return bool(number)
 
 
 def check_all_same(everyone: Sequence[Mapping[str, str]], *, cure: str, ranks: Sequence[int] | None = None) -> None:

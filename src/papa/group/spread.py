@@ -21,7 +21,7 @@ from papa.errors import ConfigError, MemberError, did_you_mean
 from papa.group.exchange import Wires, blocks_of
 from papa.group.plainly import plainly
 from papa.group.reduce import AllReduced, Differences, Mean, mean_chunks
-from papa.group.shared import balanced_share, check_all_same
+from papa.group.shared import any_of, balanced_share, check_all_same
 from papa.product import combine_block_, mix_blocks_, squared_distances_by_block
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class Spread:
 
     def _push_(self, rows: Tensor, keep: float) -> None:
         wires = self._connected(len(rows))
-        for columns, wide, mean in mean_chunks(rows, self._mean_by(wires, rows), wires.num_ranks):
+        for columns, wide, mean in mean_chunks(rows, self._mean_by(wires, rows)):
             wide.lerp_(mean, 1.0 - keep)
             if wide.dtype != rows.dtype:
                 rows[:, columns].copy_(wide)
@@ -222,7 +222,7 @@ class Spread:
         if self.exchange == "exact" or rows.is_complex() or not is_of_all:
             return _combined(wires, rows, weights)
         mean = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        for columns, _, part in mean_chunks(rows, self._mean_by(wires, rows), wires.num_ranks):
+        for columns, _, part in mean_chunks(rows, self._mean_by(wires, rows)):
             mean[columns].copy_(part)
         return mean
 
@@ -253,6 +253,12 @@ class Spread:
     def gather(self, values: list[T]) -> list[T]:
         """Every rank's values, in member order."""
         return [value for part in self._everyones(values) for value in part]
+
+    def any(self, value: bool) -> bool:
+        """The largest, also of those that train the same member."""
+        with plainly("comparing notes"):
+            found = any_of(value, self._group)
+            return found if self._data is None else any_of(found, self._data)
 
     def wait(self) -> None:
         """A barrier."""

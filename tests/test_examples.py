@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,3 +68,28 @@ def test_a_transformer() -> None:
     assert soup.score >= max(soup.member_scores)
     assert papa.evaluate(soup.network, [(tokens, tags)]).loss == pytest.approx(-soup.score)
     assert torch.isfinite(torch.tensor(papa.evaluate(ensemble, [(tokens, tags)]).loss))
+
+
+def rename(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).parents[1] / "examples" / "rename_weights.py"
+    command = [sys.executable, str(script), str(source), "resnet10t", str(target)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_renaming_weights(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    theirs = timm.create_model("resnet10t", num_classes=1000).state_dict()
+    foreign = {f"{number}.{name.rpartition('.')[2]}": value for number, (name, value) in enumerate(theirs.items())}
+    foreign["0.weight"] = foreign["0.weight"].contiguous(memory_format=torch.channels_last)
+    torch.save(foreign, tmp_path / "theirs.pth")
+    assert rename(tmp_path / "theirs.pth", tmp_path / "ours.safetensors").returncode == 0
+    net = papa.models.make_model(
+        "timm:resnet10t", num_classes=1000, image_size=64, weights=tmp_path / "ours.safetensors"
+    )
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in net.state_dict().items())
+
+    torch.save({**foreign, "0.weight": torch.zeros(3)}, tmp_path / "theirs.pth")
+    refused = rename(tmp_path / "theirs.pth", tmp_path / "none.safetensors")
+    assert refused.returncode == 1
+    assert "nothing written" in refused.stderr
+    assert not (tmp_path / "none.safetensors").exists()

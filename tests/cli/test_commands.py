@@ -68,6 +68,7 @@ def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
     assert main([*arguments, "--seeds", "1,2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("independent") == shown.count("papa-seed") + 2
+    assert shown.count("gap closed") == 2
     assert (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns == first
     assert (tmp_path / "papa-seed2" / "result.json").exists()
     assert "papa, seed 2" in (tmp_path / "report.html").read_text()

@@ -17,7 +17,7 @@ from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
 from papa.launch import execute, execute_all
-from papa.report import COLUMNS, compare_page, compare_rows, details_table, paper_rows
+from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
 from papa.report.reading import read_events
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     results = run_all(jobs, options)
     metrics = [read_events(path / "metrics.jsonl") for _, path in jobs]
     write_atomically(out / "report.html", compare_page(results, metrics))
-    print_table(("method", *COLUMNS), [*compare_rows(results), *paper_rows(results)])
+    print_table(*with_gap_closed(results, [*compare_rows(results), *paper_rows(results)]))
     head, details = details_table(results)
     if details:
         print()

@@ -1,5 +1,6 @@
 """From results to tables, figures and pages."""
 
+from papa.report.gap import GAP_COLUMN, gap_closed, mean_gap_closed, with_gap_closed
 from papa.report.page import compare_page, run_page, table_page
 from papa.report.table import (
     COLUMNS,
@@ -14,14 +15,18 @@ from papa.report.table import (
 
 __all__ = [
     "COLUMNS",
+    "GAP_COLUMN",
     "PAPER_ROW",
     "cells_of",
     "compare_page",
     "compare_rows",
     "details_table",
+    "gap_closed",
+    "mean_gap_closed",
     "paper_cells",
     "paper_rows",
     "run_page",
     "run_rows",
     "table_page",
+    "with_gap_closed",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 from papa._version import __version__
 from papa.checkpoint import json_text
 from papa.report.fields import number, numbers, part, printable, text
+from papa.report.gap import with_gap_closed
 from papa.report.groups import groups_of
 from papa.report.reading import Run
 from papa.report.table import COLUMNS, KEYS, compare_rows_with_paper, run_rows, scores_of
@@ -114,19 +115,21 @@ def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def latex_text(runs: Sequence[Run]) -> str:
     r"""A table for a paper, with the lines of booktabs; put `\usepackage{booktabs}` into its preamble."""
     results = [run.result for run in runs]
-    rows = run_rows(results[0]) if len(results) == 1 else compare_rows_with_paper(results)
+    head: tuple[str, ...] = ("data", *COLUMNS)
+    rows = run_rows(results[0])
+    if len(results) > 1:
+        head, rows = with_gap_closed(results, compare_rows_with_paper(results))
     name = ", ".join(dict.fromkeys(text(result.get("recipe")) for result in results))
     body = [" & ".join(map(latex_escaped, row)) + r" \\" for row in rows]
     body = ["{}" * line.startswith("[") + line for line in body]  # else the \\ above takes the [ for its own
-    head = " & ".join(map(latex_escaped, ("data" if len(results) == 1 else "method", *COLUMNS)))
     lines = [
         "% needs \\usepackage{booktabs}",
         r"\begin{table}",
         r"\centering",
         rf"\caption{{{latex_escaped(name)}: {_caption(results)}}}",
-        rf"\begin{{tabular}}{{l{'r' * len(COLUMNS)}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
         r"\toprule",
-        rf"{head} \\",
+        rf"{' & '.join(map(latex_escaped, head))} \\",
         r"\midrule",
         *body,
         r"\bottomrule",

@@ -136,3 +136,18 @@ def test_recipes_belong_to_the_papers_tables_and_know_its_numbers() -> None:
     long = RECIPES["cifar100-resnet18-long"]
     assert long.paper_scores(long.config()) == {"mean": 79.88}
     assert long.config().train.epochs == 3000
+
+
+@pytest.mark.parametrize("name", ["cifar10-vgg11", "cifar100-resnet18"])
+@pytest.mark.parametrize("budget", ["full", "mini", "smoke"])
+def test_one_long_training_sees_as_many_images_as_the_population(name: str, budget: str) -> None:
+    population, long = (RECIPES[recipe].config(budget) for recipe in (name, f"{name}-long"))
+    assert (long.members, long.method) == (1, "independent")
+    assert long.train.epochs == population.members * population.train.epochs
+    assert (long.data, long.model) == (population.data, population.model)
+
+
+def test_the_paper_has_no_long_training_on_cifar10() -> None:
+    long = RECIPES["cifar10-vgg11-long"]
+    assert long.table == ""
+    assert long.paper_scores(long.config()) is None

@@ -88,5 +88,5 @@ def main(recipe: str, grid: str, members: int) -> Mapping[tuple[str, str, int], 
 
 
 def long(recipe: str) -> Mapping[tuple[str, str, int], PaperScores]:
-    """The scores of one network trained ten times longer, by (method, grid, members)."""
-    return {("independent", grid, 1): {"mean": mean} for grid, mean in LONG[recipe].items()}
+    """The scores of one network trained ten times longer, by (method, grid, members); none where the paper has none."""
+    return {("independent", grid, 1): {"mean": mean} for grid, mean in LONG.get(recipe, {}).items()}

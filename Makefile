@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types unit docs format bench soak clean
+.PHONY: help demo test lint types unit docs results format bench soak clean
 
 help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
 	@echo "make test    lint, type check and all tests"
 	@echo "make docs    build the documentation into build/site; a warning is an error"
+	@echo "make results write RESULTS.md and the README's first table from the records in results/"
 	@echo "make format  rewrite the sources in the house style"
 	@echo "make bench   run every benchmark"
 	@echo "make soak    200 kills, and an hour of training with kills and resumes"
@@ -51,6 +52,9 @@ docs: $(VENV)/.installed-dev
 	@echo "papa: documentation"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "papa: open build/site/index.html"
+
+results: $(VENV)/.installed-dev
+	@$(BIN)/python -m results.make write
 
 format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -17,6 +17,7 @@ from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
 from papa.launch import execute, execute_all
+from papa.recipes import Recipe
 from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
 from papa.report.reading import read_events
 
@@ -58,19 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     recipe, rest = take_recipe(arguments, USAGE)
     if recipe is None:
         return 0
-    options, name = parse(lambda config: CompareOptions(config=config), recipe, rest, command="compare")
-    default = recipe.config(take_budget(rest)[0])
-    if (options.config.method, options.config.seed) != (default.method, default.seed):
-        raise ConfigError("papa compare takes --methods and --seeds, found --method or --seed")
-    methods = split_names("--methods", options.methods, list(METHODS))
-    seeds = split_numbers("--seeds", options.seeds)
+    options, out = parse_options(recipe, rest)
     use_one_thread()
-    out = options.out or Path("runs") / f"compare-{name}"
-    jobs = [
-        (replace(options.config, method=method, seed=seed), out / f"{method}-seed{seed}")
-        for method in methods
-        for seed in seeds
-    ]
+    jobs = jobs_of(options, out)
     results = run_all(jobs, options)
     metrics = [read_events(path / "metrics.jsonl") for _, path in jobs]
     write_atomically(out / "report.html", compare_page(results, metrics))
@@ -84,6 +75,26 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{result['method']}, seed {result['seed']}: training was over before averaging was due")
     print(f"report: {out / 'report.html'}")
     return 0
+
+
+def parse_options(recipe: Recipe, arguments: Sequence[str]) -> tuple[CompareOptions, Path]:
+    """The options after the recipe's name, and where the runs go."""
+    options, name = parse(lambda config: CompareOptions(config=config), recipe, arguments, command="compare")
+    default = recipe.config(take_budget(arguments)[0])
+    if (options.config.method, options.config.seed) != (default.method, default.seed):
+        raise ConfigError("papa compare takes --methods and --seeds, found --method or --seed")
+    return options, options.out or Path("runs") / f"compare-{name}"
+
+
+def jobs_of(options: CompareOptions, out: Path) -> list[tuple[Config, Path]]:
+    """Every run with its place: each method with each seed."""
+    methods = split_names("--methods", options.methods, list(METHODS))
+    seeds = split_numbers("--seeds", options.seeds)
+    return [
+        (replace(options.config, method=method, seed=seed), out / f"{method}-seed{seed}")
+        for method in methods
+        for seed in seeds
+    ]
 
 
 def run_all(jobs: Sequence[tuple[Config, Path]], options: CompareOptions) -> list[dict[str, Any]]:

@@ -89,6 +89,6 @@ def _training_of(result: Mapping[str, Any]) -> dict[str, Any]:
     config = {
         name: value
         for name, value in flat(result.get("config"))
-        if name not in (*BESIDE_THE_POINT, "analysis") and not name.startswith("average.")
+        if name not in BESIDE_THE_POINT and not name.startswith("average.")
     }
     return {**config, "recipe": result.get("recipe"), "seed": result.get("seed")}

@@ -7,7 +7,7 @@ from typing import Any
 
 from papa.report.fields import flat, text
 
-BESIDE_THE_POINT = ("recipe", "method", "seed", "device", "data.root")
+BESIDE_THE_POINT = ("recipe", "method", "seed", "device", "analysis", "data.root")
 """What does not make a run another experiment, or is named anyway."""
 
 

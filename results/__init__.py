@@ -1,0 +1,1 @@
+"""The evidence: records of runs, and what makes `RESULTS.md` of them."""

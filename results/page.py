@@ -1,0 +1,154 @@
+"""`RESULTS.md` and the README's first table, from records and prose."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from papa.cli.arguments import take_budget
+from papa.errors import RunError
+from results.record import FOLDER, names_of, read_records, runs_of
+from results.studies import HEADLINE, STUDIES, Study, Table
+from results.tables import headline, prose_number
+
+PROSE = Path(__file__).parent / "prose"
+NUMBER = re.compile(r"\{([\w./-]+) ([\w.]+)\}")
+"""A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
+BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
+
+
+def results_page(records: Path = FOLDER, prose: Path = PROSE) -> str:
+    """The whole of `RESULTS.md`.
+
+    Args:
+        records: where the records are; one that belongs to no command is a `RunError`.
+        prose: where the words are.
+    """
+    _check_all_belong(records)
+    parts = [prose_of("opening", records, prose)]
+    for study in STUDIES:
+        words = prose_of(study.name, records, prose)
+        parts += [f"## {study.title}", *([words] if words else [])]
+        parts += [_table_part(table, study, records) for table in study.tables]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
+    """The README with its block of results filled; as it is, where no run of the main study is there.
+
+    Args:
+        readme: its text, with a block between `<!-- results -->` and `<!-- end of results -->`.
+        records: where the records are.
+    """
+    found = {name: list(read_records([command], records).values()) for name, command in HEADLINE.items()}
+    found = {name: runs for name, runs in found.items() if runs}
+    if not found:
+        return readme
+    if len(BLOCK.findall(readme)) != 1:
+        raise RunError("README.md has no block <!-- results --> ... <!-- end of results -->, or several: keep one")
+    filled = f"{headline(found)}\n\n{_headline_words([record for runs in found.values() for record in runs])}\n"
+    return BLOCK.sub(lambda match: f"{match[1]}{filled}{match[2]}", readme)
+
+
+def _headline_words(records: list[dict[str, Any]]) -> str:
+    members, processors, seeds = (
+        _listed(values)
+        for values in (
+            (record["config"]["members"] for record in records),
+            (record["environment"]["processors"] for record in records),
+            (record["seed"] for record in records),
+        )
+    )
+    minutes = fmean(sum(record["seconds"].values()) for record in records) / 60
+    return (
+        f"Small networks and a part of the training data, so that a population of {members} takes about {minutes:.0f} "
+        f"minutes on {processors} CPU cores; accuracy in percent on the test set, seeds {seeds}, means with standard "
+        "deviations in parentheses. *Gap closed* is where the average soup, one network, stands between the mean of "
+        "independent members (0%) and their ensemble (100%). [RESULTS.md](RESULTS.md) has every run and its command."
+    )
+
+
+def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE) -> str:
+    """What is written about a study, its numbers filled in; nothing where nothing is.
+
+    Args:
+        name: the study's, or `opening`.
+        records: where the numbers come from.
+        prose: where the words are.
+    """
+    path = prose / f"{name}.md"
+    if not path.exists():
+        return ""
+    known = {run: record for study in STUDIES for run, record in _records_of(study, records).items()}
+
+    def fill(match: re.Match[str]) -> str:
+        runs = [record for run, record in known.items() if fnmatchcase(run, f"{match[1]}-seed*")]
+        number = prose_number(runs, match[2])
+        if not number:
+            raise RunError(f"{path.name} asks for {match[0]}, of which there is no record: collect it, or say less")
+        return number
+
+    return NUMBER.sub(fill, path.read_text(encoding="utf-8").strip())
+
+
+def commands_of(table: Table) -> tuple[str, ...]:
+    """Every command whose runs a table shows."""
+    return (*table.beside, *table.commands)
+
+
+def _records_of(study: Study, records: Path) -> dict[str, dict[str, Any]]:
+    return read_records([command for table in study.tables for command in commands_of(table)], records)
+
+
+def _table_part(table: Table, study: Study, records: Path) -> str:
+    found = read_records(commands_of(table), records)
+    parts = [f"### {table.title}"]
+    if table.commands:
+        parts.append("```console\n" + "\n".join(table.commands) + "\n```")
+    parts += [f"Beside them, the runs of {_study_of(command)}." for command in table.beside]
+    own = read_records(table.commands, records) if table.commands else found
+    if not own:
+        return "\n\n".join([*parts, "Not run yet."])
+    return "\n\n".join([*parts, _provenance(table, found), table.render(list(found.values()))])
+
+
+def _study_of(command: str) -> str:
+    """Which study and table a command belongs to."""
+    for study in STUDIES:
+        for table in study.tables:
+            if command in table.commands:
+                return f"*{study.title}*, {table.title}"
+    raise RunError(f"no study makes the runs of '{command}': add it to results/studies.py")
+
+
+def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Budget, seeds, versions, and how many of the runs are there."""
+    asked = {name for command in commands_of(table) for name in runs_of(command)}
+    budgets = _listed(take_budget(shlex.split(command))[0] for command in commands_of(table))
+    seeds = _listed(record["seed"] for record in records.values())
+    environments = [record["environment"] for record in records.values()]
+    versions = "; ".join(
+        f"{word} {_listed(one[key] for one in environments)}"
+        for word, key in (("papa", "papa"), ("PyTorch", "torch"), ("Python", "python"), ("device", "device"))
+    )
+    missing = len(asked) - len(records)
+    so_far = f"; {missing} of {len(asked)} runs are still to come" if missing else ""
+    return f"Budget {budgets}; seeds {seeds}; {versions}{so_far}."
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in values))
+
+
+def _check_all_belong(records: Path) -> None:
+    asked = {
+        name for study in STUDIES for table in study.tables for command in table.commands for name in runs_of(command)
+    }
+    strays = [name for name in names_of(records) if name not in asked]
+    if strays:
+        raise RunError(f"no command of results/studies.py makes {', '.join(strays)}: remove these records")

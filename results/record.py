@@ -1,0 +1,154 @@
+"""Records: what is kept of a run, small enough to be committed, and without a trace of the machine it was made on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from papa.checkpoint import json_text, read_json, write_atomically
+from papa.cli.compare import jobs_of, parse_options
+from papa.config import Config
+from papa.errors import RunError
+from papa.recipes import find
+from papa.report.fields import flat
+from papa.report.reading import Run
+
+FOLDER = Path(__file__).parent / "records"
+LARGEST = 20_000
+"""How many bytes a record may have."""
+KEPT = (
+    *("recipe", "method", "seed", "config", "test", "validation", "repaired", "aligned", "greedy_members"),
+    *("similarity", "interpolation", "num_averagings", "sick", "seconds", "policies"),
+)
+"""What of `result.json` goes into a record."""
+ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "device", "workers")
+"""What of its environment does; neither the command, which names directories, nor when it was."""
+OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
+"""What of a configuration a command leaves to the machine."""
+DIGITS = 6
+
+
+def runs_of(command: str) -> dict[str, Config]:
+    """Every run that a command makes: the name of its record, which is its directory below runs/, and its config.
+
+    Example:
+        >>> runs = runs_of("papa compare digits --methods papa --seeds 1,2 --out runs/small")
+        >>> list(runs)
+        ['small/papa-seed1', 'small/papa-seed2']
+    """
+    papa, kind, recipe, *arguments = shlex.split(command)
+    if (papa, kind) != ("papa", "compare"):
+        raise RunError(f"a study has '{command}', expected a command that begins with papa compare")
+    options, out = parse_options(find(recipe), arguments)
+    if out.parts[:1] != ("runs",):
+        raise RunError(f"a study has '{command}', expected an --out below runs/")
+    return {str(Path(*path.parts[1:])): config.check() for config, path in jobs_of(options, out)}
+
+
+def record_of(run: Run, config: Config) -> dict[str, Any]:
+    """What is kept of a finished run, or a `RunError` where it is another than its command makes.
+
+    Args:
+        run: the run as its files tell it.
+        config: what the command says.
+    """
+    check_config(run.result.get("config"), config, str(run.path))
+    kept = {name: run.result[name] for name in KEPT if run.result.get(name) is not None}
+    kept["config"] = _with_placeholders(run.result["config"], config)
+    kept["environment"] = {name: run.result["environment"].get(name) for name in ENVIRONMENT}
+    kept["epochs"] = [
+        {
+            "epoch": event["epoch"],
+            "step": event["step"],
+            "loss": _mean(event["losses"]),
+            "validation": _mean(event["validation"]),
+            "distance": _mean(event["distances"]),
+        }
+        for event in run.events
+        if event.get("event") == "epoch"
+    ]
+    return {name: value if name == "config" else _rounded(value) for name, value in kept.items()}
+
+
+def check_config(found: Any, config: Config, where: str) -> None:
+    """Raise a `RunError` where a run was made with other options than its command has now.
+
+    Options that are newer than the run are not compared.
+    """
+    told = dict(flat(json.loads(json_text(config.to_json()))))
+    different = [
+        f"{name} is {value!r}, its command says {told[name]!r}"
+        for name, value in flat(found)
+        if name in told and name not in OF_THE_MACHINE and value != told[name]
+    ]
+    if different:
+        raise RunError(
+            f"{where} is not what its command makes: {'; '.join(different)}. Run the command again, or say in "
+            "results/studies.py what was run"
+        )
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    """A record as a file holds it: a line for each of its parts and epochs."""
+    lines = [f'"{name}": {json_text(value)}' for name, value in record.items() if name != "epochs"]
+    epochs = ",\n".join(map(json_text, record["epochs"]))
+    return "{\n" + ",\n".join(lines) + f',\n"epochs": [\n{epochs}\n]}}\n'
+
+
+def write_record(name: str, record: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Write a record, unless it is too large to be committed."""
+    text = text_of(record)
+    if len(text) > LARGEST:
+        raise RunError(f"the record {name} has {len(text)} bytes, expected at most {LARGEST}: leave something out")
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+
+
+def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """The records of the runs that some commands make, as far as they are there; each is checked against its command.
+
+    Args:
+        commands: which.
+        folder: where the records are.
+    """
+    records = {}
+    for command in commands:
+        for name, config in runs_of(command).items():
+            path = folder / f"{name}.json"
+            if path.exists():
+                records[name] = read_json(path)
+                check_config(records[name].get("config"), config, f"the record {name}")
+    return records
+
+
+def names_of(folder: Path = FOLDER) -> Iterator[str]:
+    """The names of all records that are there."""
+    for path in sorted(folder.rglob("*.json")):
+        yield str(path.relative_to(folder).with_suffix(""))
+
+
+def _with_placeholders(found: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """A run's configuration, with its command's words for where data and weights are."""
+    return {
+        **found,
+        "data": {**found["data"], "root": config.data.root},
+        "model": {**found["model"], "weights": config.model.weights},
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    finite = [value for value in values if value is not None]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to so many digits as tell something."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value

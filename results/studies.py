@@ -1,0 +1,185 @@
+"""What was run, and which tables are made of it: the one place that says so.
+
+A command is what a user types, with DATA for where the data lies. Where its runs go follows from its `--out`, and from
+that the names of their records: `runs/main/cifar10-vgg11/papa-seed1` is `records/main/cifar10-vgg11/papa-seed1.json`.
+What is said about a study stands in `prose/NAME.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from results.tables import Record, against_long, alike, half_lives, main_tables, of_methods, side_by_side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table, or a few, made of the same runs."""
+
+    title: str
+    commands: tuple[str, ...] = ()
+    """What makes its runs."""
+    beside: tuple[str, ...] = ()
+    """Commands of other tables whose runs it shows too, before its own."""
+    render: Callable[[Sequence[Record]], str] = side_by_side
+    """From records to Markdown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A question, and the tables that answer it."""
+
+    name: str
+    title: str
+    tables: tuple[Table, ...]
+
+
+MAIN_CIFAR10 = (
+    "papa compare cifar10-vgg11 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3 --analysis"
+    " --data.root DATA --out runs/main/cifar10-vgg11"
+)
+MAIN_CIFAR100 = (
+    "papa compare cifar100-resnet18 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3 --analysis"
+    " --data.root DATA --out runs/main/cifar100-resnet18"
+)
+# Every main run ends with the analysis, so that nothing has to be trained twice for it.
+
+HALF_LIVES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+LENGTHS = (10, 40)
+
+
+def _half_life_commands(epochs: int) -> tuple[str, ...]:
+    """A small setting, never pushed, and pushed with each half-life."""
+    setting = f"--seeds 1 --members 4 --data.max-train 4000 --train.epochs {epochs} --data.root DATA"
+    out = f"runs/half-life/{epochs}-epochs"
+    return (
+        f"papa compare cifar10-vgg11 --budget mini --methods independent {setting} --out {out}",
+        *(
+            f"papa compare cifar10-vgg11 --budget mini --methods papa {setting} --average.half-life {share}"
+            f" --out {out}-{share}"
+            for share in HALF_LIVES
+        ),
+    )
+
+
+STUDIES = (
+    Study(
+        name="main",
+        title="Five members, four ways to train them",
+        tables=(
+            Table(title="CIFAR-10, VGG-11", commands=(MAIN_CIFAR10,), render=main_tables),
+            Table(title="CIFAR-100, ResNet-18", commands=(MAIN_CIFAR100,), render=main_tables),
+        ),
+    ),
+    Study(
+        name="half-life",
+        title="How strong the push should be, and how that depends on the length of training",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, four members, two lengths",
+                commands=tuple(command for epochs in LENGTHS for command in _half_life_commands(epochs)),
+                render=half_lives,
+            ),
+        ),
+    ),
+    Study(
+        name="sizes",
+        title="Fewer members",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, two, three and five members",
+                commands=tuple(
+                    f"papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
+                    f" --members {members} --data.root DATA --out runs/sizes/{members}-members"
+                    for members in (2, 3)
+                ),
+                beside=(MAIN_CIFAR10,),
+                render=of_methods("independent", "papa"),
+            ),
+        ),
+    ),
+    Study(
+        name="plain",
+        title="Without augmentation",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, five members that differ in initial weights and data order alone",
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
+                    " --diversity.grid none --data.root DATA --out runs/plain/cifar10-vgg11",
+                ),
+                render=main_tables,
+            ),
+        ),
+    ),
+    Study(
+        name="long",
+        title="The same compute spent on one network",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, five members, or one network for five times as many epochs",
+                commands=(
+                    "papa compare cifar10-vgg11-long --budget mini --methods independent --seeds 1,2,3 --parallel 2"
+                    " --data.root DATA --out runs/long/cifar10-vgg11",
+                ),
+                beside=(MAIN_CIFAR10,),
+                render=against_long,
+            ),
+        ),
+    ),
+    Study(
+        name="repair",
+        title="PAPA-all with and without REPAIR",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, five members",
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
+                    " --data.root DATA --out runs/repair/none",
+                ),
+                beside=(MAIN_CIFAR10,),
+                render=of_methods("independent", "papa-all"),
+            ),
+        ),
+    ),
+    Study(
+        name="alike",
+        title="What members share",
+        tables=(
+            Table(title="CIFAR-10, VGG-11: features and straight lines", beside=(MAIN_CIFAR10,), render=alike),
+            Table(title="CIFAR-100, ResNet-18: features and straight lines", beside=(MAIN_CIFAR100,), render=alike),
+        ),
+    ),
+    Study(
+        name="finetune",
+        title="Fine-tuning a pretrained network",
+        tables=(
+            Table(
+                title="CIFAR-100, EfficientNet-Lite0 from ImageNet, two members",
+                commands=(
+                    "papa compare cifar100-finetune-effnetv2s --budget mini --methods independent,papa --seeds 1"
+                    " --model.name timm:tf_efficientnet_lite0 --model.weights WEIGHTS --data.root DATA"
+                    " --out runs/finetune/efficientnet-lite0",
+                ),
+            ),
+        ),
+    ),
+    Study(
+        name="segmentation",
+        title="A class for every pixel",
+        tables=(
+            Table(
+                title="Aerial images, UNet",
+                commands=(
+                    "papa compare aerial-unet --budget mini --methods independent,papa --seeds 1"
+                    " --data.root DATA/aerial --out runs/segmentation/aerial-unet",
+                ),
+            ),
+        ),
+    ),
+)
+"""In the order of `RESULTS.md`."""
+
+HEADLINE = {"CIFAR-10, VGG-11": MAIN_CIFAR10, "CIFAR-100, ResNet-18": MAIN_CIFAR100}
+"""What the README's first table shows."""

@@ -1,0 +1,288 @@
+"""From records to the tables of `RESULTS.md`; every number in them comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, TypeAlias
+
+from papa.report import COLUMNS, cells_of, compare_rows, details_table, mean_gap_closed, with_gap_closed
+from papa.report.groups import groups_of
+from papa.report.table import KEYS, SOUPS, of_soups, scores_of
+from papa.rules import Push
+
+Record: TypeAlias = Mapping[str, Any]
+Score: TypeAlias = Callable[[Record], float | None]
+"""A number of a run, where it has it."""
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    Example:
+        >>> print(markdown(("a", "b"), [("1", "2")]))
+        | a | b |
+        |---|---|
+        | 1 | 2 |
+    """
+    lines = [head, *rows]
+    body = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines]
+    return "\n".join([body[0], "|" + "---|" * len(head), *body[1:]])
+
+
+def side_by_side(records: Sequence[Record]) -> str:
+    """Means and standard deviations over seeds, what else the metric tells, and every single run."""
+    parts = [markdown(*with_gap_closed(records, compare_rows(records)))]
+    head, details = details_table(records)
+    if details:
+        parts.append(markdown(head, details))
+    return "\n\n".join([*parts, "Every run:", every_run(records)])
+
+
+def of_methods(*methods: str) -> Callable[[Sequence[Record]], str]:
+    """As `side_by_side`, of some methods alone."""
+    return lambda records: side_by_side([record for record in records if record["method"] in methods])
+
+
+def every_run(records: Sequence[Record]) -> str:
+    """One row for each run: its scores, and how long it took."""
+    rows = [
+        (label, f"{record['seed']}", *cells_of(scores_of(record)), f"{sum(record['seconds'].values()) / 60:.1f}")
+        for label, group in groups_of(records).items()
+        for _, record in group
+    ]
+    return markdown(("method", "seed", *COLUMNS, "minutes"), rows)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One score less another, seed by seed."""
+
+    by_seed: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return fmean(self.by_seed)
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation over seeds; None for fewer than two."""
+        return stdev(self.by_seed) if len(self.by_seed) > 1 else None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the mean is above two standard deviations; never with fewer than two seeds."""
+        return self.deviation is not None and self.mean > 2 * self.deviation
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+    """Ours less theirs for every seed that both have; None where there is none.
+
+    Example:
+        >>> paired({1: 55.0, 2: 56.0, 3: 57.0}, {1: 50.0, 2: 52.0}).by_seed
+        (5.0, 4.0)
+    """
+    seeds = [seed for seed in ours if seed in theirs]
+    return Difference(tuple(ours[seed] - theirs[seed] for seed in seeds)) if seeds else None
+
+
+def score(key: str, soups: str | None = None) -> Score:
+    """The test score of that name, or that of another kind of soups."""
+
+    def find(record: Record) -> float | None:
+        own = record if soups is None else record.get(soups)
+        return None if own is None else scores_of(own).get(key)
+
+    return find
+
+
+def by_seed(records: Sequence[Record], of: Score) -> dict[int, float]:
+    """A score of some runs, by their seeds."""
+    return {record["seed"]: value for record in records if (value := of(record)) is not None}
+
+
+YARDSTICKS: dict[str, Score] = {
+    "mean of independent members": score("mean"),
+    **{
+        f"{of_soups('greedy soup of independent members', soups)}": score("greedy_soup", soups)
+        for soups in (None, *SOUPS)
+    },
+}
+"""What an average soup is to beat."""
+
+
+def differences(records: Sequence[Record]) -> str:
+    """Each method's average soup less what independent members give, seed by seed."""
+    independent = _of_method(records, "independent")
+    rows = [
+        (f"{method}: average soup less {name}", difference)
+        for method in dict.fromkeys(record["method"] for record in records if record["method"] != "independent")
+        for name, yardstick in YARDSTICKS.items()
+        if (difference := _difference(_of_method(records, method), independent, yardstick)) is not None
+    ]
+    return difference_table(rows)
+
+
+def difference_table(rows: Sequence[tuple[str, Difference]]) -> str:
+    """Differences by seed, their mean and deviation, and whether the one is above two of the other."""
+    head = ("difference", "by seed", "mean", "standard deviation", "mean above two standard deviations")
+    return markdown(
+        head,
+        [
+            (
+                name,
+                ", ".join(f"{value:+.2f}" for value in found.by_seed),
+                f"{found.mean:+.2f}",
+                "" if found.deviation is None else f"{found.deviation:.2f}",
+                "one seed" if found.deviation is None else "yes" if found.is_clear else "no",
+            )
+            for name, found in rows
+        ],
+    )
+
+
+def main_tables(records: Sequence[Record]) -> str:
+    """Methods side by side, every run, and what averaging gains, seed by seed."""
+    return "\n\n".join([side_by_side(records), "What one averaged network gains, seed by seed:", differences(records)])
+
+
+def against_long(records: Sequence[Record]) -> str:
+    """A population against one network that was trained as long as all of it."""
+    long = [record for record in records if record["recipe"].endswith("-long")]
+    others = [record for record in records if not record["recipe"].endswith("-long")]
+    rows = [
+        (f"{method}: average soup less one network, trained longer", difference)
+        for method in dict.fromkeys(record["method"] for record in others if record["method"] != "independent")
+        if (difference := _difference(_of_method(others, method), long, score("mean"))) is not None
+    ]
+    return "\n\n".join([side_by_side(records), difference_table(rows)])
+
+
+def half_lives(records: Sequence[Record]) -> str:
+    """How good the average soup is for each half-life of the push, at each length of training."""
+    rows = []
+    groups = [[record for _, record in group] for group in groups_of(records).values()]
+    for runs in sorted(groups, key=lambda runs: (_length(runs[0]), _share(runs[0]))):
+        epochs, share = _length(runs[0]), _share(runs[0])
+        steps = runs[0]["epochs"][-1]["step"]
+        every = runs[0]["config"]["average"]["every_steps"]
+        told = ("never pushed", "", "1")
+        if runs[0]["method"] == "papa":
+            told = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
+        gap = mean_gap_closed(runs, records)
+        cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
+        rows.append((f"{epochs}", f"{steps}", *told, *cells, "" if gap is None else f"{gap:.0f}%"))
+    head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha of each push")
+    return "\n\n".join([markdown((*head, *KEYS.values(), "gap closed"), rows), *_best_shares(records)])
+
+
+def _best_shares(records: Sequence[Record]) -> list[str]:
+    """Which half-life gave the best average soup, for each length."""
+    lines = []
+    pushed = [record for record in records if record["method"] == "papa"]
+    for epochs in sorted({_length(record) for record in pushed}):
+        soups: dict[float, list[float]] = {}
+        for record in pushed:
+            if _length(record) == epochs and (value := score("average_soup")(record)) is not None:
+                soups.setdefault(_share(record), []).append(value)
+        best = max(soups, key=lambda share: fmean(soups[share]))
+        lines.append(f"- {epochs} epochs: best average soup with a half-life of {best:g} of training.")
+    return ["\n".join(lines)] if lines else []
+
+
+def similarity(records: Sequence[Record]) -> str:
+    """The cosine similarity of features at each layer, between two members and between a member and the soup."""
+    compared = [record for record in records if record.get("similarity")]
+    if not compared:
+        return ""
+    layers = compared[0]["similarity"]["layers"]
+    rows = []
+    for label, group in groups_of(compared).items():
+        found = [record["similarity"] for _, record in group]
+        for kind, words in (("members", "between two members"), ("soup", "between a member and the average soup")):
+            rows.append((f"{label}, {words}", *_columns([one["plain"][kind] for one in found])))
+            if all(one["matched"] for one in found):
+                rows.append((f"{label}, {words}, units matched", *_columns([one[kind] for one in found])))
+    return markdown(("", *layers), rows)
+
+
+def lines_between(records: Sequence[Record]) -> str:
+    """What lies on the straight line between two members: plain, aligned, repaired and both."""
+    rows = []
+    compared = [record for record in records if record.get("interpolation")]
+    for label, group in groups_of(compared).items():
+        runs = [{curve["name"]: curve for curve in record["interpolation"]["curves"]} for _, record in group]
+        for name in runs[0]:
+            curves = [curves[name] for curves in runs if name in curves]
+            ends = _mean([(curve["score"][0] + curve["score"][-1]) / 2 for curve in curves])
+            middle = _mean([curve["score"][len(curve["score"]) // 2] for curve in curves])
+            lowest = _mean([min(curve["score"]) for curve in curves])
+            rows.append((label, name, ends, middle, lowest, _mean([curve["barrier"] for curve in curves])))
+    head = ("method", "line", "score at the ends", "score in the middle", "lowest score", "loss barrier")
+    return markdown(head, rows) if rows else ""
+
+
+def alike(records: Sequence[Record]) -> str:
+    """How alike members are, and what lies between two of them."""
+    parts = ["Cosine similarity of features, by layer:", similarity(records)]
+    return "\n\n".join([*parts, "On the straight line between two members, test data:", lines_between(records)])
+
+
+def headline(recipes: Mapping[str, Sequence[Record]]) -> str:
+    """The README's first table: methods side by side on each data set.
+
+    Args:
+        recipes: the records of each, under what the reader should call it.
+    """
+    rows: list[tuple[str, ...]] = []
+    for name, records in recipes.items():
+        methods = {record["method"] for record in records}
+        head, found = with_gap_closed(records, compare_rows(records))
+        rows += [(name, *row) for row in found if row[0] in methods]
+    return markdown(("", *head), rows) if rows else ""
+
+
+def prose_number(records: Sequence[Record], key: str) -> str:
+    """A number for a sentence: the mean of a test score over runs, with its standard deviation where there are several.
+
+    Args:
+        records: runs that differ in nothing but the seed.
+        key: `average_soup`, or with the kind of soups before it, `aligned.greedy_soup`.
+    """
+    soups, dot, name = key.rpartition(".")
+    return _mean([score(name, soups if dot else None)(record) for record in records])
+
+
+def _of_method(records: Sequence[Record], method: str) -> list[Record]:
+    return [record for record in records if record["method"] == method]
+
+
+def _difference(ours: Sequence[Record], theirs: Sequence[Record], yardstick: Score) -> Difference | None:
+    return paired(by_seed(ours, score("average_soup")), by_seed(theirs, yardstick))
+
+
+def _length(record: Record) -> int:
+    return int(record["config"]["train"]["epochs"])
+
+
+def _share(record: Record) -> float:
+    """The half-life as a share of training; infinite where members are never pushed."""
+    return float("inf") if record["method"] == "independent" else float(record["config"]["average"]["half_life"])
+
+
+def _alpha(half_life: float, every_steps: int) -> float:
+    return Push(half_life=half_life, every_steps=every_steps).effective_alpha
+
+
+def _columns(found: Sequence[Sequence[float]]) -> list[str]:
+    return [_mean(list(column)) for column in zip(*found, strict=True)]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """A mean with its standard deviation, as everywhere in papa; empty where there is no number."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return ""
+    return f"{fmean(found):.2f} ({stdev(found):.2f})" if len(found) > 1 else f"{found[0]:.2f}"

@@ -11,7 +11,7 @@ from papa.errors import PapaError
 from papa.report.reading import is_run, read_run
 from results.page import readme_with_headline, results_page
 from results.record import FOLDER, record_of, runs_of, write_record
-from results.studies import STUDIES
+from results.studies import STUDIES, Study
 
 ROOT = Path(__file__).parent.parent
 USAGE = """usage: python -m results.make collect [RUNS]   keep a record of every finished run below RUNS (runs)
@@ -33,17 +33,16 @@ def main(arguments: Sequence[str]) -> int:
             return 2
 
 
-def collect(runs: Path, records: Path = FOLDER) -> int:
+def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDIES) -> int:
     """Keep a record of every run of the studies that is finished; what is not there stays as it was.
 
     Args:
         runs: the directory that commands call runs.
         records: where the records go.
+        studies: whose runs.
     """
-    for study in STUDIES:
-        asked = {
-            name: config for table in study.tables for line in table.commands for name, config in runs_of(line).items()
-        }
+    for study in studies:
+        asked = {name: config for command in study.commands for name, config in runs_of(command).items()}
         num_kept = 0
         for name, config in asked.items():
             if is_run(runs / name) and (run := read_run(runs / name)).is_finished:

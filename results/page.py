@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
@@ -22,19 +22,20 @@ NUMBER = re.compile(r"\{([\w./-]+) ([\w.]+)\}")
 BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 
 
-def results_page(records: Path = FOLDER, prose: Path = PROSE) -> str:
+def results_page(records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
     """The whole of `RESULTS.md`.
 
     Args:
         records: where the records are; one that belongs to no command is a `RunError`.
         prose: where the words are.
+        studies: what it shows.
     """
-    _check_all_belong(records)
-    parts = [prose_of("opening", records, prose)]
-    for study in STUDIES:
-        words = prose_of(study.name, records, prose)
+    _check_all_belong(records, studies)
+    parts = [prose_of("opening", records, prose, studies)]
+    for study in studies:
+        words = prose_of(study.name, records, prose, studies)
         parts += [f"## {study.title}", *([words] if words else [])]
-        parts += [_table_part(table, study, records) for table in study.tables]
+        parts += [_table_part(table, records, studies) for table in study.tables]
     return "\n\n".join(parts) + "\n"
 
 
@@ -73,18 +74,19 @@ def _headline_words(records: list[dict[str, Any]]) -> str:
     )
 
 
-def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE) -> str:
+def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
     """What is written about a study, its numbers filled in; nothing where nothing is.
 
     Args:
         name: the study's, or `opening`.
         records: where the numbers come from.
         prose: where the words are.
+        studies: which runs there are.
     """
     path = prose / f"{name}.md"
     if not path.exists():
         return ""
-    known = {run: record for study in STUDIES for run, record in _records_of(study, records).items()}
+    known = read_records([command for study in studies for command in study.commands], records)
 
     def fill(match: re.Match[str]) -> str:
         runs = [record for run, record in known.items() if fnmatchcase(run, f"{match[1]}-seed*")]
@@ -96,30 +98,21 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE) -> str:
     return NUMBER.sub(fill, path.read_text(encoding="utf-8").strip())
 
 
-def commands_of(table: Table) -> tuple[str, ...]:
-    """Every command whose runs a table shows."""
-    return (*table.beside, *table.commands)
-
-
-def _records_of(study: Study, records: Path) -> dict[str, dict[str, Any]]:
-    return read_records([command for table in study.tables for command in commands_of(table)], records)
-
-
-def _table_part(table: Table, study: Study, records: Path) -> str:
-    found = read_records(commands_of(table), records)
+def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:
+    found = read_records(table.all_commands, records)
     parts = [f"### {table.title}"]
     if table.commands:
         parts.append("```console\n" + "\n".join(table.commands) + "\n```")
-    parts += [f"Beside them, the runs of {_study_of(command)}." for command in table.beside]
+    parts += [f"Beside them, the runs of {_named(command, studies)}." for command in table.beside]
     own = read_records(table.commands, records) if table.commands else found
     if not own:
         return "\n\n".join([*parts, "Not run yet."])
     return "\n\n".join([*parts, _provenance(table, found), table.render(list(found.values()))])
 
 
-def _study_of(command: str) -> str:
-    """Which study and table a command belongs to."""
-    for study in STUDIES:
+def _named(command: str, studies: Sequence[Study]) -> str:
+    """Which study and table make a command's runs."""
+    for study in studies:
         for table in study.tables:
             if command in table.commands:
                 return f"*{study.title}*, {table.title}"
@@ -128,8 +121,8 @@ def _study_of(command: str) -> str:
 
 def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
     """Budget, seeds, versions, and how many of the runs are there."""
-    asked = {name for command in commands_of(table) for name in runs_of(command)}
-    budgets = _listed(take_budget(shlex.split(command))[0] for command in commands_of(table))
+    asked = {name for command in table.all_commands for name in runs_of(command)}
+    budgets = _listed(take_budget(shlex.split(command))[0] for command in table.all_commands)
     seeds = _listed(record["seed"] for record in records.values())
     environments = [record["environment"] for record in records.values()]
     versions = "; ".join(
@@ -145,10 +138,8 @@ def _listed(values: Any) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values))
 
 
-def _check_all_belong(records: Path) -> None:
-    asked = {
-        name for study in STUDIES for table in study.tables for command in table.commands for name in runs_of(command)
-    }
+def _check_all_belong(records: Path, studies: Sequence[Study]) -> None:
+    asked = {name for study in studies for command in study.commands for name in runs_of(command)}
     strays = [name for name in names_of(records) if name not in asked]
     if strays:
         raise RunError(f"no command of results/studies.py makes {', '.join(strays)}: remove these records")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
 DIGITS = 6
 
 
-def runs_of(command: str) -> dict[str, Config]:
+@cache
+def runs_of(command: str) -> Mapping[str, Config]:
     """Every run that a command makes: the name of its record, which is its directory below runs/, and its config.
 
     Example:
@@ -125,10 +127,9 @@ def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, di
     return records
 
 
-def names_of(folder: Path = FOLDER) -> Iterator[str]:
+def names_of(folder: Path = FOLDER) -> list[str]:
     """The names of all records that are there."""
-    for path in sorted(folder.rglob("*.json")):
-        yield str(path.relative_to(folder).with_suffix(""))
+    return [str(path.relative_to(folder))[: -len(".json")] for path in sorted(folder.rglob("*.json"))]
 
 
 def _with_placeholders(found: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -25,6 +25,11 @@ class Table:
     render: Callable[[Sequence[Record]], str] = side_by_side
     """From records to Markdown."""
 
+    @property
+    def all_commands(self) -> tuple[str, ...]:
+        """Whose runs it shows."""
+        return (*self.beside, *self.commands)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
@@ -33,6 +38,11 @@ class Study:
     name: str
     title: str
     tables: tuple[Table, ...]
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What makes its runs."""
+        return tuple(command for table in self.tables for command in table.commands)
 
 
 MAIN_CIFAR10 = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
-from papa.report import COLUMNS, cells_of, compare_rows, details_table, mean_gap_closed, with_gap_closed
+from papa.report import COLUMNS, GAP_COLUMN, cells_of, compare_rows, details_table, mean_gap_closed, with_gap_closed
 from papa.report.groups import groups_of
 from papa.report.table import KEYS, SOUPS, of_soups, scores_of
 from papa.rules import Push
@@ -175,7 +175,7 @@ def half_lives(records: Sequence[Record]) -> str:
         cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
         rows.append((f"{epochs}", f"{steps}", *told, *cells, "" if gap is None else f"{gap:.0f}%"))
     head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha of each push")
-    return "\n\n".join([markdown((*head, *KEYS.values(), "gap closed"), rows), *_best_shares(records)])
+    return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
 
 
 def _best_shares(records: Sequence[Record]) -> list[str]:
@@ -236,12 +236,13 @@ def headline(recipes: Mapping[str, Sequence[Record]]) -> str:
     Args:
         recipes: the records of each, under what the reader should call it.
     """
+    head = ("", "method", *COLUMNS, GAP_COLUMN)
     rows: list[tuple[str, ...]] = []
     for name, records in recipes.items():
         methods = {record["method"] for record in records}
-        head, found = with_gap_closed(records, compare_rows(records))
-        rows += [(name, *row) for row in found if row[0] in methods]
-    return markdown(("", *head), rows) if rows else ""
+        _, found = with_gap_closed(records, compare_rows(records))
+        rows += [(name, *row, "")[: len(head)] for row in found if row[0] in methods]
+    return markdown(head, rows)
 
 
 def prose_number(records: Sequence[Record], key: str) -> str:

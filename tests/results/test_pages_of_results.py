@@ -1,0 +1,125 @@
+"""RESULTS.md and the README's first table are what the committed records make of them, and their commands are real."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from helpers import write_images
+from papa.cli import main
+from papa.errors import RunError
+from results.make import collect
+from results.page import readme_with_headline, results_page
+from results.record import FOLDER, LARGEST, names_of, runs_of
+from results.studies import STUDIES, Study, Table
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "RESULTS.md").read_text()
+COMMANDS = [line for line in PAGE.splitlines() if line.startswith("papa ")]
+
+
+def test_the_page_is_what_its_records_make() -> None:
+    assert results_page() == PAGE, "RESULTS.md is written from results/: run `make results`"
+
+
+def test_the_readmes_first_table_is_what_its_records_make() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme_with_headline(readme) == readme, "the README's first table is written from results/: `make results`"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_is_understood(command: str) -> None:
+    """Its recipe, every option and every value; nothing is trained."""
+    runs = runs_of(command)
+    assert runs
+    assert all(config.check() for config in runs.values())
+
+
+def test_every_command_of_a_study_is_on_the_page_and_no_two_write_to_one_place() -> None:
+    commands = [command for study in STUDIES for command in study.commands]
+    assert commands == COMMANDS
+    names = [name for command in commands for name in runs_of(command)]
+    assert len(set(names)) == len(names)
+    assert {command for study in STUDIES for table in study.tables for command in table.beside} <= set(commands)
+
+
+@pytest.mark.parametrize("name", names_of())
+def test_a_record_is_small_and_does_not_say_where_it_was_made(name: str) -> None:
+    text = (FOLDER / f"{name}.json").read_text()
+    assert len(text) <= LARGEST
+    assert not re.search(r'"/|home/|root/|"command"|"finished"', text)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Study]:
+    """A small command of the page, run under the smoke budget on tiny data: where its runs are, and its study."""
+    folder = tmp_path_factory.mktemp("smoke")
+    for part in ("train", "test"):
+        write_images(folder / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
+    (asked,) = (command for command in COMMANDS if "runs/repair/" in command)
+    asked = asked.replace("--budget mini", "--budget smoke")
+    typed = asked.replace("DATA", str(folder)).replace("--out ", f"--out {folder}/")
+    assert typed != asked
+    assert main(shlex.split(typed)[1:]) == 0
+    table = Table(title="PAPA-all", commands=(asked,))
+    return folder / "runs", Study(name="repair", title="Without REPAIR", tables=(table,))
+
+
+def test_a_command_of_the_page_runs_and_becomes_a_table(
+    smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, study = smoke
+    assert "Not run yet." in results_page(tmp_path, tmp_path, [study])
+    assert collect(runs, tmp_path, [study]) == 0
+    assert "repair: 3 of 3 runs" in capsys.readouterr().out
+    page = results_page(tmp_path, tmp_path, [study])
+    assert "Budget smoke; seeds 1, 2, 3; papa " in page
+    assert len(re.findall(r"^\| papa-all \| [123] \|", page, re.MULTILINE)) == 3
+    texts = [path.read_text() for path in tmp_path.rglob("*.json")]
+    assert len(texts) == 3
+    for text in texts:
+        assert '"root": "DATA"' in text
+        assert '"average": {"alpha": 0.99' in text
+        for secret in (str(runs), str(tmp_path.parent), "--out", platform.node()):
+            assert secret not in text
+
+
+def test_a_run_with_other_options_than_its_command_is_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
+    runs, study = smoke
+    other = study.commands[0].replace("--average.repair 0", "--average.repair 3")
+    changed = Study(name="repair", title="", tables=(Table(title="", commands=(other,)),))
+    with pytest.raises(RunError, match=r"average.repair is 0, its command says 3\. Run the command again"):
+        collect(runs, tmp_path, [changed])
+    assert not list(tmp_path.iterdir())
+    collect(runs, tmp_path, [study])
+    with pytest.raises(RunError, match="the record repair/none/papa-all-seed1 is not what its command makes"):
+        results_page(tmp_path, tmp_path, [changed])
+
+
+def test_unfinished_runs_are_left_out_and_counted(
+    smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, study = smoke
+    only = tmp_path / "runs/repair/none/papa-all-seed2"
+    only.mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl", "result.json"):
+        (only / name).write_bytes((runs / "repair/none/papa-all-seed2" / name).read_bytes())
+    begun = tmp_path / "runs/repair/none/papa-all-seed1"
+    begun.mkdir()
+    (begun / "config.json").write_bytes((only / "config.json").read_bytes())
+    collect(tmp_path / "runs", tmp_path / "records", [study])
+    assert "repair: 1 of 3 runs" in capsys.readouterr().out
+    page = results_page(tmp_path / "records", tmp_path, [study])
+    assert "2 of 3 runs are still to come." in page
+
+
+def test_a_record_that_no_command_makes_is_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
+    runs, study = smoke
+    collect(runs, tmp_path, [study])
+    (tmp_path / "stray.json").write_text("{}")
+    with pytest.raises(RunError, match=r"no command of results/studies.py makes stray: remove these records"):
+        results_page(tmp_path, tmp_path, [study])

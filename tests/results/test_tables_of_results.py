@@ -1,0 +1,213 @@
+"""Tables of the evidence, made of invented records of every run of every study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from papa.config import Config
+from papa.errors import RunError
+from results import tables
+from results.page import prose_of, readme_with_headline, results_page
+from results.record import LARGEST, read_records, runs_of, write_record
+from results.studies import MAIN_CIFAR10, STUDIES
+from results.tables import Difference, paired
+
+SOUPS = {"independent": 10.0, "papa": 57.0, "papa-all": 56.0, "papa-2": 55.0}
+
+
+def invented(config: Config) -> dict[str, Any]:
+    """A record of a run with that configuration, its numbers told by method, seed and strength of the push."""
+    seed, share = config.seed, config.average.half_life or 0.0
+    scores: dict[str, Any] = {"members": [54.0 + seed] * config.members, "mean": 54.0 + seed, "min": 53.0, "max": 59.5}
+    scores |= {"ensemble": 58.0 + seed, "average_soup": SOUPS[config.method] + seed - share, "greedy_soup": 55.0 + seed}
+    if config.data.name == "tiles":
+        scores["details"] = {"average_soup": {"accuracy": 81.25, "F1 road": 71.5}}
+    steps = config.train.epochs * 61
+    aligned = {"test": {"average_soup": 40.0, "greedy_soup": 54.5 + seed}}
+    heights = [50.0, 45.0 - seed, 52.0]
+    curve = {"coefficients": [0, 0.5, 1], "score": heights, "loss": [1.0, 1.5, 1.0], "barrier": 0.5}
+    alike = {"layers": ["one", "two"], "members": [0.9, 0.8], "soup": [0.95, 0.85], "matched": True}
+    return {
+        "recipe": config.recipe,
+        "method": config.method,
+        "seed": seed,
+        "config": config.to_json(),
+        "test": scores,
+        **({"aligned": aligned} if config.method == "independent" and config.members > 1 else {}),
+        **(
+            {
+                "similarity": {**alike, "plain": {"members": [0.5, 0.25], "soup": [0.75, 0.125]}},
+                "interpolation": {"pair": [0, 1], "curves": [{"name": "plain", **curve}]},
+            }
+            if config.analysis
+            else {}
+        ),
+        "seconds": {"train": 540.0, "evaluate": 60.0},
+        "environment": {"papa": "1.2.3", "torch": "9.8.7", "python": "3.12", "device": "cpu", "processors": 2},
+        "epochs": [{"epoch": config.train.epochs, "step": steps}],
+    }
+
+
+def write_all(folder: Path, commands: Sequence[str]) -> None:
+    for command in commands:
+        for name, config in runs_of(command).items():
+            write_record(name, invented(config), folder)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    write_all(folder, [command for study in STUDIES for command in study.commands])
+    return folder
+
+
+def rows_of(page: str, start: str) -> list[list[str]]:
+    lines = [line for line in page.splitlines() if line.startswith(f"| {start}")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(records: Path) -> None:
+    page = results_page(records)
+    assert "Not run yet" not in page
+    assert "still to come" not in page
+    for study in STUDIES:
+        assert f"## {study.title}\n" in page
+        for table in study.tables:
+            section = page.split(f"### {table.title}\n")[1].split("\n##")[0]
+            assert all(command in section for command in table.commands)
+            assert "Budget mini; seeds 1" in section
+            assert "papa 1.2.3; PyTorch 9.8.7; Python 3.12; device cpu." in section
+            assert "\n|---|" in section
+
+
+def test_the_main_table_has_means_gap_every_run_and_paired_differences(records: Path) -> None:
+    page = tables.main_tables(list(read_records([MAIN_CIFAR10], records).values()))
+    row, first, *_ = rows_of(page, "papa |")
+    soups = [57.0 + seed - 0.02 for seed in (1, 2, 3)]
+    assert row[3] == f"{fmean(soups):.2f} ({stdev(soups):.2f})"
+    assert row[5] == f"{100 * (fmean(soups) - 56) / 4:.0f}%"
+    assert first[:2] == ["papa", "1"]
+    assert first[-1] == "10.0"
+    (gain,) = rows_of(page, "papa: average soup less mean of independent members")
+    assert gain[1:] == ["+2.98, +2.98, +2.98", "+2.98", "0.00", "yes"]
+    names = [row[0].partition(" less ")[2] for row in rows_of(page, "papa-2: average soup")]
+    assert names == [
+        "mean of independent members",
+        "greedy soup of independent members",
+        "greedy soup of independent members, aligned and repaired",
+    ]
+
+
+def test_half_lives_are_told_in_shares_steps_and_alpha_and_the_best_is_named(records: Path) -> None:
+    (study,) = (study for study in STUDIES if study.name == "half-life")
+    page = tables.half_lives(list(read_records(study.commands, records).values()))
+    row = next(row for row in rows_of(page, "40 |") if row[2] == "0.02")
+    half_life = 0.02 * 40 * 61
+    assert row[:5] == ["40", "2440", "0.02", f"{half_life:.3g}", f"{0.5 ** (10 / half_life):.3g}"]
+    assert row[-1] == f"{100 * (58 - 0.02 - 55) / 4:.0f}%"
+    assert [row[2] for row in rows_of(page, "10 |")] == [
+        "0.002",
+        "0.005",
+        "0.01",
+        "0.02",
+        "0.05",
+        "0.1",
+        "never pushed",
+    ]
+    assert "- 10 epochs: best average soup with a half-life of 0.002 of training." in page
+
+
+def test_other_studies_show_what_they_are_about(records: Path) -> None:
+    page = results_page(records)
+    sections = {study.name: page.split(f"## {study.title}\n")[1].split("\n## ")[0] for study in STUDIES}
+    assert {f"papa, members {members}" for members in (2, 3, 5)} <= {
+        row[0] for row in rows_of(sections["sizes"], "papa")
+    }
+    assert {row[0] for row in rows_of(sections["repair"], "papa-all")} == {
+        "papa-all, average.repair 5",
+        "papa-all, average.repair 0",
+    }
+    (longer,) = rows_of(sections["long"], "papa: average soup less one network, trained longer")
+    assert longer[1] == "+2.98, +2.98, +2.98"
+    (between,) = {tuple(row[1:]) for row in rows_of(sections["alike"], "papa, between two members |")}
+    assert between == ("0.50 (0.00)", "0.25 (0.00)")
+    assert ("papa", "plain", "51.00 (0.00)", "43.00 (1.00)", "43.00 (1.00)", "0.50 (0.00)") in {
+        tuple(row) for row in rows_of(sections["alike"], "papa | plain")
+    }
+    assert "| papa: average soup | 81.25 | 71.50 |" in sections["segmentation"]
+
+
+def test_the_readme_gets_the_main_study_when_it_is_there(records: Path, tmp_path: Path) -> None:
+    readme = "before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n"
+    filled = readme_with_headline(readme, records)
+    assert filled.startswith("before\n<!-- results -->\n|  | method | mean [min, max] |")
+    assert filled.endswith("run and its command.\n<!-- end of results -->\nafter\n")
+    assert "old" not in filled
+    assert [row[:2] for row in rows_of(filled, "CIFAR-100")] == [["CIFAR-100, ResNet-18", method] for method in SOUPS]
+    assert "about 10 minutes on 2 CPU cores" in filled
+    assert readme_with_headline(filled, records) == filled
+    assert readme_with_headline(readme, tmp_path) == readme
+    with pytest.raises(RunError, match=r"README\.md has no block"):
+        readme_with_headline("no block", records)
+
+
+def test_numbers_in_prose_come_from_records(records: Path, tmp_path: Path) -> None:
+    (tmp_path / "main.md").write_text("papa {main/cifar10-vgg11/papa average_soup}, {curly}")
+    assert prose_of("main", records, tmp_path) == "papa 58.98 (1.00), {curly}"
+    (tmp_path / "main.md").write_text("{main/cifar10-vgg11/independent aligned.greedy_soup}")
+    assert prose_of("main", records, tmp_path) == "56.50 (1.00)"
+    (tmp_path / "main.md").write_text("{main/cifar10-vgg11/pappa average_soup}")
+    with pytest.raises(
+        RunError, match=r"main.md asks for \{main/cifar10-vgg11/pappa average_soup\}, of which there is no"
+    ):
+        prose_of("main", records, tmp_path)
+
+
+def test_records_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=f"expected at most {LARGEST}"):
+        write_record("large", {"words": "x" * LARGEST, "epochs": []}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_that_are_no_studies_are_refused() -> None:
+    with pytest.raises(RunError, match="expected a command that begins with papa compare"):
+        runs_of("papa run digits --out runs/a")
+    with pytest.raises(RunError, match="expected an --out below runs/"):
+        runs_of("papa compare digits --out elsewhere/a")
+
+
+class TestPaired:
+    scores = st.dictionaries(st.integers(1, 5), st.floats(0, 100), min_size=1)
+
+    @given(ours=scores, theirs=scores)
+    def test_only_seeds_that_both_have_count_and_sides_can_be_swapped(
+        self, ours: dict[int, float], theirs: dict[int, float]
+    ) -> None:
+        found, swapped = paired(ours, theirs), paired(theirs, ours)
+        common = set(ours) & set(theirs)
+        if not common:
+            assert found is swapped is None
+        else:
+            assert found is not None
+            assert swapped is not None
+            assert len(found.by_seed) == len(common)
+            assert found.mean == pytest.approx(-swapped.mean, abs=1e-9)
+
+    def test_a_difference_is_clear_above_two_deviations(self) -> None:
+        values = (1.0, 2.0, 3.0)
+        assert Difference(values).deviation == 1.0
+        assert not Difference(values).is_clear
+        assert Difference(tuple(value + 0.01 for value in values)).is_clear
+        assert not Difference(tuple(-value - 9 for value in values)).is_clear
+
+    def test_one_seed_is_never_clear(self) -> None:
+        assert Difference((5.0,)).deviation is None
+        assert not Difference((5.0,)).is_clear
+        assert tables.difference_table([("a", Difference((5.0,)))]).endswith("| a | +5.00 | +5.00 |  | one seed |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,7 +53,8 @@ def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
         return readme
     if len(BLOCK.findall(readme)) != 1:
         raise RunError("README.md has no block <!-- results --> ... <!-- end of results -->, or several: keep one")
-    filled = f"{headline(found)}\n\n{_headline_words([record for runs in found.values() for record in runs])}\n"
+    words = _headline_words([record for runs in found.values() for record in runs])
+    filled = f"\n{headline(found)}\n\n{textwrap.fill(words, 120)}\n\n"
     return BLOCK.sub(lambda match: f"{match[1]}{filled}{match[2]}", readme)
 
 

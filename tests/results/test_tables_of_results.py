@@ -147,11 +147,11 @@ def test_other_studies_show_what_they_are_about(records: Path) -> None:
 def test_the_readme_gets_the_main_study_when_it_is_there(records: Path, tmp_path: Path) -> None:
     readme = "before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n"
     filled = readme_with_headline(readme, records)
-    assert filled.startswith("before\n<!-- results -->\n|  | method | mean [min, max] |")
-    assert filled.endswith("run and its command.\n<!-- end of results -->\nafter\n")
+    assert filled.startswith("before\n<!-- results -->\n\n|  | method | mean [min, max] |")
+    assert filled.endswith("its command.\n\n<!-- end of results -->\nafter\n")
     assert "old" not in filled
     assert [row[:2] for row in rows_of(filled, "CIFAR-100")] == [["CIFAR-100, ResNet-18", method] for method in SOUPS]
-    assert "about 10 minutes on 2 CPU cores" in filled
+    assert "about 10 minutes on 2 CPU cores" in " ".join(filled.split())
     assert readme_with_headline(filled, records) == filled
     assert readme_with_headline(readme, tmp_path) == readme
     with pytest.raises(RunError, match=r"README\.md has no block"):

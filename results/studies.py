@@ -169,7 +169,7 @@ STUDIES = (
                 title="CIFAR-100, EfficientNet-Lite0 from ImageNet, two members",
                 commands=(
                     "papa compare cifar100-finetune-effnetv2s --budget mini --methods independent,papa --seeds 1"
-                    " --model.name timm:tf_efficientnet_lite0 --model.weights WEIGHTS --data.root DATA"
+                    " --model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.root DATA"
                     " --out runs/finetune/efficientnet-lite0",
                 ),
             ),
@@ -182,8 +182,8 @@ STUDIES = (
             Table(
                 title="Aerial images, UNet",
                 commands=(
-                    "papa compare aerial-unet --budget mini --methods independent,papa --seeds 1"
-                    " --data.root DATA/aerial --out runs/segmentation/aerial-unet",
+                    "papa compare aerial-unet --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1"
+                    " --data.root DATA/aerial --out runs/segmentation",
                 ),
             ),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -14,9 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,28 @@ def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -
             if counted:
                 best[name] = min(best[name], elapsed)
     return best
+
+
+class Parts:
+    """Where time goes: seconds by the name of a part. What a part calls that is a part itself counts only there."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, part: str, function: Callable[P, T]) -> Callable[P, T]:
+        """The function, its time added to a part's."""
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            start, counted = time.perf_counter(), sum(self.seconds.values())
+            try:
+                return function(*args, **kwargs)
+            finally:
+                within = sum(self.seconds.values()) - counted
+                elapsed = time.perf_counter() - start - within
+                self.seconds[part] = self.seconds.get(part, 0.0) + elapsed
+
+        return wrapper
 
 
 def peak_extra_megabytes(run: Callable[[], object]) -> float:

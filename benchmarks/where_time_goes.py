@@ -1,0 +1,190 @@
+"""Where the time of a default training run goes: `papa run cifar10-vgg11 --budget mini`, one process of one thread.
+
+The run is the real one, checkpoints, soups and report included, but for its length: a few epochs stand for all, and
+what comes once, after training, is held against the length of the whole. Shares are of that whole, from the first step
+to the last file. A second, shorter run tells torch's profiler which operators take the time of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.profiler import ProfilerActivity, profile
+
+from _bench import Parts, Result, finish, parser
+from papa.config import Config
+from papa.launch import execute
+from papa.recipes.registry import find
+from papa.recorder import Recorder
+from papa.training import Hook, Training
+
+RECIPE = "cifar10-vgg11"
+NUM_OPERATORS = 12
+MOST_IN_DATA = 0.08
+MOST_IN_AVERAGING = 0.01
+PARTS = (
+    "data",
+    "augmentation",
+    "forward",
+    "backward",
+    "optimizer",
+    "averaging",
+    "evaluation",
+    "metrics and checkpoints",
+)
+
+
+class Timed(Hook):
+    """Puts a stopwatch around every part of a training."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self.start = self.end = 0.0
+        self.at_end: dict[str, float] = {}
+        """The parts' seconds when the last step was over."""
+
+    def on_start(self, training: Training) -> None:
+        """Wrap everything that has a name."""
+        timed = self.parts.timed
+        training._batch = timed("data", training._batch)  # type: ignore[method-assign]
+        training.augments = [timed("augmentation", augment) for augment in training.augments]
+        training.loss_of = timed("forward", training.loss_of)  # type: ignore[method-assign]
+        training.averager.step = timed("averaging", training.averager.step)  # type: ignore[method-assign]
+        training.evaluate = timed("evaluation", training.evaluate)  # type: ignore[method-assign]
+        for optimizer in training.optimizers:
+            optimizer.step = timed("optimizer", optimizer.step)  # type: ignore[method-assign]
+        for hook in training._hooks:
+            if isinstance(hook, Recorder):
+                for name in ("on_averaging", "on_epoch", "after_step", "finish"):
+                    setattr(hook, name, timed("metrics and checkpoints", getattr(hook, name)))
+        self.start = time.perf_counter()
+
+    def after_step(self, training: Training) -> None:
+        """Note when the last step was over."""
+        if training.step == training.length.num_steps:
+            self.end, self.at_end = time.perf_counter(), dict(self.parts.seconds)
+
+
+class Profiled(Hook):
+    """Watches some steps with torch's profiler, after a warm-up."""
+
+    def __init__(self, *, first_step: int = 10, num_steps: int = 20) -> None:
+        self.first_step, self.last_step = first_step, first_step + num_steps
+        self.profiler = profile(activities=[ProfilerActivity.CPU])
+
+    def before_step(self, training: Training) -> None:
+        """Begin."""
+        if training.step == self.first_step:
+            self.profiler.start()
+
+    def after_step(self, training: Training) -> None:
+        """End."""
+        if training.step == self.last_step:
+            self.profiler.stop()
+
+
+def run_with(hook: Hook, config: Config, num_epochs: int) -> None:
+    """The whole run, the way `papa run` does it, with so many epochs."""
+
+    @contextlib.contextmanager
+    def watch() -> Iterator[Hook]:
+        yield hook
+
+    with tempfile.TemporaryDirectory() as folder:
+        shorter = replace(config, train=replace(config.train, epochs=num_epochs))
+        execute(shorter, Path(folder) / "run", workers=1, watch=watch)
+
+
+def shares(config: Config, num_epochs: int) -> list[Result]:
+    """The parts of a run of so many epochs, as shares of one that has all the epochs of the config."""
+    hook = Timed()
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = hook.parts.timed("backward", backward)  # type: ignore[method-assign]
+    try:
+        run_with(hook, config, num_epochs)
+    finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+    longer = config.train.epochs / num_epochs
+    spent = {name: longer * hook.at_end[name] + hook.parts.seconds[name] - hook.at_end[name] for name in PARTS}
+    whole = longer * (hook.end - hook.start) + time.perf_counter() - hook.end
+    spent["the rest: seeds, losses, soups, files, report"] = whole - sum(spent.values())
+    both = spent["data"] + spent["augmentation"]
+    return [
+        Result(name="the whole run, from a few of its epochs", seconds=whole, ratio=1.0),
+        *(
+            Result(
+                name=name,
+                seconds=seconds,
+                ratio=seconds / whole,
+                target=MOST_IN_AVERAGING if name == "averaging" else None,
+            )
+            for name, seconds in spent.items()
+        ),
+        Result(name="data and augmentation together", seconds=both, ratio=both / whole, target=MOST_IN_DATA),
+    ]
+
+
+def operators(config: Config) -> list[Result]:
+    """Which operators take the time of a step, by the time spent in themselves."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells standard error of every start and stop
+    hook = Profiled()
+    run_with(hook, config, 1)
+    events = sorted(hook.profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
+    return [
+        Result(
+            name=f"operator {event.key}",
+            seconds=event.self_cpu_time_total / 1e6,
+            ratio=event.self_cpu_time_total / total,
+        )
+        for event in events[:NUM_OPERATORS]
+    ]
+
+
+def config_for(root: Path) -> Config:
+    """The recipe at the mini budget, with images from there."""
+    config = find(RECIPE).config("mini")
+    return replace(config, data=replace(config.data, root=str(root)))
+
+
+def write_images(root: Path, *, num_train: int, num_test: int) -> None:
+    """Noise of CIFAR-10's shape, in class folders."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", num_train), ("test", num_test)):
+        for number in range(count):
+            folder = root / "cifar10" / part / str(number % 10)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(256, size=(32, 32, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options_parser = parser(__doc__.splitlines()[0])
+    options_parser.add_argument("--epochs", type=int, default=3, help="how many epochs stand for the whole run")
+    options_parser.add_argument("--data-root", type=Path, help="where CIFAR-10 is; noise of its shape when not given")
+    options_parser.set_defaults(rounds=1)
+    options = options_parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        root = options.data_root
+        if root is None:
+            root = Path(folder)
+            write_images(root, num_train=8_000, num_test=10_000)
+        config = config_for(root)
+        rounds = [shares(config, options.epochs) for _ in range(options.rounds)]
+        results = min(rounds, key=lambda results: results[0].seconds or 0.0)
+        results += operators(config)
+    finish(results, options, title=f"{RECIPE} at the mini budget: shares of the whole run; operators: of their time")
+
+
+if __name__ == "__main__":
+    main()

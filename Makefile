@@ -11,7 +11,7 @@ help:
 	@echo "make docs    build the documentation into build/site; a warning is an error"
 	@echo "make results write RESULTS.md and the README's first table from the records in results/"
 	@echo "make format  rewrite the sources in the house style"
-	@echo "make bench   run every benchmark"
+	@echo "make bench   run every benchmark and write BENCHMARKS.md"
 	@echo "make soak    200 kills, and an hour of training with kills and resumes"
 	@echo "make clean   remove $(VENV) and what tools left behind"
 
@@ -60,7 +60,8 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@for script in benchmarks/[a-z]*.py; do echo "papa: $$script"; $(BIN)/python $$script --check || exit 1; done
+	@echo "papa: every benchmark three times (about an hour); the table goes into BENCHMARKS.md"
+	@PYTHON=$(BIN)/python benchmarks/run --repeats 3 --out BENCHMARKS.md
 
 soak: $(VENV)/.installed-dev
 	@echo "papa: killing and resuming runs (about an hour and a half)"

@@ -37,6 +37,8 @@ class Result:
     """Memory, where memory is what was measured."""
     target: float | None = None
     """What the ratio, or else the megabytes, may be at most; None when nothing is promised."""
+    note: str | None = None
+    """What else a reader wants to know; unlike the name it may differ from run to run."""
 
     @property
     def ok(self) -> bool:
@@ -49,7 +51,26 @@ class Result:
         values: dict[str, object] = {"name": self.name, "seconds": self.seconds, "ratio": self.ratio}
         if self.megabytes is not None:
             values["megabytes"] = self.megabytes
+        if self.note is not None:
+            values["note"] = self.note
         return json.dumps({**values, "target": self.target, "ok": self.ok})
+
+    @classmethod
+    def from_json(cls, line: str) -> Result:
+        """The result that `as_json` made a line of; raises `ValueError` for any other line.
+
+        Example:
+            >>> Result.from_json(Result(name="push", ratio=1.25, target=1.4).as_json()).ok
+            True
+        """
+        values = json.loads(line)
+        if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+            raise ValueError(f"expected an object with a name, found {line!r}")
+        numbers = {name: values.get(name) for name in ("seconds", "ratio", "megabytes", "target")}
+        for name, value in numbers.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{name} of {values['name']!r} is {value!r}, expected a number or null")
+        return cls(name=values["name"], note=values.get("note"), **numbers)
 
 
 def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
@@ -166,7 +187,7 @@ def table(results: Sequence[Result]) -> str:
     for result in results:
         rows.append(
             (
-                result.name,
+                result.name if result.note is None else f"{result.name}: {result.note}",
                 "" if result.seconds is None else f"{1e3 * result.seconds:.1f} ms",
                 "" if result.ratio is None else f"{result.ratio:.3f}",
                 "" if result.megabytes is None else f"{result.megabytes:.2f} MB",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from _bench import Result, finish, parser
 from papa.config import Config
@@ -91,7 +91,9 @@ STEPS = {
     "glibc keeps all memory": Variant(change=_keep_all_memory),
     "huge pages for tensors": Variant(environment={"THP_MEM_ALLOC_ENABLE": "1"}),
     "huge pages for all": Variant(environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
-    "huge pages for all, and glibc keeps memory": Variant(environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, change=_keep_memory),
+    "huge pages for all, and glibc keeps memory": Variant(
+        environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, change=_keep_memory
+    ),
     "AVX2 at most in oneDNN": Variant(environment={"ONEDNN_MAX_CPU_ISA": "AVX2"}),
 }
 
@@ -127,7 +129,8 @@ def in_new_process(environment: dict[str, str], function: Callable[..., float], 
     before = dict(os.environ)
     os.environ.update(environment)
     try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        # Importing torch anew takes longer than the steps, and is only needed where it can be seen.
+        with multiprocessing.get_context("spawn" if environment else "fork").Pool(1) as pool:
             return pool.apply(function, arguments)
     finally:
         os.environ.clear()
@@ -140,7 +143,6 @@ def main() -> None:
     options_parser.add_argument("--only", help="names of settings to try, or parts of names, separated by commas")
     options_parser.set_defaults(rounds=2)
     options = options_parser.parse_args()
-    torch.set_num_threads(1)
     wanted = [part.strip() for part in (options.only or "").split(",")]
     best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -151,6 +153,7 @@ def main() -> None:
                 if name == AS_SHIPPED or any(part in name for part in wanted):
                     seconds = in_new_process(variant.environment, measure_steps, name, root)
                     best[name] = min(seconds, best.get(name, float("inf")))
+                    print(f"{name}: {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
     results = [Result(name=name, seconds=seconds, ratio=seconds / best[AS_SHIPPED]) for name, seconds in best.items()]
     finish(results, options, title="A step of VGG-11 of width 12 on 64 images; ratios to the run as it ships")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from _bench import Result, finish, parser
+from _bench import Parts, Result, finish, parser
 from papa.augment import DEFAULT_GRID, draw_policies
 from papa.data import Arrays, Data
 from papa.evaluate import accuracy
@@ -54,14 +54,14 @@ class Stopwatch(Hook):
         self.num_steps = num_steps
         self.start = 0.0
         self.seconds = 0.0
-        self.parts: dict[str, float] = {}
+        self.parts = Parts()
 
     def before_step(self, training: Training) -> None:
         """Start after the warm-up."""
         if training.step == WARM_UP_STEPS:
             training.group.wait()
             training.seconds["average"] = 0.0
-            self.parts.clear()
+            self.parts.seconds.clear()
             self.start = time.perf_counter()
 
     def after_step(self, training: Training) -> None:
@@ -69,19 +69,8 @@ class Stopwatch(Hook):
         if training.step == WARM_UP_STEPS + self.num_steps:
             training.group.wait()
             self.seconds = time.perf_counter() - self.start
-            self.parts["averaging"] = training.seconds["average"]
+            self.parts.seconds["averaging"] = training.seconds["average"]
             raise self.Done
-
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time added to a part's."""
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - start
-            return result
-
-        return wrapper
 
 
 def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[str, float]]:
@@ -89,12 +78,12 @@ def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[st
     pipeline = ImagePipeline(num_classes=10, mean=MEAN, std=STD, crop_padding=4, flip=True)
     watch = Stopwatch(num_steps)
     source = Arrays(*images())
-    source.batch = watch.timed("data", source.batch)  # type: ignore[method-assign]
+    source.batch = watch.parts.timed("data", source.batch)  # type: ignore[method-assign]
     policies = draw_policies(DEFAULT_GRID, NUM_MEMBERS, seed=1)
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = sgd(model)
-        optimizer.step = watch.timed("optimizer", optimizer.step)  # type: ignore[method-assign]
+        optimizer.step = watch.parts.timed("optimizer", optimizer.step)  # type: ignore[method-assign]
         return optimizer
 
     training = Training(
@@ -108,7 +97,7 @@ def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[st
         metric=accuracy,
         make_optimizer=make_optimizer,
         schedule=cosine(),
-        augment=[watch.timed("augmentation", partial(pipeline.augment, policy=policy)) for policy in policies],
+        augment=[watch.parts.timed("augmentation", partial(pipeline.augment, policy=policy)) for policy in policies],
         prepare=pipeline.prepare,
         seed=1,
         device="cpu",
@@ -119,7 +108,7 @@ def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[st
     try:
         training.run([watch])
     except Stopwatch.Done:
-        return watch.seconds, watch.parts
+        return watch.seconds, watch.parts.seconds
     raise AssertionError("the training ended before the steps were over")
 
 
@@ -207,7 +196,7 @@ def main() -> None:
     num_images = NUM_MEMBERS * BATCH_SIZE * steps
     results = [
         *(
-            Result(name=f"{name}: {num_images / seconds:.0f} images/s", seconds=seconds)
+            Result(name=name, seconds=seconds, note=f"{num_images / seconds:.0f} images/s")
             for name, seconds in best.items()
         ),
         Result(name="papa against the script", ratio=two / script, target=1 / 2.5),

@@ -1,0 +1,291 @@
+"""Run every benchmark several times and write one table: machine, versions, ratios with their targets and spread.
+
+A script that fails or misses a target is shown as such, and the others still run; the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from _bench import Result
+from papa import __version__
+from papa.checkpoint import write_atomically
+from papa.errors import did_you_mean
+
+FOLDER = Path(__file__).parent
+PROSE = "where_time_goes.md"
+"""Written by hand, beside the scripts; it follows the table."""
+PACKAGES = ("torchvision", "timm")
+QUIET_LOAD = 0.5
+"""The load average up to which a machine counts as quiet before the first script."""
+QUIET_SHARE = 0.05
+"""The share of all processors that others may use meanwhile."""
+
+
+@dataclass
+class Runs:
+    """What the repetitions of one script said."""
+
+    command: str
+    results: list[list[Result]] = field(default_factory=list)
+    """Of each repetition that worked, in the script's order."""
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a benchmark over all repetitions."""
+
+    middle: Result
+    """The medians of all numbers."""
+    spread: tuple[float, float] | None
+    """The least and the largest ratio, or amount of memory."""
+    num_seen: int
+    """In how many repetitions this line was there."""
+    num_ok: int
+    """In how many of them its target was met."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median meets the target, and who did not."""
+        if self.middle.target is None:
+            return ""
+        if not self.middle.ok:
+            return f"**MISSED** ({self.num_ok} of {self.num_seen} ok)"
+        return "ok" if self.num_ok == self.num_seen else f"ok ({self.num_ok} of {self.num_seen})"
+
+
+class Usage:
+    """How much of the machine others use while we measure; where the system does not tell, nothing is known."""
+
+    def __init__(self) -> None:
+        self.load = os.getloadavg()[0]
+        self.start, self.busy, self.ours = time.monotonic(), _busy_seconds(), _our_seconds()
+
+    def others(self) -> float | None:
+        """Their share of all processors since the beginning."""
+        busy = _busy_seconds()
+        if busy is None or self.busy is None:
+            return None
+        available = (time.monotonic() - self.start) * (os.cpu_count() or 1)
+        return max(0.0, busy - self.busy - (_our_seconds() - self.ours)) / available
+
+    def warning(self) -> str | None:
+        """What a reader must know when the machine was not quiet."""
+        others, found = self.others(), []
+        if self.load > QUIET_LOAD:
+            found.append(f"the load average was {self.load:.2f} before the first script")
+        if others is not None and others > QUIET_SHARE:
+            found.append(f"others used {others:.0%} of the processors meanwhile")
+        return f"The machine was not quiet: {', and '.join(found)}. Times, and ratios, may be off." if found else None
+
+
+def _busy_seconds() -> float | None:
+    """How long all processors together have worked, as Linux counts it."""
+    try:
+        numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    except OSError:
+        return None
+    user, nice, system, _, _, interrupts, soft_interrupts, stolen = numbers[:8]
+    return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def _our_seconds() -> float:
+    """How long they have worked for this process and for all it has started and seen end."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def run_script(script: Path, runs: Runs) -> None:
+    """Run a script once, and note what it says or how it failed."""
+    done = subprocess.run([sys.executable, str(script), "--json"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last_words = done.stderr.strip().splitlines()[-1:] or ["and says nothing"]
+        runs.failures.append(f"exit status {done.returncode}: {last_words[0]}")
+        return
+    try:
+        results = [Result.from_json(line) for line in done.stdout.splitlines()]
+    except ValueError as error:
+        runs.failures.append(f"a line that is no result: {error}")
+        return
+    if results:
+        runs.results.append(results)
+    else:
+        runs.failures.append("no results")
+
+
+def summarize(repetitions: Sequence[Sequence[Result]]) -> list[Row]:
+    """The lines of all repetitions by their names, in the order in which they first came."""
+    by_name: dict[str, list[Result]] = {}
+    for results in repetitions:
+        for result in results:
+            by_name.setdefault(result.name, []).append(result)
+    return [_row(results) for results in by_name.values()]
+
+
+def _row(results: Sequence[Result]) -> Row:
+    columns = {
+        name: [value for result in results if (value := getattr(result, name)) is not None]
+        for name in ("seconds", "ratio", "megabytes")
+    }
+    middle = replace(results[-1], **{name: median(values) if values else None for name, values in columns.items()})
+    measured = columns["megabytes"] or columns["ratio"]
+    spread = (min(measured), max(measured)) if measured else None
+    return Row(middle, spread, num_seen=len(results), num_ok=sum(result.ok for result in results))
+
+
+def render(all_runs: Sequence[Runs], *, command: str, repeats: int, usage: Usage, prose: str) -> str:
+    """The page."""
+    warning = usage.warning()
+    return "\n".join(
+        [
+            "# Benchmarks",
+            "",
+            "Made by",
+            "",
+            "```console",
+            command,
+            "```",
+            "",
+            "which runs each script in turn, several times. A ratio is a time divided by that of a yardstick of the",
+            "same run, or a share of the whole; lower is better. Times and ratios are medians over the repetitions,",
+            "with the least and the largest ratio in brackets.",
+            "",
+            *(f"- {name}: {value}" for name, value in {**machine(), **versions()}.items()),
+            f"- repetitions: {repeats}",
+            "",
+            *([f"> **Warning.** {warning}", ""] if warning else []),
+            "| what | time | ratio or memory | target | |",
+            "|---|--:|--:|--:|---|",
+            *(line for runs in all_runs for line in table_lines(runs)),
+            *(["", prose.strip()] if prose else []),
+            "",
+        ]
+    )
+
+
+def table_lines(runs: Runs) -> list[str]:
+    """The lines of one script: its command, its failures, its numbers."""
+    lines = [f"| **`{runs.command}`** | | | | |"]
+    lines += [f"| **FAILED**: {_cell(failure)} | | | | |" for failure in runs.failures]
+    for row in summarize(runs.results):
+        middle, is_memory = row.middle, row.middle.megabytes is not None
+        seen = "" if row.num_seen == len(runs.results) else f" ({row.num_seen} of {len(runs.results)} repetitions)"
+        note = "" if middle.note is None else f": {middle.note}"
+        cells = [
+            _cell(f"{middle.name}{note}{seen}"),
+            "" if middle.seconds is None else _time(middle.seconds),
+            _measured(middle.megabytes if is_memory else middle.ratio, row.spread, " MB" if is_memory else ""),
+            "" if middle.target is None else f"<= {middle.target:.3g}{' MB' if is_memory else ''}",
+            row.verdict,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:.1f} ms"
+
+
+def _measured(middle: float | None, spread: tuple[float, float] | None, unit: str) -> str:
+    if middle is None or spread is None:
+        return ""
+    return f"{middle:.3f} [{spread[0]:.3f}, {spread[1]:.3f}]{unit}"
+
+
+def machine() -> dict[str, str]:
+    """What was measured on; nothing that tells whose it is."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return {
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "memory": f"{memory:.0f} GB",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Of everything that makes a difference."""
+    found = {"Python": platform.python_version(), "torch": torch.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return {**found, "papa": __version__}
+
+
+def chosen_scripts(folder: Path, only: str | None) -> list[Path]:
+    """All scripts of a folder by their names, or those that are asked for; raises `ValueError` for an unknown one."""
+    scripts = {path.stem: path for path in sorted(folder.glob("[a-z]*.py")) if path.name != Path(__file__).name}
+    names = list(scripts) if only is None else [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in scripts:
+            raise ValueError(f"there is no benchmark {name!r}: {did_you_mean(name, scripts)}")
+    return [scripts[name] for name in names]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what is asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks/run", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="scripts to run, by name, separated by commas: push,train")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each script runs")
+    parser.add_argument("--out", type=Path, help="the file to write; standard output when not given")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the scripts are")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats is {options.repeats}, expected at least 1")
+    try:
+        scripts = chosen_scripts(options.folder, options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    usage = Usage()
+    all_runs = {script: Runs(f"python {options.folder.name}/{script.name} --json") for script in scripts}
+    for repeat in range(options.repeats):  # all scripts once, then all again: a busy hour then hits none thrice
+        for script, runs in all_runs.items():
+            print(f"papa: {script.name}, {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+            run_script(script, runs)
+    prose = options.folder / PROSE
+    page = render(
+        list(all_runs.values()),
+        command=shlex.join(["benchmarks/run", *arguments]),
+        repeats=options.repeats,
+        usage=usage,
+        prose=prose.read_text() if prose.exists() else "",
+    )
+    if options.out is None:
+        print(page)
+    else:
+        write_atomically(options.out, page)
+    rows = [row for runs in all_runs.values() for row in summarize(runs.results)]
+    return 0 if all(row.middle.ok for row in rows) and not any(runs.failures for runs in all_runs.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+"""The command that runs all benchmarks: what it makes of what scripts say, and of scripts that fail."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import papa
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return _module("_bench")
+
+
+@pytest.fixture(scope="module")
+def run() -> ModuleType:
+    return _module("run")
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def write_script(folder: Path, name: str, *repetitions: str) -> None:
+    """A script that prints other lines each time it runs."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "assert sys.argv[1:] == ['--json']\n"
+        "seen = Path(__file__).with_suffix('.seen')\n"
+        "number = len(seen.read_text()) if seen.exists() else 0\n"
+        "seen.write_text('x' * (number + 1))\n"
+        f"print({list(repetitions)!r}[number])\n"
+    )
+
+
+def cells_of(page: str, what: str) -> list[str]:
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {what}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def line(name: str, **values: float | None) -> str:
+    numbers = "".join(f', "{key}": {"null" if value is None else value}' for key, value in values.items())
+    return f'{{"name": "{name}"{numbers}}}'
+
+
+def test_the_table_has_medians_and_the_spread(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "scripts", tmp_path / "out.md"
+    write_script(
+        folder,
+        "tiny",
+        *(line("push", seconds=s, ratio=r, target=1.4) for s, r in ((0.25, 1.3), (0.75, 1.5), (0.5, 1.0))),
+    )
+    arguments = ["--folder", str(folder), "--repeats", "3", "--out", str(out)]
+    assert run.main(arguments) == 0
+    page = out.read_text()
+    assert cells_of(page, "push") == ["push", "500.0 ms", "1.300 [1.000, 1.500]", "<= 1.4", "ok (2 of 3)"]
+    assert page.startswith("# Benchmarks\n")
+    assert f"benchmarks/run {' '.join(arguments)}" in page
+    assert "`python scripts/tiny.py --json`" in page
+    assert "tiny.py, 3 of 3" in capsys.readouterr().err
+
+
+def test_the_page_knows_machine_and_versions(run: ModuleType, tmp_path: Path) -> None:
+    write_script(tmp_path / "scripts", "tiny", line("push", ratio=1.0))
+    assert run.main(["--folder", str(tmp_path / "scripts"), "--repeats", "1", "--out", str(tmp_path / "out.md")]) == 0
+    page = (tmp_path / "out.md").read_text()
+    for fact in (f"torch: {torch.__version__}", f"papa: {papa.__version__}", f"{os.cpu_count()} cores", "GB"):
+        assert fact in page
+
+
+def test_memory_is_judged_by_megabytes(run: ModuleType, tmp_path: Path) -> None:
+    write_script(tmp_path / "scripts", "tiny", line("peak", megabytes=9.0, ratio=1.0, target=8.0))
+    assert run.main(["--folder", str(tmp_path / "scripts"), "--repeats", "1", "--out", str(tmp_path / "out.md")]) == 1
+    cells = cells_of((tmp_path / "out.md").read_text(), "peak")
+    assert cells[2:] == ["9.000 [9.000, 9.000] MB", "<= 8 MB", "**MISSED** (0 of 1 ok)"]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("this is a table", "a line that is no result"),
+        ('{"ratio": 1.0}', "expected an object with a name"),
+        ('{"name": "push", "ratio": "fast"}', "expected a number or null"),
+    ],
+)
+def test_one_that_fails_is_told_and_the_others_run(run: ModuleType, tmp_path: Path, said: str, told: str) -> None:
+    folder, out = tmp_path / "scripts", tmp_path / "out.md"
+    write_script(folder, "a_broken", said)
+    (folder / "b_raises.py").write_text("raise SystemExit('no | disk')\n")
+    (folder / "c_silent.py").write_text("")
+    write_script(folder, "d_good", line("push", ratio=1.0, target=1.4))
+    assert run.main(["--folder", str(folder), "--repeats", "1", "--out", str(out)]) == 1
+    page = out.read_text()
+    assert told in page
+    assert "**FAILED**: exit status 1: no \\| disk" in page
+    assert "**FAILED**: no results" in page
+    assert cells_of(page, "push")[-1] == "ok"
+
+
+def test_a_repetition_that_fails_leaves_the_others(run: ModuleType, tmp_path: Path) -> None:
+    folder, out = tmp_path / "scripts", tmp_path / "out.md"
+    write_script(folder, "tiny", line("push", ratio=1.0), "oh", line("push", ratio=3.0) + "\n" + line("new", ratio=2))
+    assert run.main(["--folder", str(folder), "--repeats", "3", "--out", str(out)]) == 1
+    page = out.read_text()
+    assert cells_of(page, "push")[2] == "2.000 [1.000, 3.000]"
+    assert cells_of(page, "new")[0] == "new (1 of 2 repetitions)"
+    assert page.count("**FAILED**") == 1
+
+
+def test_only_some(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "scripts"
+    for name in ("push", "train", "soup"):
+        write_script(folder, name, line(f"line of {name}", ratio=1.0))
+    assert run.main(["--folder", str(folder), "--repeats", "1", "--only", "train,push"]) == 0
+    page = capsys.readouterr().out
+    assert page.index("line of train") < page.index("line of push")
+    assert "soup" not in page
+    with pytest.raises(SystemExit):
+        run.main(["--folder", str(folder), "--only", "trian"])
+    assert "did you mean train?" in capsys.readouterr().err
+
+
+def test_what_was_written_by_hand_survives(run: ModuleType, tmp_path: Path) -> None:
+    folder, out = tmp_path / "scripts", tmp_path / "out.md"
+    write_script(folder, "tiny", line("push", ratio=1.0), line("push", ratio=1.0))
+    (folder / run.PROSE).write_text("## Where the time goes\n\nIn convolutions.\n")
+    for _ in range(2):
+        run.main(["--folder", str(folder), "--repeats", "1", "--out", str(out)])
+        assert out.read_text().endswith("|\n\n## Where the time goes\n\nIn convolutions.\n")
+
+
+def test_a_machine_that_is_not_quiet_is_told(run: ModuleType) -> None:
+    usage = run.Usage()
+    usage.load = 3.0
+    assert "load average was 3.00 before the first script" in usage.warning()
+    usage.load, usage.busy = 0.0, None
+    assert usage.warning() is None, "nothing is known of others"
+
+
+def test_results_come_back_as_they_were(bench: ModuleType) -> None:
+    for result in (
+        bench.Result(name="a", seconds=0.1, ratio=1.2, target=1.4),
+        bench.Result(name="b", megabytes=3.0, target=2.0, note="on a Tuesday"),
+        bench.Result(name="c"),
+    ):
+        assert bench.Result.from_json(result.as_json()) == result
+
+
+def test_parts_count_what_they_call_only_once(bench: ModuleType) -> None:
+    parts = bench.Parts()
+    inner = parts.timed("inner", lambda: sum(range(20_000)))
+    outer = parts.timed("outer", lambda: inner() + inner())
+    start = time.perf_counter()
+    assert outer() == 2 * sum(range(20_000))
+    elapsed = time.perf_counter() - start
+    assert parts.seconds.keys() == {"inner", "outer"}
+    assert 0.0 < sum(parts.seconds.values()) <= elapsed, "else the inner calls are counted twice"
+
+
+def test_the_command_finds_the_scripts_of_the_repository(run: ModuleType) -> None:
+    names = [script.stem for script in run.chosen_scripts(BENCHMARKS, None)]
+    assert {"push", "train", "where_time_goes"} <= set(names)
+    assert "run" not in names
+    assert os.access(BENCHMARKS / "run", os.X_OK)

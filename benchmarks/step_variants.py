@@ -1,161 +1,180 @@
 """What could make the default training run faster on this machine: each setting against the run as it ships.
 
-The network, data and optimizer of `papa run cifar10-vgg11 --budget mini`, one member, one thread. Each setting runs in
-fresh processes, in turn with the others, since some of them can only be chosen before a process starts. Time is that
-of the processor, so that others who use the machine disturb less; the best block of steps counts.
+The network, data and optimizer of `papa run cifar10-vgg11 --budget mini`, one member, one thread. Each setting has a
+process of its own, since some can only be chosen before a process starts; they take turns, a few steps at a time. Time
+is the processor's, so that others who use the machine disturb less, and the best turn counts.
 """
 
 from __future__ import annotations
 
-import ctypes
+import copy
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import mkldnn
 
 from _bench import Result, finish, parser
-from papa.config import Config
+from papa.process import keep_memory
 from papa.recipes.build import build
 from papa.training import Training
 from where_time_goes import config_for, write_images
 
 NUM_STEPS = 8
-NUM_BLOCKS = 4
 NUM_SCORED = 1_024
+AS_SHIPPED = "as shipped"
 
 
 @dataclass(frozen=True)
 class Variant:
     """A setting that is tried."""
 
+    change: Callable[[Training], object] = lambda training: None
+    """What is done once, before the first turn."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Options of the config's training."""
+    keeps_memory: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     """What has to be said before the process starts."""
-    config: Callable[[Config], Config] = lambda config: config
-    change: Callable[[Training], None] = lambda training: None
-    """What is done once, before the first step."""
 
 
-def _train_options(**options: Any) -> Callable[[Config], Config]:
-    return lambda config: replace(config, train=replace(config.train, **options))
+def set_sgd(**options: bool) -> Callable[[Training], None]:
+    """Other ways to take an optimizer's step."""
+    return lambda training: training.optimizers[0].param_groups[0].update(options)
 
 
-def _sgd_options(**options: Any) -> Callable[[Training], None]:
-    def change(training: Training) -> None:
-        for optimizer in training.optimizers:
-            for group in optimizer.param_groups:
-                group.update(options)
-
-    return change
-
-
-def _compile(training: Training) -> None:
-    loss_of = training.loss_of
-    compiled = torch.compile(training.population[0])
+def compile_network(training: Training) -> None:
+    """The network through torch.compile."""
+    loss_of, compiled = training.loss_of, torch.compile(training.population[0])
     training.loss_of = lambda _, inputs, targets: loss_of(compiled, inputs, targets)  # type: ignore[method-assign]
 
 
-def _keep_memory(_: Training) -> None:
-    """Tell glibc not to hand memory back to the system, which would have to clear it for the next tensor."""
-    libc = ctypes.CDLL(None)
-    most, threshold_of_trimming, threshold_of_mapping = 2**30, -1, -3
-    assert libc.mallopt(threshold_of_mapping, 2**25) == 1
-    assert libc.mallopt(threshold_of_trimming, most) == 1
+def set_eval_batch(size: int) -> Callable[[Training], None]:
+    """Other batches in evaluation."""
+    return lambda training: setattr(training, "eval_batch_size", size)
 
 
-def _keep_all_memory(_: Training) -> None:
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(-3, 2**25) == 1
-    assert libc.mallopt(-1, 2**30) == 1
-    assert libc.mallopt(-4, 0) == 1
+def evaluate_in_inference_mode(training: Training) -> None:
+    """Stricter than without gradients, so torch may spare more."""
+    training.evaluate = torch.inference_mode()(training.evaluate)  # type: ignore[method-assign]
 
 
-AS_SHIPPED = "as shipped"
+def prepack(training: Training) -> None:
+    """Evaluate copies whose weights are in oneDNN's own order; the copy is made for each evaluation."""
+    evaluate = training.evaluate
+
+    def packed(models: list[nn.Module], *args: Any) -> Any:
+        copies = [mkldnn.to_mkldnn(copy.deepcopy(model).eval()) for model in models]
+        return evaluate(copies, *args)
+
+    training.apply = lambda model, inputs: model(inputs.contiguous().to_mkldnn()).to_dense()
+    training.evaluate = packed  # type: ignore[method-assign]
+
+
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 STEPS = {
     AS_SHIPPED: Variant(),
-    "channels first": Variant(config=_train_options(channels_last=False)),
-    "without oneDNN": Variant(change=lambda _: torch.backends.mkldnn.set_flags(False)),
-    "SGD, a loop over tensors": Variant(change=_sgd_options(foreach=False)),
-    "SGD, foreach": Variant(change=_sgd_options(foreach=True)),
-    "SGD, fused": Variant(change=_sgd_options(fused=True)),
-    "denormals flushed": Variant(change=lambda _: torch.set_flush_denormal(True)),
-    "float32 products in medium precision": Variant(change=lambda _: torch.set_float32_matmul_precision("medium")),
-    "torch.compile": Variant(change=_compile),
-    "glibc keeps memory": Variant(change=_keep_memory),
-    "glibc keeps all memory": Variant(change=_keep_all_memory),
-    "huge pages for tensors": Variant(environment={"THP_MEM_ALLOC_ENABLE": "1"}),
-    "huge pages for all": Variant(environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
-    "huge pages for all, and glibc keeps memory": Variant(
-        environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, change=_keep_memory
-    ),
-    "AVX2 at most in oneDNN": Variant(environment={"ONEDNN_MAX_CPU_ISA": "AVX2"}),
+    "freed memory goes back to the system": Variant(keeps_memory=False),
+    "the same, with huge pages": Variant(keeps_memory=False, environment=HUGE_PAGES),
+    "huge pages": Variant(environment=HUGE_PAGES),
+    "channels first": Variant(train={"channels_last": False}),
+    "without oneDNN": Variant(lambda _: torch.backends.mkldnn.set_flags(False)),
+    "SGD, a loop over tensors": Variant(set_sgd(foreach=False)),
+    "SGD, foreach": Variant(set_sgd(foreach=True)),
+    "SGD, fused": Variant(set_sgd(fused=True)),
+    "denormals flushed": Variant(lambda _: torch.set_flush_denormal(True)),
+    "products in medium precision": Variant(lambda _: torch.set_float32_matmul_precision("medium")),
+    "torch.compile": Variant(compile_network),
 }
+EVALUATIONS = {
+    AS_SHIPPED: Variant(),
+    "freed memory goes back to the system": Variant(keeps_memory=False),
+    **{f"batches of {size}": Variant(set_eval_batch(size)) for size in (32, 64, 128, 256, 1024)},
+    "channels first": Variant(train={"channels_last": False}),
+    "inference mode": Variant(evaluate_in_inference_mode),
+    "weights in oneDNN's order": Variant(prepack),
+}
+WHAT = {"a step": STEPS, "an evaluation": EVALUATIONS}
+
+_training: list[Training] = []
+"""In a contender's process: what it trains."""
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    """Processor time of one call, the best of some; one goes first that is not counted."""
-    run()
-    best = float("inf")
-    for _ in range(NUM_BLOCKS):
-        start = time.process_time()
-        run()
-        best = min(best, time.process_time() - start)
-    return best
-
-
-def measure_steps(name: str, root: Path) -> float:
-    """Seconds of a step."""
+def begin(what: str, name: str, root: Path) -> None:
+    """Become a contender."""
     torch.set_num_threads(1)
-    variant = STEPS[name]
-    training = build(variant.config(replace(config_for(root), members=1)))
+    variant = WHAT[what][name]
+    if variant.keeps_memory:
+        keep_memory()
+    config = replace(config_for(root), members=1)
+    training = build(replace(config, train=replace(config.train, **variant.train)))
     variant.change(training)
-
-    def steps() -> None:
-        for _ in range(NUM_STEPS):
-            training._step_members()
-            training.step += 1
-
-    return seconds_of(steps) / NUM_STEPS
+    _training.append(training)
 
 
-def in_new_process(environment: dict[str, str], function: Callable[..., float], *arguments: Any) -> float:
-    """What a function returns in a process that begins with these variables."""
-    before = dict(os.environ)
+def take_turn(what: str) -> float:
+    """Processor time of a step, or of an evaluation."""
+    training, start = _training[0], time.process_time()
+    if what == "an evaluation":
+        assert training.data.test is not None
+        training.evaluate([training.population[0]], training.data.test)
+        return time.process_time() - start
+    for _ in range(NUM_STEPS):
+        training._step_members()
+        training.step += 1
+    return (time.process_time() - start) / NUM_STEPS
+
+
+def start_contender(what: str, name: str, root: Path) -> Pool:
+    """A process that waits for its turns, and begins with the variables of its variant."""
+    before, environment = dict(os.environ), WHAT[what][name].environment
     os.environ.update(environment)
     try:
-        # Importing torch anew takes longer than the steps, and is only needed where it can be seen.
-        with multiprocessing.get_context("spawn" if environment else "fork").Pool(1) as pool:
-            return pool.apply(function, arguments)
+        # Importing torch anew takes longer than the steps, and is only needed where variables are set.
+        context = multiprocessing.get_context("spawn" if environment else "fork")
+        return context.Pool(1, begin, (what, name, root))
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
+def compare(what: str, names: list[str], root: Path, rounds: int) -> list[Result]:
+    """The best turn of each; one round goes first that is not counted."""
+    with ExitStack() as stack:
+        contenders = {name: stack.enter_context(start_contender(what, name, root)) for name in names}
+        best = dict.fromkeys(names, float("inf"))
+        for counted in [False, *[True] * rounds]:
+            for name, contender in contenders.items():
+                seconds = contender.apply(take_turn, (what,))
+                best[name] = min(best[name], seconds) if counted else best[name]
+    return [
+        Result(name=f"{what}, {name}", seconds=seconds, ratio=seconds / best[AS_SHIPPED])
+        for name, seconds in best.items()
+    ]
+
+
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.add_argument("--only", help="names of settings to try, or parts of names, separated by commas")
-    options_parser.set_defaults(rounds=2)
+    options_parser.add_argument("--only", default="", help="settings to try, or parts of their names, by commas")
     options = options_parser.parse_args()
-    wanted = [part.strip() for part in (options.only or "").split(",")]
-    best: dict[str, float] = {}
+    wanted = options.only.split(",")
+    results = []
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        write_images(root, num_train=8_000, num_test=NUM_SCORED)
-        for _ in range(options.rounds):
-            for name, variant in STEPS.items():
-                if name == AS_SHIPPED or any(part in name for part in wanted):
-                    seconds = in_new_process(variant.environment, measure_steps, name, root)
-                    best[name] = min(seconds, best.get(name, float("inf")))
-                    print(f"{name}: {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
-    results = [Result(name=name, seconds=seconds, ratio=seconds / best[AS_SHIPPED]) for name, seconds in best.items()]
-    finish(results, options, title="A step of VGG-11 of width 12 on 64 images; ratios to the run as it ships")
+        write_images(Path(folder), num_train=8_000, num_test=NUM_SCORED)
+        for what, variants in WHAT.items():
+            names = [name for name in variants if name == AS_SHIPPED or any(part in name for part in wanted)]
+            results += compare(what, names, Path(folder), options.rounds)
+    finish(results, options, title=f"VGG-11 of width 12: a step on 64 images, an evaluation on {NUM_SCORED}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import papa
 ROOMS = [
     "errors",
     "streams",
+    "process",
     "costs",
     "mixing",
     "flat",

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
 from papa.launch import execute, execute_all
+from papa.process import settle
 from papa.recipes import Recipe
 from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
 from papa.report.reading import read_events
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     if recipe is None:
         return 0
     options, out = parse_options(recipe, rest)
-    use_one_thread()
+    settle()
     jobs = jobs_of(options, out)
     results = run_all(jobs, options)
     metrics = [read_events(path / "metrics.jsonl") for _, path in jobs]

@@ -10,11 +10,12 @@ from pathlib import Path
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import split_names, split_numbers, use_one_thread
+from papa.cli.arguments import split_names, split_numbers
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
 from papa.launch import Watch
+from papa.process import settle
 from papa.recipes import BUDGETS
 from papa.recipes.tables import TABLES, Table, find_table
 from papa.report import table_page
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         data_root=options.data_root,
     )
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
-    use_one_thread()
+    settle()
     jobs = jobs_for(request, out)
     check_data(jobs)
     results = list(run(jobs, workers=options.workers, watch=_watch))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import tyro
 
-from papa.cli.arguments import use_one_thread
 from papa.cli.progress import Progress
 from papa.cli.run import print_run
 from papa.config import Config
 from papa.errors import ConfigError
 from papa.launch import Saving, execute
+from papa.process import settle
 from papa.runs import RunDirectory
 
 USAGE = """usage: papa resume DIR [OPTIONS]
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         ResumeOptions, prog="papa resume DIR", description="Continues the run in DIR.", args=list(arguments[1:])
     )
     config = Config.from_json(run.read_config())
-    use_one_thread()
+    settle()
     result = execute(
         config,
         run.path,

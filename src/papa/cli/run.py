@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse, speaks, take_budget, take_recipe, use_one_thread
+from papa.cli.arguments import parse, speaks, take_budget, take_recipe
 from papa.cli.progress import Progress, Together, told
 from papa.cli.tables import print_table
 from papa.config import Config
 from papa.launch import Saving, Watch, execute
+from papa.process import settle
 from papa.report import COLUMNS, details_table, run_rows
 from papa.report.tensorboard import EventFiles, check_tensorboard
 from papa.runs import RunDirectory
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
     if options.tensorboard:
         check_tensorboard()
-    use_one_thread()
+    settle()
     config = options.config
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:

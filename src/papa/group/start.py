@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from papa.errors import LostError, PapaError, RunError
 from papa.group.shared import Shared
+from papa.process import settle
 
 PATIENCE = datetime.timedelta(days=7)
 """How long a worker waits for the others: one may have an epoch more to train. Deaths are noticed by the parent."""
@@ -124,7 +124,7 @@ def _work(
     job: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
+    settle()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Workers of one machine talk over loopback, whatever the machine's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

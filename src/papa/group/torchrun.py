@@ -20,6 +20,7 @@ from papa.group.base import Group
 from papa.group.plainly import plainly
 from papa.group.shared import Shared
 from papa.group.spread import Spread
+from papa.process import settle
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process it starts."""
@@ -85,7 +86,7 @@ class Torchrun:
 def _connect() -> None:
     if dist.is_initialized():
         return
-    torch.set_num_threads(1)
+    settle()
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     with _at_the_meeting_point(address):
         store, rank, num_ranks = next(rendezvous("env://", timeout=PATIENCE_TO_MEET))

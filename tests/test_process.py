@@ -1,0 +1,33 @@
+"""Processes of papa's own: threads and memory."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PAGES_FAULTED = """
+import resource
+import torch
+from papa.process import settle
+
+settle()
+assert torch.get_num_threads() == 1
+
+def use_memory():
+    tensors = [torch.ones(2**22) for _ in range(8)]  # 16 MB each, all freed together
+
+for _ in range(2):
+    use_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use_memory()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
+def test_memory_of_a_step_is_there_for_the_next() -> None:
+    told = subprocess.run([sys.executable, "-c", PAGES_FAULTED], capture_output=True, text=True, check=True)
+    assert int(told.stdout) < 100, "128 MB are 32,768 pages, which would all be asked for anew"

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from _bench import Parts, Result, finish, parser
 from papa.config import Config
 from papa.launch import execute
+from papa.process import settle
 from papa.recipes.registry import find
 from papa.recorder import Recorder
 from papa.training import Hook, Training
@@ -173,7 +174,7 @@ def main() -> None:
     options_parser.add_argument("--data-root", type=Path, help="where CIFAR-10 is; noise of its shape when not given")
     options_parser.set_defaults(rounds=1)
     options = options_parser.parse_args()
-    torch.set_num_threads(1)
+    settle()
     with tempfile.TemporaryDirectory() as folder:
         root = options.data_root
         if root is None:

@@ -167,6 +167,7 @@ def main() -> None:
     options_parser = parser(__doc__.splitlines()[0])
     options_parser.add_argument("--only", default="", help="settings to try, or parts of their names, by commas")
     options = options_parser.parse_args()
+    torch.set_num_threads(1)
     wanted = options.only.split(",")
     results = []
     with tempfile.TemporaryDirectory() as folder:

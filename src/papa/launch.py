@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -31,9 +33,9 @@ from papa.checkpoint import (
     write_json,
 )
 from papa.config import Config
-from papa.errors import ConfigError, RunError
+from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
-from papa.recipes import paper_scores, paper_soups
+from papa.recipes import paper_details, paper_scores, paper_soups
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
 from papa.recipes.picture import prediction_picture
 from papa.recorder import Recorder
@@ -74,6 +76,7 @@ def execute(
     resume: bool = False,
     saving: Saving = Saving(),  # noqa: B008
     watch: Watch | None = None,
+    stop: Any = None,
 ) -> dict[str, Any]:
     """Run a config in a directory and return what its `result.json` holds.
 
@@ -88,12 +91,13 @@ def execute(
         resume: continue a run that is there; a finished one is not run again.
         saving: how often checkpoints are written.
         watch: makes a hook for the leading process; it must be possible to pickle it.
+        stop: where somebody else listens for signals, what notes them: a number in shared memory, as in `listening`.
     """
     config.check()
     saving.check()
     run = RunDirectory(path)
     if rank_of_torchrun() is not None:
-        return _execute_under_torchrun(config, path, workers, overwrite, resume, saving, watch)
+        return _execute_under_torchrun(config, path, workers, overwrite, resume, saving, watch, stop)
     if resume and run.is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
@@ -102,13 +106,23 @@ def execute(
         raise ConfigError(
             f"--workers is {num_workers}, expected 1 to {config.members}: a worker holds at least one of the members"
         )
-    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # one number that all processes see
-    arguments = (config, path, overwrite, resume, saving, watch, stop)
-    with run.lock(), listening(stop):
+    with run.lock(), _heard(stop) as stop:
+        arguments = (config, path, overwrite, resume, saving, watch, stop)
         if num_workers == 1:
             return _job(Local(), *arguments)
         result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
         return result
+
+
+@contextlib.contextmanager
+def _heard(stop: Any) -> Iterator[Any]:
+    """What notes signals: the given one, to which somebody else listens, or a new one."""
+    if stop is not None:
+        yield stop
+        return
+    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # one number that all processes see
+    with listening(stop):
+        yield stop
 
 
 @contextlib.contextmanager
@@ -131,32 +145,137 @@ def listening(stop: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def execute_all(
-    jobs: Sequence[tuple[Config, Path]], *, num_parallel: int, overwrite: bool = False, resume: bool = False
-) -> list[dict[str, Any]]:
-    """Run several configs side by side, each in one process of one thread, and return their results in order.
+@dataclass(frozen=True)
+class Outcomes:
+    """What came of several runs, by their directories."""
 
-    When one fails, all end, and its error is raised; with `resume` they can be continued.
+    results: Mapping[Path, dict[str, Any]]
+    """What the `result.json` of each that came to its end holds."""
+    errors: Mapping[Path, PapaError]
+    """Why the others did not."""
+
+    def check(self) -> None:
+        """Raise a `RunError` that names the runs that failed, if any did; where all failed for one reason, that one."""
+        paths_by_reason: dict[str, list[str]] = {}
+        for path, error in self.errors.items():
+            paths_by_reason.setdefault(str(error), []).append(str(path))
+        if not self.errors:
+            return
+        if not self.results and len(paths_by_reason) == 1:
+            raise next(iter(self.errors.values()))
+        listing = "\n".join(f"  {', '.join(paths)}: {reason}" for reason, paths in paths_by_reason.items())
+        raise RunError(
+            f"{len(self.errors)} of {len(self.results) + len(self.errors)} runs failed; the others are done and kept. "
+            f"When the causes are cured, the same command without --overwrite runs what is missing:\n{listing}"
+        )
+
+
+def execute_all(
+    jobs: Sequence[tuple[Config, Path]],
+    *,
+    num_parallel: int = 1,
+    workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    saving: Saving = Saving(),  # noqa: B008
+    watch: Callable[[Config, Path], Watch] | None = None,
+) -> Outcomes:
+    """Run several configs, one after the other or side by side; those of one directory are one run.
+
+    A run that fails does not keep the others from running. On SIGINT or SIGTERM the runs under way save, no other is
+    begun, and `StoppedError` is raised; with `resume` all can be continued.
 
     Args:
         jobs: what to run, and the directory of each.
-        num_parallel: how many processes; each runs its share of the configs one after the other.
+        num_parallel: how many processes of one thread run side by side; each takes the next config when it is done
+            with one. 1 for this process alone.
+        workers: as for `execute`; None where runs are side by side.
         overwrite: as for `execute`.
         resume: as for `execute`.
+        saving: as for `execute`.
+        watch: makes what looks on, from a config and its directory; as for `execute`.
     """
+    _check_parallel(num_parallel, workers)
+    saving.check()
+    for config, _ in jobs:
+        config.check()
+    configs = {path: config for config, path in jobs}
+    runs = [(config, path, None if watch is None else watch(config, path)) for path, config in configs.items()]
+    context = multiprocessing.get_context("spawn")
+    stop = context.RawValue("i", 0)
+    execute_one = partial(execute, overwrite=overwrite, resume=resume, saving=saving, stop=stop)
+    with listening(stop):
+        if num_parallel == 1 or len(runs) < 2:
+            found = _outcomes(execute_one, runs, range(len(runs)), stop, workers)
+        else:
+            num_workers = min(num_parallel, len(runs))
+            num_taken = context.Value("i", 0)
+            found = start_workers(_take_runs, num_workers, num_workers, execute_one, runs, num_taken, stop)
+    if len(found) < len(runs) or any(isinstance(outcome, StoppedError) for outcome in found.values()):
+        num_done = sum(isinstance(outcome, dict) for outcome in found.values())
+        raise StoppedError(
+            f"stopped with {num_done} of {len(runs)} runs done, and saved; the same command without --overwrite goes on"
+        )
+    by_path = [(runs[number][1], outcome) for number, outcome in sorted(found.items())]
+    return Outcomes(
+        results={path: outcome for path, outcome in by_path if isinstance(outcome, dict)},
+        errors={path: outcome for path, outcome in by_path if not isinstance(outcome, dict)},
+    )
+
+
+def _check_parallel(num_parallel: int, workers: int | None) -> None:
     if num_parallel < 1:
         raise ConfigError(f"--parallel is {num_parallel}, expected at least 1")
-    results: list[dict[str, Any]] = start_workers(
-        _run_share, min(num_parallel, len(jobs)), len(jobs), list(jobs), overwrite, resume
-    )
-    return results
+    if num_parallel == 1:
+        return
+    if workers is not None:
+        raise ConfigError("there are --workers and --parallel, expected one of them: runs side by side have one worker")
+    if rank_of_torchrun() is not None:
+        raise ConfigError(f"--parallel is {num_parallel}, but torchrun says how many processes there are: leave it out")
 
 
-def _run_share(
-    group: Group, jobs: Sequence[tuple[Config, Path]], overwrite: bool, resume: bool
-) -> list[dict[str, Any]]:
-    mine = [jobs[number] for number in group.share(len(jobs))]
-    return group.gather([execute(config, path, workers=1, overwrite=overwrite, resume=resume) for config, path in mine])
+def _take_runs(
+    group: Group,
+    execute_one: Callable[..., dict[str, Any]],
+    runs: Sequence[tuple[Config, Path, Watch | None]],
+    num_taken: Any,
+    stop: Any,
+) -> dict[int, dict[str, Any] | PapaError]:
+    """What each of the processes side by side does: take a run that nobody took, until there is none."""
+
+    def numbers() -> Iterator[int]:
+        while True:
+            with num_taken.get_lock():
+                number = num_taken.value
+                num_taken.value += 1
+            if number >= len(runs):
+                return
+            yield number
+
+    found = _outcomes(execute_one, runs, numbers(), stop, 1)
+    return {number: outcome for part in group.gather([found]) for number, outcome in part.items()}
+
+
+def _outcomes(
+    execute_one: Callable[..., dict[str, Any]],
+    runs: Sequence[tuple[Config, Path, Watch | None]],
+    numbers: Iterable[int],
+    stop: Any,
+    workers: int | None,
+) -> dict[int, dict[str, Any] | PapaError]:
+    """The result or the error of each run that was begun, by its number; none is begun when it is time to stop."""
+    found: dict[int, dict[str, Any] | PapaError] = {}
+    for number in numbers:
+        if stop.value:
+            break
+        config, path, watch = runs[number]
+        try:
+            found[number] = execute_one(config, path, workers=workers, watch=watch)
+        except Exception as error:
+            if rank_of_torchrun() is not None:
+                raise  # the other processes may not have failed, and wait for this one
+            found[number] = error if isinstance(error, PapaError) else RunError(traceback.format_exc())
+    return found
 
 
 def _execute_under_torchrun(
@@ -167,6 +286,7 @@ def _execute_under_torchrun(
     resume: bool,
     saving: Saving,
     watch: Watch | None,
+    stop: Any,
 ) -> dict[str, Any]:
     if workers is not None:
         raise ConfigError(f"--workers is {workers}, but torchrun says how many there are: leave it out")
@@ -182,8 +302,7 @@ def _execute_under_torchrun(
     if resume and is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
-    stop = multiprocessing.get_context("spawn").RawValue("i", 0)
-    with run.lock() if group.leads else contextlib.nullcontext(), listening(stop):
+    with run.lock() if group.leads else contextlib.nullcontext(), _heard(stop) as stop:
         return _job(group, config, path, overwrite, resume, saving, watch, stop)
 
 
@@ -351,6 +470,7 @@ def _train(
         "communication": communication(run.read_metrics()) if training.group.leads else None,
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
+        "paper_details": paper_details(config),
         "paper_soups": paper_soups(config),
     }
     training.group.wait()

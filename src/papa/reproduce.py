@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from papa.checkpoint import json_text
 from papa.config import Config
-from papa.launch import Watch, execute
+from papa.launch import Outcomes, Saving, Watch, execute_all
 from papa.recipes import find
 from papa.recipes.build import TILES, images_for
 from papa.recipes.change import changed, translated
@@ -112,15 +112,24 @@ def check_data(jobs: Sequence[Job]) -> None:
 
 
 def run(
-    jobs: Sequence[Job], *, workers: int | None = None, watch: Callable[[Job], Watch] | None = None
-) -> Iterator[tuple[Job, Mapping[str, Any]]]:
-    """Execute jobs, one after the other; what is done is not run again, what broke goes on."""
-    done: dict[Path, Mapping[str, Any]] = {}
-    for job in jobs:
-        if job.path not in done:
-            look = None if watch is None else watch(job)
-            done[job.path] = execute(job.config, job.path, workers=workers, resume=True, watch=look)
-        yield job, done[job.path]
+    jobs: Sequence[Job],
+    *,
+    num_parallel: int = 1,
+    workers: int | None = None,
+    saving: Saving = Saving(),  # noqa: B008
+    watch: Callable[[Job], Watch] | None = None,
+) -> Outcomes:
+    """Execute jobs, see `execute_all`; what is done is not run again, what broke goes on."""
+    first = {job.path: job for job in reversed(jobs)}
+    look = None if watch is None else lambda _, path: watch(first[path])
+    return execute_all(
+        [(job.config, job.path) for job in jobs],
+        num_parallel=num_parallel,
+        workers=workers,
+        resume=True,
+        saving=saving,
+        watch=look,
+    )
 
 
 def entries_of(request: Request, results: Sequence[tuple[Job, Mapping[str, Any]]]) -> list[Entry]:

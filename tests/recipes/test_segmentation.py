@@ -16,7 +16,7 @@ from papa.cli import main
 from papa.config import Config
 from papa.errors import ConfigError, DataError
 from papa.launch import execute
-from papa.recipes import find, paper_scores
+from papa.recipes import find, paper_details, paper_scores
 from papa.recipes.build import build, sizes
 from papa.recipes.paper_segmentation import SCORES, class_f1
 from papa.recorder import Recorder
@@ -169,3 +169,5 @@ def test_the_papers_rows_average_their_classes() -> None:
     assert paper_scores(plain) == {"mean": 76.21, "average_soup": 76.23, "greedy_soup": 76.27}
     assert paper_scores(config) is None  # papa itself is not in these tables
     assert class_f1("image_seg1", "papa-all")["mean"]["F1 clutter"] == 29.89
+    assert paper_details(plain) == class_f1("image_seg1", "papa-all")
+    assert paper_details(config) is None

@@ -242,5 +242,20 @@ def test_details_have_a_row_for_each_method_and_what_was_scored() -> None:
     assert "F1 &lt;road&gt;" in run_page(results[0], METRICS)
 
 
+def test_the_papers_details_follow_ours() -> None:
+    result = with_details(make_result("independent"), 10.0)
+    result["paper_details"] = {"mean": {"F1 <road>": 88.8}, "average_soup": {"F1 <road>": 43.32}}
+    result["paper_soups"] = "repaired"
+    rows = {row[0]: row[1:] for row in details_table([result])[1]}
+    assert list(rows)[:2] == ["independent: mean", "paper's independent: mean"]
+    assert rows["independent: mean"] == ("80.00", "10.00")
+    assert rows["paper's independent: mean"] == ("", "88.80")
+    assert rows["paper's independent: average soup, repaired"] == ("", "43.32")
+    assert "paper&#x27;s independent: mean" in run_page(result, METRICS)
+    result["paper_details"] = {"mean": {"F1 <road>": "high"}, "ensemble": 3}  # altered by hand
+    rows = {row[0]: row[1:] for row in details_table([result])[1]}
+    assert rows["paper's independent: mean"] == ("", "not finite")
+
+
 def test_metrics_without_details_have_no_rows() -> None:
     assert details_table([make_result()]) == (("",), [])

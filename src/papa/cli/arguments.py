@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -11,9 +12,35 @@ import tyro
 from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
 from papa.group import rank_of_torchrun
+from papa.launch import Saving
 from papa.recipes import BUDGETS, RECIPES, Recipe, find
 
 Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingOptions:
+    """How often a run is saved, of the commands that train."""
+
+    checkpoint_minutes: float = 10.0
+    """Save the state at the end of each epoch, and after so many minutes without that."""
+    keep: int = 2
+    """How many checkpoints stay."""
+
+    @property
+    def saving(self) -> Saving:
+        """The same for `papa.launch`."""
+        return Saving(minutes=self.checkpoint_minutes, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyOptions(SavingOptions):
+    """How several runs are executed, of the commands that train many."""
+
+    workers: int | None = None
+    """How many processes hold the members of a run; None for as many as help."""
+    parallel: int = 1
+    """How many runs to train side by side, each in a process of its own, for runs too small to spread over workers."""
 
 
 def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe | None, list[str]]:

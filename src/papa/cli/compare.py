@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import parse, split_names, split_numbers, take_budget, take_recipe
+from papa.cli.arguments import ManyOptions, parse, split_names, split_numbers, take_budget, take_recipe
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
-from papa.launch import execute, execute_all
+from papa.launch import Outcomes, Watch, execute_all
 from papa.process import settle
 from papa.recipes import Recipe
 from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
@@ -26,6 +26,8 @@ USAGE = """usage: papa compare RECIPE [OPTIONS]
 
 Trains a recipe with several methods and seeds, prints them side by side and writes one report over all.
 Runs that are already there are not run again; broken ones are continued.
+On SIGINT (Ctrl-C) or SIGTERM the runs under way save, and it leaves with code 75: the same command goes on.
+A run that fails does not stop the others; it is named at the end.
 --budget full is the paper's setting, mini takes about ten minutes a run on two CPU cores, smoke takes seconds.
 
 examples:
@@ -37,7 +39,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(ManyOptions):
     """Options of `papa compare`."""
 
     config: Annotated[Config, tyro.conf.arg(name="")]
@@ -47,10 +49,6 @@ class CompareOptions:
     """Which seeds, separated by commas."""
     out: Path | None = None
     """Where the runs go, a directory for each; by default runs/compare-RECIPE[-BUDGET]."""
-    workers: int | None = None
-    """How many processes hold the members of a run; None for as many as help."""
-    parallel: int = 1
-    """How many runs to train side by side, each in a process of its own, for runs too small to spread over workers."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run again what is there."""
 
@@ -63,8 +61,29 @@ def main(arguments: Sequence[str]) -> int:
     options, out = parse_options(recipe, rest)
     settle()
     jobs = jobs_of(options, out)
-    results = run_all(jobs, options)
-    metrics = [read_events(path / "metrics.jsonl") for _, path in jobs]
+    outcomes = execute_all(
+        jobs,
+        num_parallel=options.parallel,
+        workers=options.workers,
+        overwrite=options.overwrite,
+        resume=not options.overwrite,
+        saving=options.saving,
+        watch=partial(_watch, display=options.parallel == 1),
+    )
+    if outcomes.results:
+        _show(outcomes, out)
+    outcomes.check()
+    return 0
+
+
+def _watch(config: Config, _: Path, *, display: bool) -> Watch:
+    return partial(Progress, f"{config.recipe} {config.method} seed {config.seed}", display=display)
+
+
+def _show(outcomes: Outcomes, out: Path) -> None:
+    """Print the methods side by side, and write one report over all."""
+    results = list(outcomes.results.values())
+    metrics = [read_events(path / "metrics.jsonl") for path in outcomes.results]
     write_atomically(out / "report.html", compare_page(results, metrics))
     print_table(*with_gap_closed(results, [*compare_rows(results), *paper_rows(results)]))
     head, details = details_table(results)
@@ -75,7 +94,6 @@ def main(arguments: Sequence[str]) -> int:
         if result["method"] != "independent" and not result["num_averagings"]:
             print(f"{result['method']}, seed {result['seed']}: training was over before averaging was due")
     print(f"report: {out / 'report.html'}")
-    return 0
 
 
 def parse_options(recipe: Recipe, arguments: Sequence[str]) -> tuple[CompareOptions, Path]:
@@ -95,26 +113,4 @@ def jobs_of(options: CompareOptions, out: Path) -> list[tuple[Config, Path]]:
         (replace(options.config, method=method, seed=seed), out / f"{method}-seed{seed}")
         for method in methods
         for seed in seeds
-    ]
-
-
-def run_all(jobs: Sequence[tuple[Config, Path]], options: CompareOptions) -> list[dict[str, Any]]:
-    """One run after the other, watched; or several side by side."""
-    overwrite, resume = options.overwrite, not options.overwrite
-    if options.parallel != 1:
-        if options.workers is not None:
-            raise ConfigError(
-                "papa compare takes --workers or --parallel, found both: runs side by side have one worker"
-            )
-        return execute_all(jobs, num_parallel=options.parallel, overwrite=overwrite, resume=resume)
-    return [
-        execute(
-            config,
-            path,
-            workers=options.workers,
-            overwrite=overwrite,
-            resume=resume,
-            watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
-        )
-        for config, path in jobs
     ]

@@ -25,10 +25,12 @@ class Progress(Hook):
 
     Args:
         title: what is being trained.
+        display: False for lines also on a terminal, where several are trained side by side.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, *, display: bool = True) -> None:
         self._console = Console(stderr=True, highlight=False)
+        self._has_display = display and self._console.is_terminal
         self._standing = Standing(title)
         self._clock = Clock()
         self._lines = 0
@@ -40,7 +42,7 @@ class Progress(Hook):
         )
 
     def __enter__(self) -> Progress:
-        if self._console.is_terminal:
+        if self._has_display:
             self._live.start()
         return self
 
@@ -72,7 +74,7 @@ class Progress(Hook):
         standing.scores = [member.score for member in record.validation]
         standing.ensemble = record.validation_ensemble.score
         self.after_step(training)
-        if not self._console.is_terminal and int(NUM_LINES * standing.share) > self._lines:
+        if not self._has_display and int(NUM_LINES * standing.share) > self._lines:
             self._lines = int(NUM_LINES * standing.share)
             self._console.print(standing_line(standing), markup=False, soft_wrap=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import split_names, split_numbers
+from papa.cli.arguments import ManyOptions, split_names, split_numbers
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
@@ -26,16 +26,19 @@ USAGE = """usage: papa reproduce TABLE [OPTIONS]
 Runs every row of a table or figure of the paper and prints the paper's numbers, ours, and the difference.
 Runs that are already there are not run again; broken ones are continued. Rows of different tables that are the same
 experiment share their runs, when the tables share --out.
+On SIGINT (Ctrl-C) or SIGTERM the runs under way save, and it leaves with code 75: the same command goes on.
+A run that fails does not stop the others; it is named at the end.
 
 examples:
   papa reproduce
   papa reproduce table:ablation1 --budget smoke --data-root ~/data
   papa reproduce table:ablation_gradual --budget mini --rows papa,same-init --seeds 1,2,3
+  papa reproduce table:logistic --seeds 1,2,3,4,5,6,7,8,9,10 --parallel 2 --data-root ~/data
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceOptions:
+class ReproduceOptions(ManyOptions):
     """Options of `papa reproduce`."""
 
     budget: str = "full"
@@ -48,8 +51,6 @@ class ReproduceOptions:
     """Where the runs go; by default runs/reproduce[-BUDGET]."""
     data_root: str | None = None
     """Where the data lies, or is downloaded to; None for what the recipes say."""
-    workers: int | None = None
-    """How many processes hold the members of a run; None for as many as help."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,7 +82,14 @@ def main(arguments: Sequence[str]) -> int:
     settle()
     jobs = jobs_for(request, out)
     check_data(jobs)
-    results = list(run(jobs, workers=options.workers, watch=_watch))
+    outcomes = run(
+        jobs,
+        num_parallel=options.parallel,
+        workers=options.workers,
+        saving=options.saving,
+        watch=partial(_watch, display=options.parallel == 1),
+    )
+    results = [(job, outcomes.results[job.path]) for job in jobs if job.path in outcomes.results]
     head = ("row", "", f"paper's{'' if options.budget == 'full' else ', full setting'}", "ours", "difference")
     rows = [_cells(entry) for entry in entries_of(request, results)]
     print_table(head, rows)
@@ -89,6 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(report, table_page(f"{table.name}: {table.title}", _words(request), head, rows, _runs(jobs, out)))
     print(f"runs: {out / 'runs'}\nreport: {report}")
+    outcomes.check()
     return 0
 
 
@@ -103,8 +112,8 @@ def _runs(jobs: Sequence[Job], out: Path) -> list[tuple[str, str]]:
     return [(f"{job.row.title}, seed {job.config.seed}", str(job.path.relative_to(out))) for job in jobs]
 
 
-def _watch(job: Job) -> Watch:
-    return partial(Progress, f"{job.config.recipe} {job.row.name} seed {job.config.seed}")
+def _watch(job: Job, *, display: bool) -> Watch:
+    return partial(Progress, f"{job.config.recipe} {job.row.name} seed {job.config.seed}", display=display)
 
 
 def _list() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import tyro
 
+from papa.cli.arguments import SavingOptions
 from papa.cli.progress import Progress
 from papa.cli.run import print_run
 from papa.config import Config
 from papa.errors import ConfigError
-from papa.launch import Saving, execute
+from papa.launch import execute
 from papa.process import settle
 from papa.runs import RunDirectory
 
@@ -29,15 +30,11 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions:
+class ResumeOptions(SavingOptions):
     """Options of `papa resume`."""
 
     workers: int | None = None
     """How many processes hold the members; None for as many as help. The result does not depend on it."""
-    checkpoint_minutes: float = 10.0
-    """Save the state at the end of each epoch, and after so many minutes without that."""
-    keep: int = 2
-    """How many checkpoints stay."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         run.path,
         workers=options.workers,
         resume=True,
-        saving=Saving(minutes=options.checkpoint_minutes, keep=options.keep),
+        saving=options.saving,
         watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
     )
     print_run(result, run)

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse, speaks, take_budget, take_recipe
+from papa.cli.arguments import SavingOptions, parse, speaks, take_budget, take_recipe
 from papa.cli.progress import Progress, Together, told
 from papa.cli.tables import print_table
 from papa.config import Config
-from papa.launch import Saving, Watch, execute
+from papa.launch import Watch, execute
 from papa.process import settle
 from papa.report import COLUMNS, details_table, run_rows
 from papa.report.tensorboard import EventFiles, check_tensorboard
@@ -39,7 +39,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(SavingOptions):
     """Options of `papa run`."""
 
     config: Annotated[Config, tyro.conf.arg(name="")]
@@ -51,10 +51,6 @@ class RunOptions:
     """Replace a run that is there."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue a run that is there."""
-    checkpoint_minutes: float = 10.0
-    """Save the state at the end of each epoch, and after so many minutes without that."""
-    keep: int = 2
-    """How many checkpoints stay."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write event files for TensorBoard too, into the run's directory tensorboard/."""
 
@@ -81,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         workers=options.workers,
         overwrite=options.overwrite,
         resume=options.resume,
-        saving=Saving(minutes=options.checkpoint_minutes, keep=options.keep),
+        saving=options.saving,
         watch=partial(Together, *onlookers),
     )
     if speaks():

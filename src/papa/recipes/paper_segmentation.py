@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from papa.recipes.recipe import PaperScores
+from papa.recipes.recipe import PaperDetails, PaperScores
 
 CLASSES = ("roads", "buildings", "vegetation", "trees", "cars", "clutter")
 MEMBERS = 8
@@ -55,6 +55,15 @@ def average_f1() -> Mapping[tuple[str, str, int], PaperScores]:
         (method, GRIDS[table], MEMBERS): {what: row[-1] for what, row in rows.items()}
         for table, methods in SCORES.items()
         for method, rows in methods.items()
+    }
+
+
+def details() -> Mapping[tuple[str, str, int], PaperDetails]:
+    """The F1 of each class of both tables, by (method, grid, members)."""
+    return {
+        (method, GRIDS[table], MEMBERS): class_f1(table, method)
+        for table, methods in SCORES.items()
+        for method in methods
     }
 
 

@@ -18,6 +18,9 @@ BUDGETS = {
 PaperScores: TypeAlias = Mapping[str, float]
 """The paper's scores by the names of `result.json`: mean, ensemble, average_soup, greedy_soup."""
 
+PaperDetails: TypeAlias = Mapping[str, Mapping[str, float]]
+"""The same with the details of each score, by the names under `details` in `result.json`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -32,6 +35,8 @@ class Recipe:
     """From a budget to the configuration."""
     paper: Mapping[tuple[str, str, int], PaperScores] = field(default_factory=dict)
     """The paper's scores by (method, grid, members)."""
+    paper_details: Mapping[tuple[str, str, int], PaperDetails] = field(default_factory=dict)
+    """What else the paper tells of these scores, such as the score of each class, by the same."""
     paper_soups: str = "repaired"
     """Which soups of independent members the paper's are: `repaired`, or `aligned` (and repaired)."""
     default_budget: str = "full"

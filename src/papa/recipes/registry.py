@@ -5,7 +5,7 @@ from __future__ import annotations
 from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
 from papa.recipes import comparisons, digits, finetune, logistic, scratch, segmentation
-from papa.recipes.recipe import PaperScores, Recipe
+from papa.recipes.recipe import PaperDetails, PaperScores, Recipe
 
 SHELVES = (digits, scratch, finetune, comparisons, segmentation, logistic)
 """The modules that hold recipes, in the order of listings."""
@@ -23,6 +23,12 @@ def find(name: str) -> Recipe:
 def paper_scores(config: Config) -> PaperScores | None:
     """What the paper reports for a recipe's method, grid and population size, in its full setting."""
     return RECIPES[config.recipe].paper_scores(config) if config.recipe in RECIPES else None
+
+
+def paper_details(config: Config) -> PaperDetails | None:
+    """What else the paper tells of these scores, such as the score of each class."""
+    details = RECIPES[config.recipe].paper_details if config.recipe in RECIPES else {}
+    return details.get((config.method, config.diversity.grid, config.members))
 
 
 def paper_soups(config: Config) -> str | None:

@@ -43,6 +43,7 @@ RECIPES = (
         table="image_seg1, image_seg2",
         make=lambda budget: unet("vaihingen", budget),
         paper=paper_segmentation.average_f1(),
+        paper_details=paper_segmentation.details(),
     ),
     Recipe(
         name="aerial-unet",

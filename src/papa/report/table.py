@@ -115,14 +115,19 @@ def compare_rows_with_paper(results: Sequence[Mapping[str, Any]]) -> list[tuple[
 def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of what else the metric tells, such as the F1 of each class; no rows where it tells nothing.
 
-    One row per method for its members' mean, their ensemble and the soups, means over its runs.
+    One row per method for its members' mean, their ensemble and the soups, means over its runs; each followed by the
+    paper's, in its full setting, where it tells the same.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for label, group in groups_of(results).items():
         for key in KEYS:
             details = [part(scores_of(result), "details", key) for _, result in group]
             if told := [one for one in details if isinstance(one, Mapping)]:
-                found[f"{label}: {key.replace('_', ' ')}"] = told
+                name = f"{label}: {key.replace('_', ' ')}"
+                found[name] = told
+                if isinstance(paper := part(group[0][1], "paper_details", key), Mapping):
+                    soups = part(group[0][1], "paper_soups") if key.endswith("_soup") else None
+                    found[of_soups(f"paper's {name}", soups)] = [paper]
     names = list(dict.fromkeys(name for told in found.values() for one in told for name in one))
     rows = [
         (label, *(_mean_of([one[name] for one in told if name in one]) for name in names))

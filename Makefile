@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types unit docs results format bench soak clean
+.PHONY: help demo test lint types unit docs results format bench soak rows clean
 
 help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
@@ -13,6 +13,7 @@ help:
 	@echo "make format  rewrite the sources in the house style"
 	@echo "make bench   run every benchmark and write BENCHMARKS.md"
 	@echo "make soak    200 kills, and an hour of training with kills and resumes"
+	@echo "make rows    every row of the paper's tables, seconds each (DATA=folder; what is not in it is made up)"
 	@echo "make clean   remove $(VENV) and what tools left behind"
 
 $(BIN)/python:
@@ -66,6 +67,9 @@ bench: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	@echo "papa: killing and resuming runs (about an hour and a half)"
 	@$(BIN)/python tests/soak.py --kills 200 --minutes 60
+
+rows: $(VENV)/.installed-dev
+	@$(BIN)/python tests/every_row.py $(or $(DATA),data) runs/every-row
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -79,9 +79,9 @@ def config_of(row: Row, table: Table, *, budget: str = "full", seed: int = 1, da
 
 
 def _root_of(config: Config, data_root: str) -> str:
-    """Where a data set lies: tiles may have a folder of their own beside other sets."""
+    """Where a data set lies: those that are folders may have one of their own beside other sets."""
     folder = Path(data_root) / config.data.name
-    return str(folder) if config.data.name in TILES and folder.is_dir() else data_root
+    return str(folder) if config.data.name in (*TILES, "imagenet") and folder.is_dir() else data_root
 
 
 def jobs_for(request: Request, out: Path) -> list[Job]:

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import html
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from helpers import write_images
 from papa.cli import main
+from papa.cli.main import STOPPED
 from papa.errors import ConfigError
-from papa.recipes.tables import find_table
+from papa.recipes.tables import TABLES, find_table
 from papa.reproduce import Request, jobs_for
 
 
@@ -44,23 +49,20 @@ def results_in(out: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(out.glob("runs/*/seed*/result.json"))]
 
 
-@pytest.mark.parametrize(
-    ("table", "row"),
-    [
-        ("table:ablation", "greedy"),
-        ("table:ablation2", "tournament"),
-        ("table:ablation2", "elitist-mutations"),
-        ("table:ablation1", "aligned"),
-        ("table:ablation1", "same-init"),
-        ("table:ablation_gradual", "mutations"),
-        ("table:ablation_gradual", "every-50-alpha-0.9"),
-        ("table:dart_replication", "cifar10-dart"),
-        ("table:cifar100_swa", "linear-0.05-during"),
-        ("table:comparing2", "papa-none-p3"),
-        ("figure:papa_acc1", "papa-all"),
-        ("table:cosine", "papa"),
-    ],
-)
+def rows_of_every_kind() -> list[tuple[str, str]]:
+    """One row for each set of options that rows change; `tests/every_row.py` runs all of them."""
+    found: dict[frozenset[str], tuple[str, str]] = {}
+    for table in TABLES.values():
+        for row in table.rows:
+            is_here = row.recipe is not None and row.recipe.startswith("cifar")
+            if is_here and row.change["method"] != "independent":
+                found.setdefault(
+                    frozenset({*table.options, *row.change} - {"method", "members"}), (table.name, row.name)
+                )
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("table", "row"), rows_of_every_kind())
 def test_rows_of_every_kind_run(
     table: str, row: str, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +96,65 @@ def test_rows_and_tables_share_runs_and_what_is_done_is_not_run_again(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/seed*/result.json")} == files
 
 
+def test_rows_side_by_side_give_what_one_after_the_other_gives(
+    data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ("table:comparing2", "papa-none-p3,papa-all-none-p3")
+    assert reproduce(*rows, data_root, tmp_path / "one") == 0
+    one = capsys.readouterr().out
+    assert reproduce(*rows, data_root, tmp_path / "two", "--parallel", "2") == 0
+    assert capsys.readouterr().out == one.replace(str(tmp_path / "one"), str(tmp_path / "two"))
+
+
+def test_a_row_that_fails_is_named_and_the_others_are_shown(
+    data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = find_table("comparing2")
+    rows = table.pick(["papa-none-p3", "papa-all-none-p3"])
+    request = Request(table=table, rows=rows, budget="smoke", data_root=str(data_root))
+    first, second = jobs_for(request, tmp_path)
+    (first.path / "checkpoint").mkdir(parents=True)
+    (first.path / "soup.safetensors").write_text("somebody else's")
+    arguments = ("table:comparing2", "papa-none-p3,papa-all-none-p3", data_root, tmp_path)
+    assert reproduce(*arguments) == 2
+    shown = capsys.readouterr()
+    assert "1 of 2 runs failed" in shown.err
+    assert str(first.path) in " ".join(shown.err.split())
+    assert any(line.startswith(second.row.title) and line.split()[-1][0] in "+-" for line in shown.out.splitlines())
+    done = (second.path / "result.json").stat().st_mtime_ns
+    (first.path / "soup.safetensors").unlink()
+    (first.path / "checkpoint").rmdir()
+    assert reproduce(*arguments) == 0
+    assert (second.path / "result.json").stat().st_mtime_ns == done
+
+
+@pytest.mark.parametrize("command", ["compare", "reproduce"])
+def test_a_signal_saves_and_the_same_command_goes_on(
+    command: str, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {
+        "compare": ["digits", "--train.epochs", "2", "--members", "2", "--methods", "independent,papa"],
+        "reproduce": ["table:comparing2", "--budget", "smoke", "--rows", "papa-none-p3,papa-all-none-p3"],
+    }[command]
+    arguments = [command, *arguments, "--seeds", "1,2", "--out", str(tmp_path), "--keep", "1"]
+    if command == "reproduce":
+        arguments += ["--data-root", str(data_root)]
+
+    def ask_once_one_trains() -> None:
+        while not any(file.stat().st_size for file in tmp_path.rglob("metrics.jsonl")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    asker = threading.Thread(target=ask_once_one_trains)
+    asker.start()
+    assert main(arguments) == STOPPED
+    asker.join()
+    assert "of 4 runs done, and saved; the same command without --overwrite goes on" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert len(list(tmp_path.rglob("result.json"))) == 4
+    assert all(len(list(path.iterdir())) == 1 for path in tmp_path.rglob("checkpoint"))
+
+
 def test_quoted_rows_need_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce("table:comparing2", "quoted-esgd", tmp_path, tmp_path) == 0
     assert "92.48" in capsys.readouterr().out
@@ -114,6 +175,9 @@ def test_it_lists_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> 
         (["table:ablation", "--budget", "tiny"], "--budget is tiny"),
         (["table:ablation", "--seeds", "one"], "--seeds is 'one'"),
         (["--rows", "papa"], "begins with a table or figure"),
+        (["table:comparing2", "--rows", "quoted-esgd", "--parallel", "0"], "--parallel is 0, expected at least 1"),
+        (["table:comparing2", "--rows", "quoted-esgd", "--parallel", "2", "--workers", "2"], "expected one of them"),
+        (["table:comparing2", "--rows", "quoted-esgd", "--keep", "0"], "--keep is 0, expected at least 1"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ DATA_ROOT are made up. Runs that are in OUT are not run again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,16 +34,18 @@ MADE_UP: dict[str, Callable[[Path], None]] = {
 }
 
 
-def with_data(config: Config, place: Path) -> Config:
-    """The same config, with made-up data in place of what is missing."""
-    try:
-        images_for(config)
-    except DataError:
-        root = place / config.data.name
-        if not root.exists() and config.data.name in MADE_UP:
-            MADE_UP[config.data.name](root)
-        config = replace(config, data=replace(config.data, root=str(root)))
-    return config
+def made_up_roots(configs: Iterable[Config], place: Path) -> dict[str, str]:
+    """Where data is that was made up because it is missing, by its name."""
+    roots = {}
+    for name, config in {config.data.name: config for config in configs}.items():
+        try:
+            images_for(config)
+        except DataError:
+            root = place / name
+            if not root.exists():
+                MADE_UP[name](root)
+            roots[name] = str(root)
+    return roots
 
 
 def main(data_root: str, out: Path) -> int:
@@ -51,7 +53,11 @@ def main(data_root: str, out: Path) -> int:
     requests = [Request(table=table, rows=table.rows, budget="smoke", data_root=data_root) for table in TABLES.values()]
     jobs = {request.table.name: jobs_for(request, out) for request in requests}
     configs = {job.path: job.config for of_table in jobs.values() for job in of_table}
-    runs = [(with_data(config, out / "made-up"), path) for path, config in configs.items()]
+    roots = made_up_roots(configs.values(), out / "made-up")
+    runs = [
+        (replace(config, data=replace(config.data, root=roots.get(config.data.name, config.data.root))), path)
+        for path, config in configs.items()
+    ]
     outcomes = execute_all(runs, num_parallel=usable_cores(), resume=True)
     num_rows = num_quoted = num_failed = 0
     for request in requests:

@@ -1,3 +1,4 @@
+import gc
 import json
 import multiprocessing
 import os
@@ -296,6 +297,18 @@ def test_what_is_wrong_with_all_runs_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--workers is 7, expected 1 to 3"):
         outcomes.check()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_of_a_run_stays_in_memory(tmp_path: Path) -> None:
+    jobs = [(replace(small_config(), seed=seed), tmp_path / f"seed{seed}") for seed in (1, 2)]
+    before = {id(found) for found in gc.get_objects() if isinstance(found, Training)}
+    gc.disable()
+    try:
+        execute_all(jobs).check()
+        left = [found for found in gc.get_objects() if isinstance(found, Training) and id(found) not in before]
+    finally:
+        gc.enable()
+    assert not left
 
 
 @pytest.mark.parametrize("num_parallel", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import platform
@@ -274,7 +275,9 @@ def _outcomes(
         except Exception as error:
             if rank_of_torchrun() is not None:
                 raise  # the other processes may not have failed, and wait for this one
-            found[number] = error if isinstance(error, PapaError) else RunError(traceback.format_exc())
+            told = error if isinstance(error, PapaError) else RunError(traceback.format_exc())
+            found[number] = type(told)(*told.args)  # without the traceback, which refers to all that the run held
+        gc.collect()  # a training refers to itself: its data would stay in memory while others run
     return found
 
 

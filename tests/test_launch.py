@@ -301,11 +301,11 @@ def test_what_is_wrong_with_all_runs_is_told_once(tmp_path: Path) -> None:
 
 def test_nothing_of_a_run_stays_in_memory(tmp_path: Path) -> None:
     jobs = [(replace(small_config(), seed=seed), tmp_path / f"seed{seed}") for seed in (1, 2)]
-    before = {id(found) for found in gc.get_objects() if isinstance(found, Training)}
+    before = {id(found) for found in gc.get_objects() if type(found) is Training}
     gc.disable()
     try:
         execute_all(jobs).check()
-        left = [found for found in gc.get_objects() if isinstance(found, Training) and id(found) not in before]
+        left = [found for found in gc.get_objects() if type(found) is Training and id(found) not in before]
     finally:
         gc.enable()
     assert not left

@@ -47,11 +47,11 @@ class Study:
 
 MAIN_CIFAR10 = (
     "papa compare cifar10-vgg11 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3 --analysis"
-    " --data.root DATA --out runs/main/cifar10-vgg11"
+    " --parallel 2 --data.root DATA --out runs/main/cifar10-vgg11"
 )
 MAIN_CIFAR100 = (
     "papa compare cifar100-resnet18 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3 --analysis"
-    " --data.root DATA --out runs/main/cifar100-resnet18"
+    " --parallel 2 --data.root DATA --out runs/main/cifar100-resnet18"
 )
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
 
@@ -101,7 +101,7 @@ STUDIES = (
                 title="CIFAR-10, VGG-11, two, three and five members",
                 commands=tuple(
                     f"papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
-                    f" --members {members} --data.root DATA --out runs/sizes/{members}-members"
+                    f" --members {members} --parallel 2 --data.root DATA --out runs/sizes/{members}-members"
                     for members in (2, 3)
                 ),
                 beside=(MAIN_CIFAR10,),
@@ -117,7 +117,7 @@ STUDIES = (
                 title="CIFAR-10, VGG-11, five members that differ in initial weights and data order alone",
                 commands=(
                     "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
-                    " --diversity.grid none --data.root DATA --out runs/plain/cifar10-vgg11",
+                    " --diversity.grid none --parallel 2 --data.root DATA --out runs/plain/cifar10-vgg11",
                 ),
                 render=main_tables,
             ),
@@ -146,7 +146,7 @@ STUDIES = (
                 title="CIFAR-10, VGG-11, five members",
                 commands=(
                     "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
-                    " --data.root DATA --out runs/repair/none",
+                    " --parallel 2 --data.root DATA --out runs/repair/none",
                 ),
                 beside=(MAIN_CIFAR10,),
                 render=of_methods("independent", "papa-all"),

@@ -7,9 +7,11 @@ pickling or saving a member takes that member alone and never the whole matrix.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -260,6 +262,25 @@ def alias(row: Tensor, slot: Slot) -> Tensor:
     start = (row.storage_offset() + slot.offset) * row.element_size()
     storage = row.untyped_storage()[start : start + slot.numel * row.element_size()]
     return torch.empty(0, dtype=row.dtype, device=row.device).set_(storage, 0, slot.shape, slot.stride)
+
+
+def twin(model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor]) -> nn.Module:
+    """A copy of a module whose averaged tensors live in one row by dtype, and have the numbers that are there."""
+    slots = {slot.name: slot for slot in layout.slots}
+    copies: dict[int, Any] = {}
+    for name, _, _, _, tensor in tensors_of(model):
+        slot = slots.get(name)
+        if slot is None or id(tensor) in copies:
+            continue
+        home = alias(rows[slot.dtype], slot)
+        if type(tensor) is nn.Parameter:
+            copies[id(tensor)] = nn.Parameter(home, tensor.requires_grad)
+        elif type(tensor) is Tensor:
+            copies[id(tensor)] = home
+        else:  # a kind of its own knows how to be copied
+            copies[id(tensor)] = copy.deepcopy(tensor)
+            copies[id(tensor)].data = home
+    return copy.deepcopy(model, copies)
 
 
 def stacked(rows: Tensor, slot: Slot) -> Tensor:

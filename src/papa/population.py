@@ -133,6 +133,11 @@ class Population:
         return tuple(slot.name for slot in self._layout.slots)
 
     @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """In which memory order each averaged tensor lies in its row."""
+        return tuple(slot.stride for slot in self._layout.slots)
+
+    @property
     def not_averaged(self) -> tuple[str, ...]:
         """The names of floating-point tensors that stay with their member."""
         averaged, seen, names = set(self.averaged), set(), []
@@ -174,13 +179,34 @@ class Population:
             weights: one for each member of the whole population, non-negative and summing to 1; a member of weight 0
                 is not read.
         """
+        row = self._checked_row(weights)
+        self._settle_()
+        rows = {dtype: self.group.combine(matrix, row) for dtype, matrix in self.matrices.items()}
+        return {slot.name: flat.alias(rows[slot.dtype], slot) for slot in self._layout.slots}
+
+    def _checked_row(self, weights: Any) -> Tensor:
         row = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
         if row.shape != (self.size,):
             raise MixingError(f"weights have shape {tuple(row.shape)}, expected ({self.size},): one for each member")
         check_row(row, subject="the row of weights")
+        return row
+
+    def vessel(self, index: int = 0) -> Vessel:
+        """A network of its own, to be filled with weighted means of members; it takes the memory of one network.
+
+        Args:
+            index: the member held here that it is a copy of in all that is not averaged.
+        """
+        self.refresh_()
+        rows = {dtype: torch.zeros_like(matrix[0]) for dtype, matrix in self.matrices.items()}
+        return Vessel(self, flat.twin(self[index], self._layout, rows), rows)
+
+    def pour_(self, rows: Mapping[torch.dtype, Tensor], weights: Any) -> None:
+        """Fill rows with the weighted mean of all members; see `combined`."""
+        row = self._checked_row(weights)
         self._settle_()
-        rows = {dtype: self.group.combine(matrix, row) for dtype, matrix in self.matrices.items()}
-        return {slot.name: flat.alias(rows[slot.dtype], slot) for slot in self._layout.slots}
+        for dtype, matrix in self.matrices.items():
+            self.group.combine(matrix, row, rows[dtype])
 
     def mix_(self, matrix: Any) -> None:
         """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.
@@ -271,6 +297,42 @@ class Population:
             model.to(*args, **kwargs)
         self._bind()
         return self
+
+
+class Vessel:
+    """A network that lives in a row of its own, into which means of members are written without a detour.
+
+    Example:
+        >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
+        >>> vessel = population.vessel()
+        >>> vessel.fill_([0.0, 0.0, 1.0])
+        >>> torch.equal(vessel.network.weight, population[2].weight)
+        True
+
+    Args:
+        population: whose members' means it gets.
+        network: the network.
+        rows: where its averaged tensors live, by dtype.
+    """
+
+    def __init__(self, population: Population, network: nn.Module, rows: dict[torch.dtype, Tensor]) -> None:
+        self.network = network
+        self._population, self._rows = population, rows
+        self._strides = population.strides
+        self._tensors = flat.named_tensors(network, population.averaged)
+
+    @torch.no_grad()
+    def fill_(self, weights: Any) -> None:
+        """The network becomes the weighted mean of all members. Every process that holds members must call it."""
+        population = self._population
+        population.refresh_()
+        if population.strides == self._strides:
+            population.pour_(self._rows, weights)
+            torch.autograd.graph.increment_version(list(self._tensors.values()))
+        else:  # members were brought into another memory order meanwhile
+            for name, tensor in population.combined(weights).items():
+                self._tensors[name].copy_(tensor)
+        torch.clear_autocast_cache()
 
 
 def _rebuild(models: list[nn.Module], average: dict[str, bool]) -> Population:

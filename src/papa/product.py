@@ -124,10 +124,10 @@ def _two_parents(row: list[float]) -> tuple[int, int, float]:
     return first, second, row[second] if rest else 0.0
 
 
-def combine_rows(rows: Tensor, weights: Tensor) -> Tensor:
-    """`weights @ rows` as a new row, members added in their order; those of weight 0 are not read: 0 x NaN is NaN."""
+def combine_rows(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """`weights @ rows` as a row, members added in their order; those of weight 0 are not read: 0 x NaN is NaN."""
     used = [(member, weight) for member, weight in enumerate(weights.tolist()) if weight]
-    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
     for block, target in zip(column_blocks(rows), column_blocks(combined[None], num_rows=len(rows)), strict=True):
         combine_block_(target[0], [(block[member], weight) for member, weight in used])
     return combined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar, overload
 
@@ -18,6 +18,7 @@ from papa.population import Population
 
 StateDict: TypeAlias = Mapping[str, Any]
 Network = TypeVar("Network", nn.Module, dict[str, Any])
+T = TypeVar("T")
 Score: TypeAlias = Callable[[Any], Any]
 Weights: TypeAlias = Sequence[float] | Tensor
 After: TypeAlias = Callable[[Any, Tensor], object]
@@ -53,7 +54,7 @@ def average_soup(members: Any, weights: Weights | None = None, *, after: After |
     Returns:
         A module of its own, or a state dict when given state dicts.
     """
-    pot = _pot(members, after)
+    pot = pot_for(members, after)
     row = mixing.soup_row(pot.size, pot.present) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
     return pot.network
@@ -116,14 +117,8 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     Returns:
         The soup, who went in, and every score tried. One extra network is held in memory.
     """
-    pot = _pot(members, after)
-    here = zip(pot.group.members(len(pot.members_here)), pot.members_here, strict=True)
-    values = pot.group.gather([score(network) if member in pot.present else None for member, network in here])
-    readings = [
-        reading(value, f"member {index}") if index in pot.present else (math.nan, math.nan)
-        for index, value in enumerate(values)
-    ]
-    order = sorted(pot.present, key=lambda index: (-readings[index][0], readings[index][1], index))
+    pot = pot_for(members, after)
+    readings, order = pot.ranked(score)
     chosen, best = order[:1], readings[order[0]][0]
     trials = []
     for index in order[1:]:
@@ -138,14 +133,22 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     return GreedySoup(pot.network, tuple(chosen), best, tuple(value for value, _ in readings), tuple(trials))
 
 
-class _Pot:
-    """The network a soup is cooked in, and the tensors that go into it."""
+class Pot:
+    """The network a soup is cooked in, and who may go into it.
+
+    Args:
+        network: the network.
+        fill: makes it the mean that a row of weights says.
+        members_here: those held by this process.
+        size: of the whole population.
+        group: the processes that hold it; None for this one alone.
+        present: who was not dropped; None for all.
+    """
 
     def __init__(
         self,
         network: Any,
-        target: dict[str, Tensor],
-        combine: Callable[[Tensor], Iterable[tuple[str, Tensor]]],
+        fill: Callable[[Tensor], None],
         members_here: Sequence[Any],
         *,
         size: int,
@@ -158,25 +161,38 @@ class _Pot:
         self.members_here = members_here
         self.group: Group = group if group is not None else Local()
         self.after: After | None = None
-        self._target = target
-        self._combine = combine
+        self._fill = fill
 
-    @torch.no_grad()
     def fill_(self, row: Tensor) -> None:
         """Every tensor of the network becomes the mean that `row` says; a weight of 0 leaves a member out."""
-        for name, mean in self._combine(row):
-            self._target[name].copy_(mean)
+        self._fill(row)
         if self.after is not None:
             self.after(self.network, row)
 
+    def ranked(self, score: Score) -> tuple[list[tuple[float, float]], list[int]]:
+        """Every member's score and loss, and the members that are present, best first."""
+        here = zip(self.group.members(len(self.members_here)), self.members_here, strict=True)
+        values = self.group.gather([score(network) if member in self.present else None for member, network in here])
+        readings = [
+            reading(value, f"member {index}") if index in self.present else (math.nan, math.nan)
+            for index, value in enumerate(values)
+        ]
+        return readings, sorted(self.present, key=lambda index: (-readings[index][0], readings[index][1], index))
 
-def _pot(members: Any, after: After | None) -> _Pot:
+
+def pot_for(members: Any, after: After | None = None) -> Pot:
+    """The pot that a soup of a population, of modules or of state dicts is cooked in.
+
+    Args:
+        members: as for `average_soup`.
+        after: as for `average_soup`.
+    """
     pot = _pot_of(members)
     pot.after = after
     return pot
 
 
-def _pot_of(members: Any) -> _Pot:
+def _pot_of(members: Any) -> Pot:
     if isinstance(members, Population):
         return _population_pot(members)
     members = list(members)
@@ -184,7 +200,7 @@ def _pot_of(members: Any) -> _Pot:
         raise SoupError("a soup needs at least one network, got none")
     if all(isinstance(member, nn.Module) for member in members):
         names = [slot.name for slot in flat.plan(members, {}).slots]
-        network = _copy_of(members[0])
+        network = _copied(lambda: copy.deepcopy(members[0]), members[0])
         sources = [flat.named_tensors(member, names) for member in members]
         return _list_pot(network, flat.named_tensors(network, names), sources, members)
     if all(isinstance(member, Mapping) for member in members):
@@ -193,38 +209,39 @@ def _pot_of(members: Any) -> _Pot:
     raise SoupError(f"a soup is made of a population, of modules or of state dicts, got {kinds}")
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
+def _copied(make: Callable[[], T], model: nn.Module) -> T:
     try:
-        return copy.deepcopy(model)
+        return make()
     except (RuntimeError, AssertionError) as error:  # modules under fully_shard assert that nobody copies them
         raise SoupError(
             f"{type(model).__name__} cannot be copied ({error}): make a soup of the members' state dicts instead"
         ) from error
 
 
-def _population_pot(population: Population) -> _Pot:
-    here = zip(population.members, population, strict=True)
-    network = _copy_of(next((model for member, model in here if member in population.present), population[0]))
-    return _Pot(
-        network,
-        flat.named_tensors(network, population.averaged),
-        lambda row: population.combined(row).items(),
+def _population_pot(population: Population) -> Pot:
+    present = population.present
+    index = next((index for index, member in enumerate(population.members) if member in present), 0)
+    vessel = _copied(lambda: population.vessel(index), population[index])
+    return Pot(
+        vessel.network,
+        vessel.fill_,
         list(population),
         size=population.size,
         group=population.group,
-        present=population.present,
+        present=present,
     )
 
 
 def _list_pot(
     network: Any, target: dict[str, Tensor], sources: Sequence[Mapping[str, Tensor]], members: Sequence[Any]
-) -> _Pot:
-    def combine(row: Tensor) -> Iterator[tuple[str, Tensor]]:
+) -> Pot:
+    @torch.no_grad()
+    def fill(row: Tensor) -> None:
         used = [(source, weight) for source, weight in zip(sources, row.tolist(), strict=True) if weight]
-        for name, like in target.items():
-            yield name, _weighted_sum(like, [(source[name], weight) for source, weight in used])
+        for name, tensor in target.items():
+            tensor.copy_(_weighted_sum(tensor, [(source[name], weight) for source, weight in used]))
 
-    return _Pot(network, target, combine, members, size=len(members))
+    return Pot(network, fill, members, size=len(members))
 
 
 def _weighted_sum(like: Tensor, parts: Sequence[tuple[Tensor, float]]) -> Tensor:
@@ -234,7 +251,7 @@ def _weighted_sum(like: Tensor, parts: Sequence[tuple[Tensor, float]]) -> Tensor
     return total
 
 
-def _state_dict_pot(states: list[StateDict]) -> _Pot:
+def _state_dict_pot(states: list[StateDict]) -> Pot:
     _check_states(states)
     network = {key: copy.deepcopy(value) for key, value in states[0].items()}
     names = [key for key, value in network.items() if isinstance(value, Tensor) and _is_number(value)]

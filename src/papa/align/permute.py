@@ -55,24 +55,21 @@ def permute_all_(
     """
     tensors = {name: tensor for name, _, _, _, tensor in flat.tensors_of(model)}
     state = optimizer.state if optimizer is not None else {}
-    changed: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    moves: dict[str, list[tuple[Slot, Tensor]]] = {}
     for name, permutation in permutations.items():
         group = symmetries[name]
         order = checked(permutation, group)
         for slot in group.slots:
-            if slot.tensor not in changed:
-                tensor = found_tensor(tensors, slot)
-                alike = [
-                    part
-                    for part in state.get(tensor, {}).values()
-                    if isinstance(part, Tensor) and part.shape == tensor.shape
-                ]
-                changed[slot.tensor] = [(part, part.detach().clone()) for part in (tensor, *alike)]
-            for _, values in changed[slot.tensor]:
+            found_tensor(tensors, slot)
+            moves.setdefault(slot.tensor, []).append((slot, order))
+    for name, its_moves in moves.items():
+        tensor = tensors[name]
+        kept = state.get(tensor, {}).values()
+        for part in (tensor, *(part for part in kept if isinstance(part, Tensor) and part.shape == tensor.shape)):
+            values = part.detach().clone()
+            for slot, order in its_moves:
                 permute_slot_(values, slot, order)
-    for pairs in changed.values():
-        for tensor, values in pairs:
-            tensor.copy_(values)
+            part.copy_(values)
 
 
 def permute_slot_(tensor: Tensor, slot: Slot, order: Tensor) -> None:

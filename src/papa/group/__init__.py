@@ -1,6 +1,6 @@
 """Where the rows of a population live: the only room that imports `torch.distributed`."""
 
-from papa.group.base import Group, Local
+from papa.group.base import Group, Local, gathered
 from papa.group.mesh import as_group
 from papa.group.shared import Shared, balanced_share
 from papa.group.spread import EXCHANGES, Spread
@@ -16,6 +16,7 @@ __all__ = [
     "Torchrun",
     "as_group",
     "balanced_share",
+    "gathered",
     "rank_of_torchrun",
     "start_workers",
 ]

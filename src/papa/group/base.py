@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from papa.errors import PapaError
 from papa.product import combine_rows, mix_rows_, squared_distances
 
 T = TypeVar("T")
@@ -72,8 +73,8 @@ class Group(Protocol):
         """`rows <- matrix @ rows` over all members, wherever they live."""
         ...
 
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """A new row: the sum of all members' rows, each times its weight; a member of weight 0 is not read."""
+    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of all members' rows, each times its weight, in `out` or a new row; weight 0: not read."""
         ...
 
     def squared_distances(self, rows: Tensor) -> Tensor:
@@ -117,6 +118,27 @@ class Group(Protocol):
         ...
 
 
+def gathered(group: Group, work: Callable[[], list[T]]) -> list[T]:
+    """What every process finds in `work`, which may differ in number, put together; one's `PapaError` is everyone's.
+
+    Without that, the others would wait for the one who found something wrong with its members.
+
+    Example:
+        >>> gathered(Local(), lambda: [1, 2])
+        [1, 2]
+    """
+    values: list[T] = []
+    problem: PapaError | None = None
+    try:
+        values = work()
+    except PapaError as error:
+        problem = error
+    for found in group.gather([problem]):
+        if found is not None:
+            raise found
+    return group.gather(values)
+
+
 class Local:
     """One process holds every member."""
 
@@ -156,9 +178,9 @@ class Local:
         """The product, block by block."""
         mix_rows_(rows, matrix)
 
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum, block by block."""
-        return combine_rows(rows, weights)
+        return combine_rows(rows, weights, out)
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Block by block, so that nothing of the matrix's size is allocated."""

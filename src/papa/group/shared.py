@@ -138,12 +138,12 @@ class Shared:
         if host is not rows:
             rows.copy_(host[self._mine.start : self._mine.stop])
 
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Every rank reads all rows and computes the sum alone."""
         host = self._published(rows)
-        row = combine_rows(host, weights)
+        row = combine_rows(host, weights, out if host is rows else None)
         self.wait()
-        return row.to(rows.device)
+        return row.to(rows.device) if out is None else out if out is row else out.copy_(row)
 
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """At once: reading memory is nothing to wait for."""

@@ -191,9 +191,9 @@ class Spread:
             self._means[rows.dtype] = torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
         return Differences(wires, self._means[rows.dtype], is_new=is_new)
 
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Every rank sums some columns and sends them to all; members of weight 0 send nothing."""
-        return _combined(self._connected(len(rows)), rows, weights)
+        return _combined(self._connected(len(rows)), rows, weights, out)
 
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """The mean of all rows, made in the background from the snapshots; what is returned waits for it."""
@@ -274,8 +274,8 @@ class Spread:
         self._means = {dtype: mean.clone() for dtype, mean in means.items()}
 
 
-def _combined(wires: Wires, rows: Tensor, weights: Tensor) -> Tensor:
-    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+def _combined(wires: Wires, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
     used = [member for member, weight in enumerate(weights.tolist()) if weight]
     numbers = [weight for weight in weights.tolist() if weight]
     previous: Callable[[], Tensor] | None = None

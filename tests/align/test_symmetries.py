@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers import Attention
 from papa import models
 from papa.align import Symmetries, align_, permute_all_, prove, symmetries
-from papa.align.derive import proved
+from papa.align.derive import proved_
 from papa.align.groups import Group, Slot
 from papa.align.permute import permute_slot_
 from papa.errors import PapaError
@@ -220,7 +220,7 @@ def test_a_group_that_is_wrong_is_dropped_and_named() -> None:
     right = symmetries(model, torch.randn(2, 4))
     wrong = Group("made up", 2, (Slot("0.weight", 1, torch.tensor([[0], [1]])),))
     with pytest.warns(UserWarning, match="2 units at 'made up' changes the network's outputs"):
-        kept = proved(model, (torch.randn(2, 4),), (wrong, *right))
+        kept = proved_(model, (torch.randn(2, 4),), (wrong, *right))
     assert kept == right.groups
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from papa import flat
 from papa.align.groups import Group, Program, Symmetries, groups_of
-from papa.align.permute import found_tensor, permute_all_
+from papa.align.permute import found_tensor, permute_all_, undoing
 from papa.align.rules import RULES
 from papa.align.trace import Leaf, Trace, name_of
 from papa.errors import MemberError, PapaError
@@ -48,18 +48,21 @@ def symmetries(model: nn.Module, example_input: Any) -> Symmetries:
         The groups of exchangeable units.
     """
     twin, args = _on_cpu(model, example_input)
-    program = _exported(twin, args)
-    leaves = _leaves(program, twin)
+    groups, program = _traced(twin, args)
+    return Symmetries(proved_(twin, args, groups), program)
+
+
+def _traced(model: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Group, ...], Program]:
+    """The groups that the graph shows, yet to be proved, and the graph."""
+    program = _exported(model, args)
+    leaves = _leaves(program, model)
     trace = Trace(leaves, RULES)
     trace.run(program.graph)
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
-    return Symmetries(
-        proved(twin, args, groups_of(trace)),
-        Program(
-            program.graph_module,
-            {placeholder: leaf.name for placeholder, leaf in leaves.items() if placeholder not in constants},
-            {placeholder: leaves[placeholder].tensor for placeholder in constants},
-        ),
+    return groups_of(trace), Program(
+        program.graph_module,
+        {placeholder: leaf.name for placeholder, leaf in leaves.items() if placeholder not in constants},
+        {placeholder: leaves[placeholder].tensor for placeholder in constants},
     )
 
 
@@ -124,7 +127,7 @@ def prove(model: nn.Module, symmetries: Symmetries, example_input: Any) -> Symme
                     f"indices for each of its {group.size} units, none of them twice"
                 )
     twin, args = _on_cpu(model, example_input)
-    return replace(symmetries, groups=proved(twin, args, symmetries.groups))
+    return replace(symmetries, groups=proved_(twin, args, symmetries.groups))
 
 
 def check_same_graph(first: nn.Module, second: nn.Module, example_input: Any, *, subjects: tuple[str, str]) -> None:
@@ -170,19 +173,27 @@ def _leaves(program: torch.export.ExportedProgram, model: nn.Module) -> dict[str
 
 
 @torch.no_grad()
-def proved(model: nn.Module, args: tuple[Any, ...], groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """Those groups whose random permutation leaves the outputs of a float64 copy where they were."""
+def proved_(twin: nn.Module, args: tuple[Any, ...], groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Those groups whose random permutation leaves the outputs of a network where they were, in float64.
+
+    Args:
+        twin: a copy of the network, which gets random weights.
+        args: what it takes.
+        groups: which to prove.
+    """
     generator = stream(0, "align")
-    twin = copy.deepcopy(model).double().eval()
+    twin.double().eval()
     _randomise_(twin, generator)
     args = pytree.tree_map(lambda part: _noisy(part, generator), args)
     expected = _outputs(twin, args)
     orders = {group.name: torch.randperm(group.size, generator=generator) for group in groups}
 
     def holds(some: tuple[Group, ...]) -> bool:
-        changed = copy.deepcopy(twin)
-        permute_all_(changed, Symmetries(some), {group.name: orders[group.name] for group in some})
-        return _distance(_outputs(changed, args), expected) < TOLERANCE
+        chosen = {group.name: orders[group.name] for group in some}
+        permute_all_(twin, Symmetries(some), chosen)
+        distance = _distance(_outputs(twin, args), expected)
+        permute_all_(twin, Symmetries(some), undoing(chosen))
+        return distance < TOLERANCE
 
     broken = {group.name for group in _failing(groups, holds)}
     for group in groups:

@@ -17,7 +17,7 @@ from papa.align.assignment import GAIN, Matching, Orders, compose_, descend_, id
 from papa.align.blocks import Family
 from papa.align.derive import check_same_graph, symmetries
 from papa.align.groups import Symmetries
-from papa.align.permute import inverse, permute_all_
+from papa.align.permute import permute_all_, undoing
 from papa.align.sinkhorn import anneal_
 from papa.align.weights import Weights
 from papa.errors import DataError, MemberError, PapaError, did_you_mean
@@ -229,7 +229,7 @@ class Plan:
             move_(member, self._matched(problem, member, [0], models[0])[0].permutations)
         if sum(likeness()) < sum(before):
             for member in members:
-                problem.permute_(member, {name: inverse(order) for name, order in reversed(orders[member].items())})
+                problem.permute_(member, undoing(orders[member]))
                 orders[member] = identity(self.symmetries_of(models[0]))
         num_rounds, gains = 0, [True]
         while any(gains) and len(models) > 1:

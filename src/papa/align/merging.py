@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa import flat
 from papa.align.groups import Symmetries
 from papa.align.matching import Alignment, Plan
 from papa.align.permute import permute_all_
 from papa.errors import MixingError, PapaError
+from papa.group import gathered
 from papa.mixing import soup_row
 from papa.population import Population
 from papa.rules import Moment
@@ -79,32 +78,50 @@ class AlignMerges:
                 f"AlignMerges has {len(self._optimizers)} optimizers for {len(population)} members, expected one for "
                 "each member held here"
             )
-        first = fetched(population, 0)
         here = [index for index, member in enumerate(population.members) if member]
-        if not here:
-            return
-        subjects = ["member 0", *(f"member {population.members[index]}" for index in here)]
-        self.alignments = self._plan.to_first([first, *(population[index] for index in here)], subjects)
-        for index, alignment in zip(here, self.alignments, strict=True):
+        found = matched_to(population, 0, here, self._plan)
+        self.alignments = list(found.values())
+        for index, alignment in found.items():
             permute_all_(
                 population[index],
-                self._plan.symmetries_of(first),
+                self._plan.symmetries_of(population[index]),
                 alignment.permutations,
                 optimizer=self._optimizers[index] if self._optimizers else None,
             )
 
 
+def matched_to(population: Population, member: int, here: Sequence[int], plan: Plan) -> dict[int, Alignment]:
+    """How some members held here are to be permuted to match another, wherever it lives; none is changed.
+
+    Every process that holds members must call it. One network of extra memory is held.
+
+    Args:
+        population: theirs.
+        member: whom they are matched to, by its index within the whole population.
+        here: who is matched, by their indices among those held here.
+        plan: how.
+    """
+    plan.symmetries_of(population[0])  # before a copy is there: deriving them takes memory of its own
+    first = fetched(population, member)
+    subjects = [f"member {member}", *(f"member {population.members[index]}" for index in here)]
+    alignments: list[Alignment] = []
+
+    def match() -> list[None]:
+        alignments.extend(plan.to_first([first, *(population[index] for index in here)], subjects) if here else [])
+        return []
+
+    gathered(population.group, match)
+    return dict(zip(here, alignments, strict=True))
+
+
 @torch.no_grad()
-def fetched(population: Population, member: int, into: nn.Module | None = None) -> nn.Module:
+def fetched(population: Population, member: int) -> nn.Module:
     """A copy of any member, wherever it lives. Every process that holds members must call it.
 
     Args:
         population: the member's.
         member: its index within the whole population.
-        into: a network to write it to; a new one by default.
     """
-    network = copy.deepcopy(population[0]) if into is None else into
-    found = population.combined(soup_row(population.size, [member]))
-    for name, tensor in flat.named_tensors(network, found).items():
-        tensor.copy_(found[name])
-    return network
+    vessel = population.vessel()
+    vessel.fill_(soup_row(population.size, [member]))
+    return vessel.network

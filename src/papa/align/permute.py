@@ -118,6 +118,11 @@ def inverse(permutation: Permutation) -> Tensor:
     return torch.argsort(torch.as_tensor(permutation))
 
 
+def undoing(permutations: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What undoes the permutations of several groups, for `permute_all_`: each group's inverse, the last first."""
+    return {name: inverse(order) for name, order in reversed(permutations.items())}
+
+
 def _short(order: Tensor) -> str:
     values = order.flatten().tolist()
     return str(values) if len(values) <= 8 else f"{str(values[:8])[:-1]}, ...] ({len(values)} numbers)"

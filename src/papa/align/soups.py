@@ -1,26 +1,29 @@
-"""Soups of networks that were trained apart: each is aligned to the growing soup before it joins."""
+"""Soups of networks that were trained apart: each is aligned to the growing soup before it joins.
+
+Members are permuted where they live, which does not change what they compute, and put back exactly as they were: so
+nobody ever holds another's member, and a soup is a mean of rows like any other.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from papa import flat
+from papa.align.assignment import Orders
 from papa.align.groups import Symmetries
 from papa.align.matching import Plan
-from papa.align.merging import fetched
-from papa.align.permute import permute_all_
+from papa.align.permute import permute_all_, undoing
 from papa.errors import SoupError
+from papa.group import gathered
 from papa.mixing import soup_row
 from papa.population import Population
 from papa.repair import goals_of, layer_moments, repair_toward_
 from papa.repair.moments import Moments
-from papa.soup import GreedySoup, Score, Trial, reading
+from papa.soup import GreedySoup, Pot, Score, Trial, pot_for, reading
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ def aligned_soups(
         2
 
     Args:
-        members: a population (over several processes, all must call this) or modules of one architecture; unchanged.
+        members: a population (over several processes, all must call this) or modules of one architecture. Their units
+            are permuted meanwhile; afterwards they are what they were, bit for bit, also when anything fails.
         score: as for `greedy_soup`.
         batches: as for `align_`.
         by: as for `align_`.
@@ -66,97 +70,118 @@ def aligned_soups(
         seed: of the sequence in which groups are gone through.
 
     Returns:
-        Both soups. A few networks of extra memory are held, however many members there are.
+        Both soups. No more than two networks of extra memory are held, however many members there are.
     """
-    population = members if isinstance(members, Population) else None
     here = list(members)
     if not here:
         raise SoupError("a soup needs at least one network, got none")
-    fetch: Callable[[int], nn.Module] = (
-        (lambda member: copy.deepcopy(here[member]))
-        if population is None
-        else (lambda member: fetched(population, member))
-    )
-    values = [score(member) for member in here]
-    values = values if population is None else population.group.gather(values)
-    readings = [reading(value, f"member {index}") for index, value in enumerate(values)]
-    order = sorted(range(len(readings)), key=lambda index: (-readings[index][0], readings[index][1], index))
     plan = Plan(batches, by=by, groups=groups, seed=seed)
-    names = [slot.name for slot in flat.plan(here, {}).slots] if population is None else list(population.averaged)
-    kitchen = _Kitchen(fetch, plan, names, len(readings), repair_batches)
-
-    average = kitchen.start(order[0])
-    for member in order[1:]:
-        average = kitchen.with_member(average, member)
-
-    greedy, best, trials = kitchen.start(order[0]), readings[order[0]][0], []
-    for member in order[1:]:
-        candidate = kitchen.with_member(greedy, member)
-        result, _ = reading(score(kitchen.served(candidate)), f"the soup of members {candidate.members}")
-        trials.append(Trial(tuple(candidate.members), result, result >= best))
-        if result >= best:
-            greedy, best = candidate, result
-    scores = tuple(value for value, _ in readings)
-    return AlignedSoups(
-        kitchen.served(average),
-        GreedySoup(kitchen.served(greedy), tuple(greedy.members), best, scores, tuple(trials)),
-    )
+    plan.symmetries_of(here[0])  # before a pot is there: deriving them takes memory of its own
+    with _Kitchen(pot_for(members), plan, repair_batches) as kitchen:
+        readings, order = kitchen.pot.ranked(score)
+        best = readings[order[0]][0]
+        greedy, trials = kitchen.soup_of(order[0]), []
+        for member in order[1:]:
+            candidate = kitchen.joined(greedy, member)
+            result, _ = reading(score(kitchen.served(candidate)), f"the soup of members {candidate.members}")
+            trials.append(Trial(tuple(candidate.members), result, result >= best))
+            if result >= best:
+                greedy, best = candidate, result
+        average = kitchen.soup_of(order[0])
+        for member in order[1:]:
+            average = kitchen.joined(average, member)
+        average_network = kitchen.served(average)
+        kitchen.pot = pot_for(members)
+        scores = tuple(value for value, _ in readings)
+        return AlignedSoups(
+            average_network,
+            GreedySoup(kitchen.served(greedy), tuple(greedy.members), best, scores, tuple(trials)),
+        )
 
 
 @dataclass(frozen=True)
 class _Soup:
-    """The plain mean of aligned members, and what REPAIR needs to know of them."""
+    """Who is in a soup, how each was permuted, and what REPAIR needs to know of them."""
 
-    network: nn.Module
     members: list[int]
+    orders: dict[int, Orders]
     moments: list[dict[str, Moments]]
 
 
 class _Kitchen:
-    """Where soups grow."""
+    """Where soups grow; leaving it, every member is put back as it was.
 
-    def __init__(
-        self,
-        fetch: Callable[[int], nn.Module],
-        plan: Plan,
-        names: list[str],
-        size: int,
-        repair_batches: Sequence[Any] | None,
-    ) -> None:
-        self._fetch, self._plan, self._names, self._size = fetch, plan, names, size
-        self._repair_batches = repair_batches
+    Args:
+        pot: in which they are cooked, one at a time.
+        plan: how members are matched.
+        repair_batches: on which soups are repaired; None for not.
+    """
 
-    def start(self, member: int) -> _Soup:
+    def __init__(self, pot: Pot, plan: Plan, repair_batches: Sequence[Any] | None) -> None:
+        self.pot = pot
+        self._plan, self._repair_batches = plan, repair_batches
+        self._here: dict[int, nn.Module] = dict(
+            zip(pot.group.members(len(pot.members_here)), pot.members_here, strict=True)
+        )
+        self._permuted: dict[int, Orders] = {}
+
+    def __enter__(self) -> _Kitchen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arrange({})
+
+    def soup_of(self, member: int) -> _Soup:
         """The soup of one."""
-        network = self._fetch(member)
-        return _Soup(network, [member], self._moments(network, member))
+        self._arrange({})
+        return _Soup([member], {}, self._moments(member))
 
-    def with_member(self, soup: _Soup, member: int) -> _Soup:
+    def joined(self, soup: _Soup, member: int) -> _Soup:
         """The soup with one more, aligned to it."""
-        newcomer = self._fetch(member)
-        (alignment,) = self._plan.to_first([soup.network, newcomer], ["the soup", f"member {member}"])
-        permute_all_(newcomer, self._plan.symmetries_of(newcomer), alignment.permutations)
-        moments = self._moments(newcomer, member)
-        mine, theirs = (flat.named_tensors(network, self._names) for network in (newcomer, soup.network))
-        for name, tensor in mine.items():
-            tensor.copy_(_mean(theirs[name], tensor, len(soup.members)))
-        return _Soup(newcomer, [*soup.members, member], soup.moments + moments)
+        self._cook(soup)
+        model, subjects = self._here.get(member), ["the soup", f"member {member}"]
+        network, plan = self.pot.network, self._plan
+        (orders,) = gathered(
+            self.pot.group,
+            lambda: [] if model is None else [plan.to_first([network, model], subjects)[0].permutations],
+        )
+        together = {**soup.orders, member: orders}
+        self._arrange(together)
+        return _Soup([*soup.members, member], together, soup.moments + self._moments(member))
 
     def served(self, soup: _Soup) -> nn.Module:
         """The soup, repaired where that was asked for; a soup of one needs none."""
-        if self._repair_batches is None or len(soup.members) == 1:
-            return soup.network
-        network, row = copy.deepcopy(soup.network), soup_row(len(soup.members), range(len(soup.members)))
-        repair_toward_(network, goals_of(soup.moments, row), self._repair_batches)
+        self._cook(soup)
+        if self._repair_batches is not None and len(soup.members) > 1:
+            row = soup_row(len(soup.members), range(len(soup.members)))
+            repair_toward_(self.pot.network, goals_of(soup.moments, row), self._repair_batches, restores=False)
+        network: nn.Module = self.pot.network
         return network
 
-    def _moments(self, network: nn.Module, member: int) -> list[dict[str, Moments]]:
-        if self._repair_batches is None:
+    def _cook(self, soup: _Soup) -> None:
+        """Fill the pot with the plain mean."""
+        self._arrange(soup.orders)
+        self.pot.fill_(soup_row(self.pot.size, soup.members))
+
+    def _arrange(self, orders: dict[int, Orders]) -> None:
+        """Permute every member held here as these orders say, starting from how it was."""
+        for member, model in self._here.items():
+            found, wanted = self._permuted.get(member), orders.get(member)
+            if found is wanted:
+                continue
+            symmetries = self._plan.symmetries_of(model)
+            if found is not None:
+                permute_all_(model, symmetries, undoing(found))
+                del self._permuted[member]
+            if wanted is not None:
+                permute_all_(model, symmetries, wanted)
+                self._permuted[member] = wanted
+
+    def _moments(self, member: int) -> list[dict[str, Moments]]:
+        batches, model = self._repair_batches, self._here.get(member)
+        if batches is None:
             return []
-        return [layer_moments(network, self._repair_batches, subject=f"member {member}")]
-
-
-def _mean(soup: Tensor, newcomer: Tensor, num_members: int) -> Tensor:
-    """The mean of `num_members` in the soup and one more, in float64."""
-    wide = torch.promote_types(soup.dtype, torch.float64)
-    return (soup.to(wide) * num_members + newcomer.to(soup.device, wide)) / (num_members + 1)
+        return gathered(
+            self.pot.group,
+            lambda: [] if model is None else [layer_moments(model, batches, subject=f"member {member}")],
+        )

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from papa.group import gathered
 from papa.population import Population
 from papa.repair.batch_norm import reset_batch_norm_
 from papa.repair.moments import Moments, layer_moments
@@ -47,11 +48,10 @@ class RepairMerges:
     def __call__(self, population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
         """Take the parents' statistics, let them be merged, and repair the children."""
         batches = [self.batches_for(member) for member in population.members]
-        parents: list[dict[str, Moments]] = population.group.gather(
-            [
-                layer_moments(model, its_batches, subject=f"member {member}")
-                for member, model, its_batches in zip(population.members, population, batches, strict=True)
-            ]
+        here = list(zip(population.members, population, batches, strict=True))
+        parents: list[dict[str, Moments]] = gathered(
+            population.group,
+            lambda: [layer_moments(model, its, subject=f"member {member}") for member, model, its in here],
         )
         yield
         for index, row in _distinct_children(population, matrix, batches):

@@ -162,13 +162,22 @@ def repair_plan(model: nn.Module, batches: Sequence[Any]) -> RepairReport:
 
 @torch.no_grad()
 def repair_toward_(
-    child: nn.Module, goals: Mapping[str, Goal], batches: Sequence[Any], *, exact: bool = False
+    child: nn.Module, goals: Mapping[str, Goal], batches: Sequence[Any], *, exact: bool = False, restores: bool = True
 ) -> RepairReport:
-    """REPAIR with goals that are already known; see `repair_`."""
+    """REPAIR with goals that are already known; see `repair_`.
+
+    Args:
+        child: as for `repair_`.
+        goals: what each layer should have.
+        batches: as for `repair_`.
+        exact: as for `repair_`.
+        restores: keep a copy of the layers meanwhile, to leave the child untouched when anything goes wrong; a soup
+            that nobody has seen needs none.
+    """
     plan = repair_plan(child, batches)
     layers = {name: layer for name, layer in repairable_layers(child).items() if name not in plan.left_alone}
     _check_goals(layers, goals)
-    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()}
+    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()} if restores else {}
     try:
         if exact:
             for name in sorted(layers, key=list(goals).index):

@@ -22,7 +22,7 @@ from papa import (
     symmetries,
 )
 from papa.errors import SoupError
-from papa.group import Group, Local, Shared, start_workers
+from papa.group import Group, Local, Shared, Spread, start_workers
 from papa.training import Hook, Training, harvest
 
 SIZE = 5
@@ -86,6 +86,11 @@ def march_alone() -> dict[str, Any]:
     return march(Local())
 
 
+def fresh(group: Group) -> Group:
+    """A group of the same processes for another population."""
+    return Spread(exchange=group.exchange) if isinstance(group, Spread) else group
+
+
 def align(group: Group) -> dict[str, Any]:
     """Members that trained apart, aligned and merged by either way, then made into aligned soups."""
     torch.manual_seed(0)
@@ -96,7 +101,7 @@ def align(group: Group) -> dict[str, Any]:
         for member in group.share(SIZE):
             torch.manual_seed(member)
             members.append(nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)))
-        population = Population(members, group)
+        population = Population(members, fresh(group))
         groups = groups or symmetries(members[0], batches[0])
         soups = aligned_soups(
             population, lambda net: float(net[0].weight.detach().mean()), batches, by=by, groups=groups

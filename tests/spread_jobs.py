@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import group_jobs
-from papa import Averager, MergeAll, Population, Push, launch, mixing
+from helpers import small_training
+from papa import (
+    AlignMerges,
+    Averager,
+    Ensemble,
+    Independent,
+    MergeAll,
+    MergePairs,
+    Population,
+    Push,
+    align_all_,
+    aligned_soups,
+    average_soup,
+    greedy_soup,
+    launch,
+    mixing,
+    repair_,
+    symmetries,
+)
+from papa.averager import chain
 from papa.config import AverageConfig
 from papa.errors import PapaError
 from papa.group import Group, Local, Shared, Spread
 from papa.product import ALIGNMENT_BYTES
 from papa.recipes import find
+from papa.repair import RepairMerges
+from papa.training import harvest
+from papa.training.merging import Merging
 
 SIZE = 5
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -149,6 +172,83 @@ def spread_fast_pushes(group: Shared) -> dict[str, dict[str, Any]]:
     return found | {"bfloat16, resumed": fast_pushes(Spread(exchange="bfloat16"), save_at=1)}
 
 
+def make_matchable(member: int) -> nn.Module:
+    torch.manual_seed(member)
+    return nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def matched_and_repaired(group: Group) -> dict[str, Any]:
+    """What looks at several members at once, in a script of one's own: REPAIR, alignment, soups, the ensemble."""
+    torch.manual_seed(0)
+    batches = [torch.randn(16, 5) for _ in range(2)]
+    population = Population([make_matchable(member) for member in group.share(SIZE)], group)
+    groups, found = symmetries(population[0], batches[0]), group_jobs.align(group)
+    found["ensemble"] = Ensemble(population)(batches[0]).detach()
+    soup = average_soup(population)
+    found["report"] = repair_(soup, population, batches)
+    found["repaired"] = soup.state_dict()
+    found["greedy"] = greedy_soup(
+        population,
+        lambda net: float(net(batches[0])[:, 0].sum().detach()),
+        after=lambda net, row: repair_(net, population, batches, row),
+    ).network.state_dict()
+    for rule in (MergePairs(every_steps=1), MergeAll(every_steps=1)):
+        around = chain(AlignMerges(batches, groups=groups), RepairMerges(lambda member: batches))
+        Averager(population, rule, around=around).step()
+        found[type(rule).__name__] = group.gather([copy.deepcopy(net.state_dict()) for net in population])
+        for index, member in enumerate(population.members):
+            population[index].load_state_dict(make_matchable(member).state_dict())
+    alignments = align_all_(population, batches, groups=groups)
+    found["aligned"] = group.gather([net.state_dict() for net in population])
+    found["alignments"] = group.gather([(one.before, one.after, one.permutations) for one in alignments])
+    return found
+
+
+def harvested(group: Group) -> dict[str, Any]:
+    """Two whole trainings and all that is made of them: members that never met, and members that merged."""
+    found: dict[str, Any] = {}
+    for name, rule, merging in (
+        ("apart", Independent(), Merging()),
+        ("merged", MergeAll(every_steps=5), Merging(align="activations", num_align_batches=2)),
+    ):
+        training = small_training(rule=rule, merging=merging, num_members=4, group=group_jobs.fresh(group))
+        training.run()
+        before = [copy.deepcopy(net.state_dict()) for net in training.population]
+        outcome = harvest(training, align_soups=True, analysis=True, num_align_batches=2)
+        found[name] = {
+            **{key: value for key, value in outcome.to_json().items() if key != "seconds"},
+            "soup": outcome.average_soup.state_dict(),
+            "greedy": outcome.greedy.network.state_dict(),
+            "states": group.gather([net.state_dict() for net in training.population]),
+            "unchanged": group.gather(
+                [
+                    group_jobs.same(state, net.state_dict())
+                    for state, net in zip(before, training.population, strict=True)
+                ]
+            ),
+        }
+    return found
+
+
+def one_sick(group: Group) -> dict[str, str]:
+    """A member that cannot be looked at is everyone's error, wherever it lives; nobody waits for its process."""
+    batches = [torch.randn(16, 5, generator=torch.Generator().manual_seed(0))]
+    population = Population([make_matchable(member) for member in group.share(SIZE)], group)
+    groups = symmetries(population[0], batches[0])
+    for index, member in enumerate(population.members):
+        if member == SIZE - 1:
+            with torch.no_grad():
+                population[index][0].weight[0] = float("nan")
+    merge = Averager(population, MergeAll(), around=RepairMerges(lambda member: batches), measure=False, sick=None)
+    soups = partial(aligned_soups, population, lambda net: 1.0, batches, groups=groups)
+    return {
+        "align": message_of(lambda: align_all_(population, batches, groups=groups)),
+        "soups": message_of(soups),
+        "merge": message_of(merge.step),
+        "repair": message_of(lambda: repair_(population[0], population, batches)),
+    }
+
+
 def everything(group: Shared) -> dict[str, Any]:
     """All of the above in one start of the processes."""
     return {
@@ -158,6 +258,9 @@ def everything(group: Shared) -> dict[str, Any]:
         "delayed, shared": delayed_march(group),
         "delayed, resumed": delayed_march(Spread(), save_at=11),
         "fast": spread_fast_pushes(group),
+        "matched": matched_and_repaired(Spread()),
+        "harvested": harvested(Spread()),
+        "one sick": one_sick(Spread()),
         "names": named_errors(),
     }
 
@@ -224,4 +327,7 @@ def alone() -> dict[str, Any]:
         "march": group_jobs.march(Local()),
         "delayed": delayed_march(Local()),
         "fast": fast_pushes(Local()),
+        "matched": matched_and_repaired(Local()),
+        "harvested": harvested(Local()),
+        "one sick": one_sick(Local()),
     }

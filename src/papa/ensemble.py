@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from papa.errors import SoupError
+from papa.population import Population
 
 
 def mean_logits(outputs: Tensor) -> Tensor:
@@ -30,15 +31,22 @@ class Ensemble(nn.Module):
         torch.Size([5, 2])
 
     Args:
-        members: a population or modules. They are shared, not copied.
+        members: a population or modules. They are shared, not copied; those that were dropped are left out. Where
+            several processes hold the population, all must ask with the same input, and what the others' members say
+            carries no gradient.
         combine: how the members' stacked outputs become one: `mean_logits` or `mean_probabilities`.
     """
 
     def __init__(self, members: Iterable[nn.Module], *, combine: Callable[[Tensor], Tensor] = mean_logits) -> None:
         super().__init__()
+        self._gather: Callable[[list[Tensor]], list[Tensor]] = list
+        if isinstance(members, Population):
+            if members.size != len(members):
+                self._gather = members.group.gather
+            members = [net for member, net in zip(members.members, members, strict=True) if member in members.present]
         self.members = nn.ModuleList(members)
         self.combine = combine
-        if not len(self.members):
+        if not len(self.members) and self._gather is list:
             raise SoupError("an ensemble needs at least one network, got none")
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -47,4 +55,6 @@ class Ensemble(nn.Module):
         for index, output in enumerate(outputs):
             if not isinstance(output, Tensor):
                 raise SoupError(f"an ensemble averages tensors, member {index} returned {type(output).__name__}")
+        if self._gather is not list:
+            outputs = self._gather([output.detach() for output in outputs])
         return self.combine(torch.stack(outputs))

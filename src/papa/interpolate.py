@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,13 +85,39 @@ def interpolate(
     Returns:
         Scores and losses along the line.
     """
+    return curve_of(
+        lambda t: average_soup([first, second], [1 - t, t], after=after),
+        batches,
+        loss=loss,
+        metric=metric,
+        apply=apply,
+        num_points=num_points,
+    )
+
+
+def curve_of(
+    network: Callable[[float], nn.Module],
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = F.cross_entropy,
+    metric: Metric = accuracy,
+    apply: Apply = call,
+    num_points: int = 11,
+) -> Curve:
+    """Score networks on a line, one after the other.
+
+    Args:
+        network: makes the network at a coefficient from 0 to 1.
+        batches: pairs of inputs and targets.
+        loss: the mean loss of a batch.
+        metric: the mean score of a batch, or counts that add up over batches; higher is better.
+        apply: how a network gives its outputs.
+        num_points: how many networks are scored, both ends among them.
+    """
     if num_points < 2:
         raise DataError(f"num_points is {num_points}, expected at least 2: both ends of the line")
     coefficients = tuple(number / (num_points - 1) for number in range(num_points))
-    points = [
-        evaluate(average_soup([first, second], [1 - t, t], after=after), batches, loss=loss, metric=metric, apply=apply)
-        for t in coefficients
-    ]
+    points = [evaluate(network(t), batches, loss=loss, metric=metric, apply=apply) for t in coefficients]
     return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,19 @@ from papa.errors import DataError, did_you_mean
 from papa.evaluate import evaluating
 from papa.repair.moments import inputs_of, repairable_layers
 
+Features: TypeAlias = dict[str, Tensor]
+"""What each layer says about each example, by the layer's name."""
+Gather: TypeAlias = Callable[[list[Features]], list[Features]]
+"""Turns the features of the networks held here into those of the networks held anywhere."""
+
 
 @torch.no_grad()
 def feature_similarity(
-    models: Sequence[nn.Module], batches: Iterable[Any], layers: Sequence[str] | None = None
+    models: Sequence[nn.Module],
+    batches: Iterable[Any],
+    layers: Sequence[str] | None = None,
+    *,
+    gather: Gather = list,
 ) -> dict[str, Tensor]:
     """The cosine similarity of features between networks, for each of some layers.
 
@@ -36,6 +45,7 @@ def feature_similarity(
         models: networks of one architecture, compared in evaluation mode and left as found.
         batches: inputs, or tuples whose first entry is the inputs.
         layers: names of submodules; None for every convolution and linear layer.
+        gather: turns the features of networks held here into those of all, where several processes hold them.
 
     Returns:
         A symmetric matrix in float64 for each layer, in the order the layers were named or built.
@@ -49,18 +59,19 @@ def feature_similarity(
             if name not in known:
                 near = did_you_mean(name, [key for key in known if key])
                 raise DataError(f"there is no layer '{name}' in network {number}: {near}")
-    totals = {name: torch.zeros(len(models), len(models), dtype=torch.float64) for name in names}
+    totals: dict[str, Tensor] = {}
     num_examples = 0
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
         for batch in batches:
             inputs = inputs_of(batch)
-            features = [_features(model, inputs, names) for model in models]
+            features = gather([_features(model, inputs, names) for model in models])
             for name in names:
                 _check(name, [its[name] for its in features])
                 together = torch.stack([its[name] for its in features])
-                totals[name] += torch.einsum("jnd,knd->jk", together, together).cpu()
+                products = torch.einsum("jnd,knd->jk", together, together).cpu()
+                totals[name] = totals[name] + products if name in totals else products
             num_examples += len(inputs)
     if not num_examples:
         raise DataError("there was no batch to compare features on: the data is empty")

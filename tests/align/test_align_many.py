@@ -108,5 +108,5 @@ def test_what_is_unknown_or_elsewhere_is_refused() -> None:
         def size(self, num_here: int) -> int:
             return num_here + 1
 
-    with pytest.raises(PapaError, match=r"has 3 members, of which 2 are in this process: .*AlignMerges"):
-        align_all_(Population([mlp(), mlp()], Elsewhere()), torch.randn(16, 5))
+    with pytest.raises(PapaError, match=r"has 3 members, of which 2 are in this process: .*to=.first"):
+        align_all_(Population([mlp(), mlp()], Elsewhere()), torch.randn(16, 5), to="joint")

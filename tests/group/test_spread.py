@@ -44,6 +44,30 @@ def test_every_rule_and_soup_has_the_bits_of_one_process(alone: dict[str, Any], 
         assert group_jobs.same(expected, together["march"][key]), key
 
 
+def test_repair_alignment_soups_and_ensemble_have_the_bits_of_one_process(
+    alone: dict[str, Any], together: dict[str, Any]
+) -> None:
+    for key, expected in alone["matched"].items():
+        assert group_jobs.same(expected, together["matched"][key]), key
+
+
+@pytest.mark.parametrize("rule", ["apart", "merged"])
+def test_a_training_its_soups_scores_and_analysis_have_the_bits_of_one_process(
+    alone: dict[str, Any], together: dict[str, Any], rule: str
+) -> None:
+    expected, found = alone["harvested"][rule], together["harvested"][rule]
+    assert expected["similarity"]["matched"]
+    assert (expected["aligned"] is not None) == (rule == "apart")
+    for key, value in expected.items():
+        assert group_jobs.same(value, found[key]), key
+    assert all(found["unchanged"]), "looking at members changed them"
+
+
+def test_a_member_that_cannot_be_looked_at_is_everyones_error(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    assert together["one sick"] == alone["one sick"]
+    assert all(f"{SIZE - 1} has" in said for said in together["one sick"].values()), together["one sick"]
+
+
 @pytest.mark.parametrize("how", ["delayed", "delayed, shared", "delayed, resumed"])
 def test_a_delayed_push_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any], how: str) -> None:
     assert [log is not None for log in together[how]["logs"]] == [step in (7, 12, 17) for step in range(1, 19)]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from helpers import assert_same_bits, small_training, snapshot
-from papa import Independent, MergeAll, average_soup, feature_similarity
+from papa import Independent, MergeAll, aligned_soups, average_soup, feature_similarity
 from papa.align import align_
 from papa.models import make_model
 from papa.repair import repair_
@@ -113,9 +113,15 @@ def test_stages_are_compared_where_there_are_any() -> None:
 
 
 def test_aligned_soups_grow_best_first_each_matched_to_the_soup_before_it(apart: Training) -> None:
-    soups = aligned_and_repaired_soups(apart, 3)
-    assert soups is not None
     inputs = apart.plain_batches(3)
+    found = aligned_and_repaired_soups(apart, 3)
+    soups = aligned_soups(
+        apart.population,
+        lambda net: apart.evaluate([net], apart.data.validation)[0][0],
+        inputs,
+        by="activations",
+        repair_batches=inputs[:2],
+    )
     readings = apart.evaluate_population(apart.data.validation)[0]
     order = sorted(range(3), key=lambda member: (-readings[member].score, readings[member].loss))
     parents = [copy.deepcopy(apart.population[order[0]])]
@@ -127,11 +133,13 @@ def test_aligned_soups_grow_best_first_each_matched_to_the_soup_before_it(apart:
         mean, soup = average_soup(parents), average_soup(parents)
         repair_(soup, parents, inputs[:2])
     for name, value in snapshot(soup).items():
-        torch.testing.assert_close(snapshot(soups.average_soup)[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(snapshot(soups.average)[name], value, rtol=1e-4, atol=1e-5)
     best = max(reading.score for reading in readings)
     assert soups.greedy.score >= best
     assert soups.greedy.members[0] == order[0]
-    assert soups.validation[1].score == pytest.approx(soups.greedy.score)
+    assert found is not None
+    assert found.validation[1].score == pytest.approx(soups.greedy.score)
+    assert found.greedy_members == soups.greedy.members
 
 
 def test_aligned_soups_beat_repaired_and_plain_ones(apart: Training) -> None:

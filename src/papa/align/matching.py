@@ -21,6 +21,8 @@ from papa.align.permute import permute_all_, undoing
 from papa.align.sinkhorn import anneal_
 from papa.align.weights import Weights
 from papa.errors import DataError, MemberError, PapaError, did_you_mean
+from papa.group import gathered
+from papa.mixing import soup_row
 from papa.population import Population
 
 WAYS = ("activations", "weights", "sinkhorn")
@@ -118,7 +120,8 @@ def align_all_(
         3
 
     Args:
-        models: networks of one architecture, all in this process; none is changed when anything fails.
+        models: networks of one architecture, or a population; over several processes, all must call this, and only
+            `"first"` is possible. None is changed when anything fails.
         batches: as for `align_`; one pass over them serves all.
         to: `"first"` or `"joint"`.
         by: as for `align_`.
@@ -127,16 +130,16 @@ def align_all_(
         seed: of the sequence in which groups are gone through.
 
     Returns:
-        One for each network: its mean likeness to the first, or to all others when jointly, before and after.
+        One for each network held here: its mean likeness to the first, or to all others when jointly, before and after.
     """
-    if isinstance(models, Population) and models.size != len(models):
-        raise PapaError(
-            f"the population has {models.size} members, of which {len(models)} are in this process: align members that "
-            "several processes hold with papa.AlignMerges"
-        )
-    models = list(models)
+    population, models = models if isinstance(models, Population) else None, list(models)
     if to not in ("first", "joint"):
         raise PapaError(f"there is no way to align all to '{to}': {did_you_mean(to, ['first', 'joint'])}")
+    if to == "joint" and population is not None and population.size != len(models):
+        raise PapaError(
+            f"the population has {population.size} members, of which {len(models)} are in this process: members that "
+            'several processes hold can be aligned to the first, with to="first"'
+        )
     if optimizers and len(optimizers) != len(models):
         raise PapaError(
             f"align_all_ was given {len(optimizers)} optimizers for {len(models)} networks, expected one each"
@@ -146,12 +149,43 @@ def align_all_(
     if to == "joint":
         alignments = plan.jointly(models, subjects)
     else:
-        still = identity(plan.symmetries_of(models[0])) if models else {}
-        alignments = [Alignment(1.0, 1.0, 0, still), *plan.to_first(models, subjects)][: len(models)]
+        still = Alignment(1.0, 1.0, 0, identity(plan.symmetries_of(models[0])) if models else {})
+        if population is None:
+            alignments = [still, *plan.to_first(models, subjects)][: len(models)]
+        else:
+            found = matched_to(population, 0, [i for i, member in enumerate(population.members) if member], plan)
+            alignments = [found.get(index, still) for index in range(len(models))]
     for member, (model, alignment) in enumerate(zip(models, alignments, strict=True)):
         optimizer = optimizers[member] if optimizers else None
         permute_all_(model, plan.symmetries_of(model), alignment.permutations, optimizer=optimizer)
     return alignments
+
+
+def matched_to(population: Population, member: int, here: Sequence[int], plan: Plan) -> dict[int, Alignment]:
+    """How some members held here are to be permuted to match another, wherever it lives; none is changed.
+
+    Every process that holds members must call it. One network of extra memory is held.
+
+    Args:
+        population: theirs.
+        member: whom they are matched to, by its index within the whole population.
+        here: who is matched, by their indices among those held here.
+        plan: how.
+    """
+    plan.symmetries_of(population[0])  # before a copy is there: deriving them takes memory of its own
+    vessel = population.vessel()
+    vessel.fill_(soup_row(population.size, [member]))
+    subjects = [f"member {member}", *(f"member {population.members[index]}" for index in here)]
+    alignments: list[Alignment] = []
+
+    def match() -> list[None]:
+        alignments.extend(
+            plan.to_first([vessel.network, *(population[index] for index in here)], subjects) if here else []
+        )
+        return []
+
+    gathered(population.group, match)
+    return dict(zip(here, alignments, strict=True))
 
 
 class Problem(Protocol):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from papa.align.groups import Symmetries
-from papa.align.matching import Alignment, Plan
+from papa.align.matching import Alignment, Plan, matched_to
 from papa.align.permute import permute_all_
 from papa.errors import MixingError, PapaError
-from papa.group import gathered
-from papa.mixing import soup_row
 from papa.population import Population
 from papa.rules import Moment
 
@@ -26,6 +24,7 @@ class AlignMerges:
     The symmetries are derived once and kept. Members may be held by several processes.
 
     Example:
+        >>> from torch import nn
         >>> from papa import Averager, MergeAll
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
         >>> align = AlignMerges([torch.randn(32, 4) for _ in range(5)])
@@ -88,40 +87,3 @@ class AlignMerges:
                 alignment.permutations,
                 optimizer=self._optimizers[index] if self._optimizers else None,
             )
-
-
-def matched_to(population: Population, member: int, here: Sequence[int], plan: Plan) -> dict[int, Alignment]:
-    """How some members held here are to be permuted to match another, wherever it lives; none is changed.
-
-    Every process that holds members must call it. One network of extra memory is held.
-
-    Args:
-        population: theirs.
-        member: whom they are matched to, by its index within the whole population.
-        here: who is matched, by their indices among those held here.
-        plan: how.
-    """
-    plan.symmetries_of(population[0])  # before a copy is there: deriving them takes memory of its own
-    first = fetched(population, member)
-    subjects = [f"member {member}", *(f"member {population.members[index]}" for index in here)]
-    alignments: list[Alignment] = []
-
-    def match() -> list[None]:
-        alignments.extend(plan.to_first([first, *(population[index] for index in here)], subjects) if here else [])
-        return []
-
-    gathered(population.group, match)
-    return dict(zip(here, alignments, strict=True))
-
-
-@torch.no_grad()
-def fetched(population: Population, member: int) -> nn.Module:
-    """A copy of any member, wherever it lives. Every process that holds members must call it.
-
-    Args:
-        population: the member's.
-        member: its index within the whole population.
-    """
-    vessel = population.vessel()
-    vessel.fill_(soup_row(population.size, [member]))
-    return vessel.network

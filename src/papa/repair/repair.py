@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from papa.errors import DataError
-from papa.mixing import check_row
+from papa.group import Group, Local, gathered
+from papa.mixing import check_row, soup_row
+from papa.population import Population
 from papa.repair.batch_norm import reset_batch_norm_
 from papa.repair.moments import (
     Moments,
@@ -63,7 +65,7 @@ class RepairReport:
 
 def repair_(
     child: nn.Module,
-    parents: Sequence[nn.Module],
+    parents: Sequence[nn.Module] | Population,
     batches: Sequence[Any],
     weights: Sequence[float] | Tensor | None = None,
     *,
@@ -90,28 +92,34 @@ def repair_(
 
     Args:
         child: the average; changed in place, or left untouched when anything goes wrong.
-        parents: the networks it is the average of, unchanged.
+        parents: the networks it is the average of, unchanged; or a population, where all processes that hold members
+            must call this, each with its own child.
         batches: inputs, or tuples whose first entry is the inputs; the same for all. Never test data.
         weights: one per parent, summing to 1; equal when None.
-        parent_batches: what each parent sees instead, such as the same images under its own augmentation.
+        parent_batches: what each parent held here sees instead, such as the same images under its own augmentation.
         exact: go layer by layer until the statistics hold, two passes over the batches for each (more for a layer that
             runs several times), instead of one in all.
 
     Returns:
         What was done to each layer.
     """
-    row = torch.full((len(parents),), 1.0 / len(parents)) if weights is None else torch.as_tensor(weights)
-    row = row.to(device="cpu", dtype=torch.float64)
-    if row.shape != (len(parents),):
-        raise DataError(f"weights have shape {tuple(row.shape)}, expected ({len(parents)},): one for each parent")
+    group: Group = parents.group if isinstance(parents, Population) else Local()
+    members, size = group.members(len(parents)), group.size(len(parents))
+    present = parents.present if isinstance(parents, Population) else range(size)
+    row = soup_row(size, present) if weights is None else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if row.shape != (size,):
+        raise DataError(f"weights have shape {tuple(row.shape)}, expected ({size},): one for each parent")
     check_row(row, subject="the row of parents' weights")
     theirs = [batches] * len(parents) if parent_batches is None else parent_batches
     if len(theirs) != len(parents):
         raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")
-    moments = [
-        layer_moments(parent, theirs[index], subject=f"parent {index}") if weight else {}
-        for index, (parent, weight) in enumerate(zip(parents, row.tolist(), strict=True))
-    ]
+    here = list(zip(members, parents, theirs, strict=True))
+    moments = gathered(
+        group,
+        lambda: [
+            layer_moments(net, its, subject=f"parent {member}") if row[member] else {} for member, net, its in here
+        ],
+    )
     return repair_toward_(child, goals_of(moments, row), batches, exact=exact)
 
 

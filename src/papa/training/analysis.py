@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from papa.align import Symmetries, align_all_, symmetries
-from papa.align.merging import fetched
+from papa.align import Symmetries, permute_all_, symmetries
+from papa.align.matching import Plan, matched_to
+from papa.align.permute import undoing
 from papa.errors import PapaError
-from papa.interpolate import Curve, interpolation_curves
-from papa.repair import repair_, repairable_layers
-from papa.similarity import feature_similarity
-from papa.soup import average_soup
+from papa.evaluate import Batch
+from papa.group import gathered
+from papa.interpolate import Curve, curve_of
+from papa.mixing import soup_row
+from papa.population import Population
+from papa.repair import goals_of, layer_moments, repair_toward_, repairable_layers
+from papa.similarity import Features, feature_similarity
+from papa.soup import After, average_soup
 from papa.training.loop import Training
 from papa.training.probes import probe_source
 
@@ -76,7 +81,8 @@ class Analysis:
 def analyse(training: Training, *, num_members: int = 5, num_align_batches: int = 10) -> Analysis | None:
     """Compare the members of a trained population with each other; nothing is changed.
 
-    Every process holds copies of the members that are compared. All processes must call it.
+    Members are looked at where they live, their units permuted meanwhile and put back exactly; features travel,
+    networks do not, and a process holds one network beside its own members. All processes must call it.
 
     Args:
         training: whose population it is.
@@ -87,22 +93,77 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
         What they share; None for fewer than two members.
     """
     population = training.population
-    members = [member for member in range(population.size) if member not in population.dropped][:num_members]
+    members = population.present[:num_members]
     if len(members) < 2:
         return None
-    networks = [fetched(population, member) for member in members]
     inputs = training.plain_batches(max(num_align_batches, NUM_BATCHES))
     repair_inputs = inputs[: training.num_repair_batches or NUM_BATCHES]
-    groups = exchangeable(networks[0], inputs[0])
-    plain = similarity_of([*networks, average_soup(networks)], inputs)
-    matched = None
+    groups = exchangeable(population[0], inputs[0])
+    row, pair = soup_row(population.size, members), (members[0], members[1])
+    held_out = list(training.prepared(probe_source(training, 1000)))
+
+    def lines(name: str) -> dict[str, Curve]:
+        repair = repair_between(population, pair, inputs)
+        return {
+            name or "plain": line_between(training, pair, held_out),
+            f"{name} and repaired" if name else "repaired": line_between(training, pair, held_out, repair),
+        }
+
+    plain, matched = similarity_of(population, members, average_soup(population, row), inputs), None
+    curves = lines("")
     if groups is not None:
-        aligned = copy.deepcopy(networks)
-        align_all_(aligned, inputs, by="activations", groups=groups)
-        soup = average_soup(aligned, after=lambda network, row: repair_(network, aligned, repair_inputs, row))
-        matched = similarity_of([*aligned, soup], inputs)
-    curves = curves_between(training, networks[0], networks[1], inputs, groups)
-    return Analysis(plain, matched, curves, (members[0], members[1]))
+        with matched_to_first(population, members, inputs, groups):
+            after = repair_between(population, members, repair_inputs)
+            matched = similarity_of(population, members, average_soup(population, row, after=after), inputs)
+            curves |= lines("aligned")
+    names = ("plain", "aligned", "repaired", "aligned and repaired")
+    return Analysis(plain, matched, {name: curves[name] for name in names if name in curves}, pair)
+
+
+@contextlib.contextmanager
+def matched_to_first(
+    population: Population, members: Sequence[int], inputs: Sequence[Tensor], groups: Symmetries
+) -> Iterator[None]:
+    """Let the units of some members match those of the first of them, by activations, for the block."""
+    here = [index for index, member in enumerate(population.members) if member in members[1:]]
+    found = matched_to(population, members[0], here, Plan(inputs, by="activations", groups=groups))
+    moved = []
+    try:
+        for index, alignment in found.items():
+            permute_all_(population[index], groups, alignment.permutations)
+            moved.append(index)
+        yield
+    finally:
+        for index in moved:
+            permute_all_(population[index], groups, undoing(found[index].permutations))
+
+
+def repair_between(population: Population, members: Sequence[int], inputs: Sequence[Tensor]) -> After:
+    """What repairs a mean of some members, as they are now."""
+    here = [(member, model) for member, model in zip(population.members, population, strict=True) if member in members]
+    moments = gathered(
+        population.group,
+        lambda: [layer_moments(model, inputs, subject=f"member {member}") for member, model in here],
+    )
+
+    def repair(network: nn.Module, row: Tensor) -> None:
+        weights = row[list(members)]
+        repair_toward_(network, goals_of(moments, weights), inputs, restores=False)
+
+    return repair
+
+
+def line_between(
+    training: Training, pair: tuple[int, int], batches: Sequence[Batch], after: After | None = None
+) -> Curve:
+    """The line between two members, scored on some batches."""
+    size = training.population.size
+
+    def network(t: float) -> nn.Module:
+        row = (1 - t) * soup_row(size, pair[:1]) + t * soup_row(size, pair[1:])
+        return average_soup(training.population, row, after=after)
+
+    return curve_of(network, batches, loss=training.loss, metric=training.metric, apply=training.apply)
 
 
 def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:
@@ -114,12 +175,19 @@ def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:
         return None
 
 
-def similarity_of(networks: Sequence[nn.Module], inputs: Sequence[Tensor]) -> Similarity:
-    """How alike the features of networks are on some examples; the last of them is the soup of the others."""
-    layers = layers_to_compare(networks[0])
+def similarity_of(
+    population: Population, members: Sequence[int], soup: nn.Module, inputs: Sequence[Tensor]
+) -> Similarity:
+    """How alike the features of some members are on some examples, and those of their soup."""
+    layers = layers_to_compare(soup)
     batches = torch.split(torch.cat(list(inputs))[:NUM_EXAMPLES], BATCH_SIZE)
-    found = feature_similarity(networks, batches, layers)
-    size = len(networks) - 1
+    here = [model for member, model in zip(population.members, population, strict=True) if member in members]
+
+    def gather(features: list[Features]) -> list[Features]:
+        return [*population.group.gather(features[:-1]), features[-1]]  # every process has the soup
+
+    found = feature_similarity([*here, soup], batches, layers, gather=gather)
+    size = len(members)
     pairs = torch.triu_indices(size, size, offset=1)
     return Similarity(
         tuple(layers),
@@ -136,21 +204,3 @@ def layers_to_compare(model: nn.Module) -> list[str]:
         if isinstance(part, (nn.Sequential, nn.ModuleList)):
             return [f"{name}.{index}" for index in range(len(part))]
     return list(repairable_layers(model))
-
-
-def curves_between(
-    training: Training, first: nn.Module, second: nn.Module, inputs: Sequence[Tensor], groups: Symmetries | None
-) -> dict[str, Curve]:
-    """The line between two networks, scored on held-out data; without the lines whose units would need matching."""
-    batches = list(training.prepared(probe_source(training, 1000)))
-    return interpolation_curves(
-        first,
-        second,
-        batches,
-        inputs,
-        loss=training.loss,
-        metric=training.metric,
-        apply=training.apply,
-        groups=groups,
-        align=groups is not None,
-    )

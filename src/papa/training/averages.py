@@ -11,7 +11,7 @@ from papa.data.source import Source
 from papa.evaluate import Evaluation
 from papa.population import Population
 from papa.repair import reset_batch_norm_
-from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.soup import average_soup, greedy_soup
 from papa.training.loop import Training
 from papa.training.scores import Scores
 from papa.training.trajectory import TrajectoryAverage
@@ -19,24 +19,24 @@ from papa.training.trajectory import TrajectoryAverage
 
 @dataclass(frozen=True)
 class TrajectoryOutcome:
-    """Each member's average along its trajectory, soups of these, and their scores."""
+    """How good each member's average along its trajectory is, and soups of these."""
 
-    average_soup: nn.Module
-    greedy: GreedySoup[nn.Module]
+    greedy_members: tuple[int, ...]
+    """Who is in the greedy soup, in the order they were added."""
     validation: Scores
     test: Scores | None
-    greedy_as_it_is: tuple[GreedySoup[nn.Module], Evaluation | None]
-    """The greedy soup whose candidates keep the mean of their members' BatchNorm statistics, and its test score: what
-    the paper's numbers look like."""
+    greedy_as_it_is: tuple[tuple[int, ...], Evaluation | None]
+    """Who is in the greedy soup whose candidates keep the mean of their members' BatchNorm statistics, and its test
+    score: what the paper's numbers look like."""
 
     def to_json(self) -> dict[str, Any]:
         """As `result.json` holds it."""
-        greedy, score = self.greedy_as_it_is
+        members, score = self.greedy_as_it_is
         return {
             "validation": self.validation.to_json(),
             "test": None if self.test is None else self.test.to_json(),
-            "greedy_members": sorted(self.greedy.members),
-            "greedy_as_it_is": {"test": None if score is None else score.score, "members": sorted(greedy.members)},
+            "greedy_members": sorted(self.greedy_members),
+            "greedy_as_it_is": {"test": None if score is None else score.score, "members": sorted(members)},
         }
 
 
@@ -60,20 +60,22 @@ def harvest_trajectory(training: Training, num_batches: int) -> TrajectoryOutcom
 
     for network in population:
         reset(network)
+    test = training.data.test
+    as_it_is = greedy_soup(population, score)
+    members_as_it_is = as_it_is.members
+    test_as_it_is = None if test is None else training.evaluate([as_it_is.network], test)[0][0]
+    del as_it_is
     average = average_soup(population, after=reset)
     greedy = greedy_soup(population, score, after=reset)
-    as_it_is = greedy_soup(population, score)
 
     def scores_on(source: Source) -> Scores:
         members, ensemble = training.evaluate_population(source, population)
         first, second = training.evaluate([average, greedy.network], source)[0]
         return Scores(members, ensemble, first, second, dropped=population.dropped)
 
-    test = training.data.test
     return TrajectoryOutcome(
-        average_soup=average,
-        greedy=greedy,
+        greedy_members=greedy.members,
         validation=scores_on(training.data.validation),
         test=None if test is None else scores_on(test),
-        greedy_as_it_is=(as_it_is, None if test is None else training.evaluate([as_it_is.network], test)[0][0]),
+        greedy_as_it_is=(members_as_it_is, test_as_it_is),
     )

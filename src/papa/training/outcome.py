@@ -40,7 +40,7 @@ class Outcome:
     sick: list[dict[str, Any]] = field(default_factory=list)
     """Members that were found sick, when, why, and what was done."""
     repaired: Soups | None = None
-    """For members that were never averaged, and where REPAIR is asked for: the soups it gives."""
+    """For members that were never averaged, and where REPAIR is asked for: how good the soups are that it gives."""
     aligned: Soups | None = None
     """The same of members whose units were matched to the growing soup, where asked for."""
     analysis: Analysis | None = None
@@ -88,6 +88,12 @@ def harvest(
         num_batch_norm_batches: how many batches BatchNorm is re-estimated on, in averages of trajectories.
     """
     validation, test = training.data.validation, training.data.test
+    wants_soups = bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
+    # Before there are soups to keep: a process holds no more than two networks beside its own members.
+    repaired = repaired_soups(training) if wants_soups else None
+    aligned = aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None
+    shared = _analysed(training, num_align_batches) if analysis else None
+    trajectory = harvest_trajectory(training, num_batch_norm_batches)
     average = average_soup(training.population)
     greedy = greedy_soup(training.population, lambda network: training.evaluate([network], validation)[0][0])
 
@@ -96,7 +102,6 @@ def harvest(
         first, second = training.evaluate([average, greedy.network], source)[0]
         return Scores(members, ensemble, first, second, dropped=training.population.dropped)
 
-    wants_soups = bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
     return Outcome(
         population=training.population,
         average_soup=average,
@@ -105,11 +110,11 @@ def harvest(
         test=None if test is None else scores_on(test),
         seconds=training.seconds,
         sick=training.sick,
-        repaired=repaired_soups(training) if wants_soups else None,
-        aligned=aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None,
-        analysis=_analysed(training, num_align_batches) if analysis else None,
+        repaired=repaired,
+        aligned=aligned,
+        analysis=shared,
         repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
-        trajectory=harvest_trajectory(training, num_batch_norm_batches),
+        trajectory=trajectory,
     )
 
 

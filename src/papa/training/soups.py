@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from papa.align import aligned_soups
 from papa.data.source import Source
 from papa.evaluate import Evaluation
+from papa.group import gathered
 from papa.repair import goals_of, layer_moments, repair_toward_
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.analysis import exchangeable
@@ -18,10 +19,13 @@ from papa.training.loop import Training
 
 @dataclass(frozen=True)
 class Soups:
-    """An average and a greedy soup made in another way (repaired; or aligned and repaired), and their scores."""
+    """How good an average and a greedy soup are that were made in another way: repaired; or aligned and repaired.
 
-    average_soup: nn.Module
-    greedy: GreedySoup[nn.Module]
+    The networks themselves are not kept: `papa.average_soup`, `papa.greedy_soup` and `papa.aligned_soups` make them.
+    """
+
+    greedy_members: tuple[int, ...]
+    """Who is in the greedy soup, in the order they were added."""
     validation: tuple[Evaluation, Evaluation]
     """The average and the greedy soup on the validation data."""
     test: tuple[Evaluation, Evaluation] | None
@@ -35,16 +39,16 @@ class Soups:
             for part, pair in parts.items()
             if pair is not None
         }
-        return {**scores, "greedy_members": sorted(self.greedy.members)}
+        return {**scores, "greedy_members": sorted(self.greedy_members)}
 
 
 def repaired_soups(training: Training) -> Soups:
     """Average and greedy soup, each average repaired before it is scored, as the paper does for independent members."""
     batches = training.plain_repair_batches()
-    moments = training.group.gather([layer_moments(model, batches) for model in training.population])
+    moments = gathered(training.group, lambda: [layer_moments(model, batches) for model in training.population])
 
     def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(network, goals_of(moments, row), batches)
+        repair_toward_(network, goals_of(moments, row), batches, restores=False)
 
     average = average_soup(training.population, after=repair)
     greedy = greedy_soup(
@@ -84,4 +88,4 @@ def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module
         return first, second
 
     test = training.data.test
-    return Soups(average, greedy, pair_on(training.data.validation), None if test is None else pair_on(test))
+    return Soups(greedy.members, pair_on(training.data.validation), None if test is None else pair_on(test))

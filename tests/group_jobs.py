@@ -86,9 +86,9 @@ def march_alone() -> dict[str, Any]:
     return march(Local())
 
 
-def fresh(group: Group) -> Group:
+def fresh(group: Group, exchange: str | None = None) -> Group:
     """A group of the same processes for another population."""
-    return Spread(exchange=group.exchange) if isinstance(group, Spread) else group
+    return Spread(exchange=exchange or group.exchange) if isinstance(group, Spread) else group
 
 
 def align(group: Group) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import io
 import itertools
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,9 +42,10 @@ from papa import (
     symmetries,
 )
 from papa.averager import chain
+from papa.cli.main import main
 from papa.config import AverageConfig
 from papa.errors import PapaError
-from papa.group import Group, Local, Shared, Spread
+from papa.group import Group, Local, Shared, Spread, background
 from papa.product import ALIGNMENT_BYTES
 from papa.recipes import find
 from papa.repair import RepairMerges
@@ -52,6 +57,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 WIDTHS = (1, 37, 9_001)
 """In cache lines: from fewer blocks than ranks to a block and a bit."""
 MANY_ROUNDS = 50_003
+SCALES = (0.0, 100.0)
 SOUPS = {"mean": [0.2] * 5, "one": [0.0, 0.0, 0.0, 1.0, 0.0], "two": [0.25, 0.0, 0.75, 0.0, 0.0]}
 
 
@@ -261,6 +267,7 @@ def everything(group: Shared) -> dict[str, Any]:
         "matched": matched_and_repaired(Spread()),
         "harvested": harvested(Spread()),
         "one sick": one_sick(Spread()),
+        "bfloat16": {scale: bfloat16_pushes(Spread(exchange="bfloat16"), scale, 40) for scale in SCALES},
         "names": named_errors(),
     }
 
@@ -274,11 +281,55 @@ def named_errors() -> dict[str, str]:
     }
 
 
-def bad_starts(group: Shared, path: str) -> dict[str, str]:
-    """What `papa run` says under torchrun to those who cannot go on."""
+def look_like_torchrun(group: Shared) -> None:
+    """Set the variables that torchrun sets; the processes are connected already."""
     rank = str(group.rank)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def commands(group: Shared, path: str) -> dict[str, list[tuple[int, str, bool]]]:
+    """Commands under torchrun: what each rank returned and said, and whether a file in the run directory outlived it.
+
+    The second run stands for the first one's second attempt: its result is gone, its checkpoints are there.
+    """
+    look_like_torchrun(group)
+    out, marker = Path(path) / "run", Path(path) / "run" / "marker"
+    small = ("--members", "2", "--train.epochs", "2")
+    found = {}
+
+    def tell(name: str, *arguments: str) -> None:
+        group.wait()
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            code = main(arguments)
+        group.wait()
+        found[name] = group.gather([(code, said.getvalue(), marker.exists())])
+
+    def break_off() -> None:
+        group.wait()
+        if group.leads:
+            (out / "result.json").unlink()
+            marker.touch()
+            shutil.rmtree(max((out / "checkpoint").glob("step-*")))
+
+    run = ("run", "digits", *small, "--out", str(out))
+    tell("run", *run)
+    break_off()
+    tell("resume", "resume", str(out))
+    break_off()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    tell("overwrite, restarted", *run, "--overwrite")
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    tell("overwrite", *run, "--overwrite")
+    compare = ("compare", "digits", *small, "--methods", "independent,papa", "--out", str(Path(path) / "compare"))
+    tell("compare", *compare)
+    tell("compare, parallel", *compare, "--parallel", "2")
+    return found
+
+
+def bad_starts(group: Shared, path: str) -> dict[str, str]:
+    """What `papa run` says under torchrun to those who cannot go on."""
+    look_like_torchrun(group)
     config, fast = replace(find("digits").config(), members=2), AverageConfig(exchange="fast")
     version = launch.__version__
 
@@ -310,6 +361,47 @@ def left_alone() -> None:
     sys.stdout.write(message_of(averager.step))
     sys.stdout.flush()
     os._exit(0)
+
+
+def leave_with_a_push_under_way(how: str) -> None:
+    """A script that ends before its last push lands; in one way, rank 1 never begins it."""
+    dist.init_process_group("gloo")
+    population = Population([nn.Linear(600, 600)], dist.group.WORLD)
+    averager = Averager(population, Push(alpha=0.9, every_steps=4, delay=2), measure=False, sick=None)
+    for _ in range(4):
+        averager.step()
+    if how == "the connections are closed":
+        dist.destroy_process_group()
+    if how == "another never comes":
+        background.SECONDS_AT_THE_END = 2.0
+        rank = dist.get_rank()
+        for _ in range(2 if rank else 4):
+            averager.step()
+        if rank:
+            time.sleep(600)
+    sys.stdout.write("done")
+
+
+def bfloat16_pushes(group: Group, scale: float, num_pushes: int) -> dict[str, Any]:
+    """Members far from zero that move a little between pushes: how far the mean is off the exact one each time, in
+    units of how far members moved."""
+    population = Population([nn.Linear(200, 100, bias=False) for _ in group.share(SIZE)], group)
+    exact = Population([nn.Linear(200, 100, bias=False) for _ in group.share(SIZE)], group_jobs.fresh(group, "exact"))
+    for net in (*population, *exact):
+        nn.init.constant_(net.weight, scale)
+    off, last = [], exact.mean()
+    for push in range(num_pushes):
+        for index, member in enumerate(population.members):
+            generator = torch.Generator().manual_seed(100 * push + member)
+            with torch.no_grad():
+                population[index].weight += torch.randn(100, 200, generator=generator)
+                exact[index].weight.copy_(population[index].weight)
+        mean = exact.mean().double()
+        moved = max(group.gather([float((net.weight.detach().flatten() - last).abs().max()) for net in exact]))
+        group.mix_(population.matrix, mixing.merge_all(SIZE))
+        off.append(float((population.matrix[0].double() - mean).abs().max()) / moved)
+        last = population.matrix[0].clone()
+    return {"off": off}
 
 
 def message_of(call: Callable[[], object]) -> str:

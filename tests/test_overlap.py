@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from helpers import make_networks, snapshot
+from helpers import assert_same_bits, make_networks, small_training, snapshot
 from papa import Averager, MergeAll, Population, Push
 from papa.errors import MixingError
+from papa.training import Hook, Training
 
 
 def drift_(population: Population, step: int) -> None:
@@ -140,3 +142,50 @@ def test_bad_delays_are_refused() -> None:
     with pytest.raises(MixingError, match="cannot have something around it"):
         Averager(population, Push(every_steps=4, delay=2), around=lambda *_: torch.no_grad())  # type: ignore[arg-type]
     assert Averager(population, MergeAll(), around=lambda *_: torch.no_grad()) is not None  # type: ignore[arg-type]
+
+
+def test_a_member_found_sick_when_a_push_begins_is_told_at_once_and_survives_a_resume() -> None:
+    population = Population(make_networks("linear", 3))
+    rule = Push(alpha=0.75, every_steps=4, delay=2)
+    averager = Averager(population, rule, sick="drop")
+    for step in range(1, 7):
+        drift_(population, step)
+        if step == 4:
+            next(population[1].parameters()).data[0] = float("nan")
+        log = averager.step()
+        assert [found.member for found in averager.found_sick] == ([1] if step == 4 else [])
+        if step == 5:
+            state = copy.deepcopy(averager.state_dict())
+            population.dropped = frozenset()
+            averager = Averager(population, rule, sick="drop")
+            averager.load_state_dict(state)
+    assert log is not None
+    assert [(found.step, found.member) for found in log.sick] == [(4, 1)]
+    assert population.dropped == {1}
+    assert "sick_at_begin" not in averager.state_dict()
+
+
+@pytest.mark.parametrize("policy", ["restart", "drop"])
+def test_a_training_saved_right_after_keeps_it_too(policy: str) -> None:
+    class Poison(Hook):
+        def before_step(self, training: Training) -> None:
+            if training.step == 3:
+                next(training.population[2].parameters()).data.fill_(float("nan"))
+
+    class Save(Hook):
+        def after_step(self, training: Training) -> None:
+            if training.step == 5:
+                saved.append(copy.deepcopy((5, training.state_dict(), training.member_states())))
+
+    saved: list[tuple[int, dict[str, Any], Any]] = []
+    options = {"rule": Push(alpha=0.75, every_steps=4, delay=2), "sick": policy}
+    whole = small_training(**options)
+    whole.run([Poison(), Save()])
+    assert [(event["step"], event["member"]) for event in whole.sick] == [(4, 2)]
+    resumed = small_training(**options)
+    resumed.load_checkpoint_(*saved[0])
+    resumed.run()
+    assert resumed.sick == whole.sick
+    assert resumed.population.dropped == whole.population.dropped
+    for one, other in zip(whole.population, resumed.population, strict=True):
+        assert_same_bits(snapshot(one), snapshot(other))

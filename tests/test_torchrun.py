@@ -140,6 +140,17 @@ def test_the_example_runs_under_torchrun() -> None:
     assert float(score[1]) > 55
 
 
+def test_commands_under_torchrun_speak_once_and_a_restart_never_wipes_what_was_saved(tmp_path: Path) -> None:
+    found = start_workers(spread_jobs.commands, 2, 2, str(tmp_path))
+    for name, ranks in found.items():
+        assert [code for code, _, _ in ranks] == [2 if name == "compare, parallel" else 0] * 2, name
+        assert [bool(said) for _, said, _ in ranks] == [name != "compare, parallel", False], name
+    assert [found[name][0][2] for name in ("resume", "overwrite, restarted", "overwrite")] == [True, True, False]
+    assert "one network: " in found["resume"][0][1]
+    assert found["compare"][0][1].count("\n") > 3
+    assert (tmp_path / "compare" / "report.html").exists()
+
+
 def test_ranks_that_disagree_and_bad_places_are_refused_at_the_start(tmp_path: Path) -> None:
     found = start_workers(spread_jobs.bad_starts, 2, 2, str(tmp_path))
     assert found["seed"] == "MemberError: rank 1 has 2 as 'seed', rank 0 has 1: start all with the same options"
@@ -151,17 +162,47 @@ def test_ranks_that_disagree_and_bad_places_are_refused_at_the_start(tmp_path: P
     assert not [file for file in tmp_path.iterdir() if file.name != "rank-0"]
 
 
-def test_a_rank_that_dies_makes_the_others_stop_and_say_so() -> None:
+def two_ranks(job: str) -> list[subprocess.Popen[str]]:
+    """Two processes that run a job of `spread_jobs` under the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", "import spread_jobs; spread_jobs.left_alone()"]
-    ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", f"import spread_jobs; spread_jobs.{job}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, text=True, **pipes)  # type: ignore[call-overload]
         for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize("how", ["all just end", "the connections are closed"])
+def test_a_script_may_end_with_a_push_under_way(how: str) -> None:
+    ranks = two_ranks(f"leave_with_a_push_under_way({how!r})")
+    try:
+        said = [process.communicate(timeout=PATIENCE) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [(process.returncode, out) for process, (out, _) in zip(ranks, said, strict=True)] == [(0, "done")] * 2, said
+
+
+def test_a_push_that_another_process_never_begins_is_given_up_at_the_end() -> None:
+    ranks = two_ranks("leave_with_a_push_under_way('another never comes')")
+    try:
+        out, told = ranks[0].communicate(timeout=PATIENCE)
+        assert ranks[1].poll() is None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert (ranks[0].returncode, out) == (1, "done"), told
+    assert "the mean of a push was still under way 2 seconds after this process was done" in told
+
+
+def test_a_rank_that_dies_makes_the_others_stop_and_say_so() -> None:
+    ranks = two_ranks("left_alone()")
     try:
         said = ranks[0].communicate(timeout=PATIENCE)[0]
     finally:

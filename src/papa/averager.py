@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -131,6 +131,8 @@ class Averager:
         self._under_way: PushUnderWay | None = None
         self._seconds_to_begin = 0.0
         self._sick_at_begin: tuple[Sickness, ...] = ()
+        self.found_sick: tuple[Sickness, ...] = ()
+        """Members that the last step found sick: also where it began a push, which tells of them when it lands."""
         if around is not None and self._delay:
             raise MixingError("a Push with a delay cannot have something around it: members train on meanwhile")
         self.num_steps_taken = 0
@@ -152,6 +154,7 @@ class Averager:
             What happened, or None when nothing was due.
         """
         self.num_steps_taken += 1
+        self.found_sick = ()
         self._note_lrs()
         start = time.perf_counter()
         landed = self._land(start)
@@ -179,7 +182,7 @@ class Averager:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
         bytes_before = self.population.group.bytes_sent
         distances = self.population.distances() if self.measure else None
-        sick = self.check_health(distances)
+        sick = self.found_sick = self.check_health(distances)
         if distances is not None and (sick or self.population.dropped):
             distances = self.population.distances()
         before = None if distances is None else tuple(distances.tolist())
@@ -208,7 +211,7 @@ class Averager:
     def _begin(self, moment: Moment, start: float) -> None:
         assert isinstance(self.rule, Push)
         keep, due = self.rule.keep(moment.lr_ratio), moment.step + self._delay
-        self._sick_at_begin = self.check_health()
+        self._sick_at_begin = self.found_sick = self.check_health()
         self._under_way = PushUnderWay.begin(self.population, keep, due)
         self._seconds_to_begin = time.perf_counter() - start
 
@@ -259,7 +262,13 @@ class Averager:
             "highest_lrs": list(self._highest_lrs),
         }
         in_flight = self.in_flight()
-        return state | ({"in_flight": in_flight} if any(map(any, in_flight)) else {})
+        if any(map(any, in_flight)):
+            state["in_flight"] = in_flight
+        if self._sick_at_begin:
+            state["sick_at_begin"] = [asdict(sickness) for sickness in self._sick_at_begin]
+        if self.population.dropped:
+            state["dropped"] = sorted(self.population.dropped)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
@@ -269,6 +278,8 @@ class Averager:
         self.num_steps_taken = int(state["num_steps_taken"])
         self.num_averagings = int(state["num_averagings"])
         self._highest_lrs = lrs
+        self._sick_at_begin = tuple(Sickness(**sickness) for sickness in state.get("sick_at_begin", ()))
+        self.population.dropped = frozenset(state.get("dropped", self.population.dropped))
         self.load_in_flight(state.get("in_flight", [({}, {})] * len(self.population)))
 
     def in_flight(self) -> list[InFlight]:

@@ -86,6 +86,20 @@ def test_sums_over_processes_come_close(
     assert all(torch.equal(found["merged"][0], weight) for weight in found["merged"]), "ranks have different means"
 
 
+@pytest.mark.parametrize("scale", spread_jobs.SCALES)
+def test_bfloat16_means_are_off_by_a_share_of_how_far_members_moved_however_many_pushes(
+    together: dict[str, Any], scale: float
+) -> None:
+    off = together["bfloat16"][scale]["off"]
+    # Every rank rounds its part of the difference once and the sum is rounded once, each by 2^-9 of itself at most;
+    # what float32 itself loses is relative to the weights.
+    bound = 2 * 2**-9 + (together["num_ranks"] + 2) * 2**-24 * scale
+    assert len(off) == 40
+    assert max(off) <= bound * 1.01
+    assert max(off[1:]) > 0.1 * 2**-9, "nothing was rounded"
+    assert sum(off[-10:]) <= 2 * sum(off[1:11]), "rounding adds up"
+
+
 def test_differences_go_on_from_the_mean_that_was_saved(together: dict[str, Any]) -> None:
     whole, resumed = together["fast"]["bfloat16"], together["fast"]["bfloat16, resumed"]
     assert group_jobs.same(whole, resumed)

@@ -151,7 +151,9 @@ def _correlations(
         _march(program, networks, batch, dims, add)
     return {
         (first, second): {
-            name: _correlation(single[name, first], single[name, second], double[name, first, second], counts[name])
+            name: _correlation(
+                single[name, first], single[name, second], double.pop((name, first, second)), counts[name]
+            )
             for name in dims
         }
         for first, second in pairs

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import ManyOptions, parse, split_names, split_numbers, take_budget, take_recipe
+from papa.cli.arguments import ManyOptions, parse, speaks, split_names, split_numbers, take_budget, take_recipe
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         saving=options.saving,
         watch=partial(_watch, display=options.parallel == 1),
     )
-    if outcomes.results:
+    if outcomes.results and speaks():
         _show(outcomes, out)
     outcomes.check()
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from papa.cli.arguments import SavingOptions
+from papa.cli.arguments import SavingOptions, speaks
 from papa.cli.progress import Progress
 from papa.cli.run import print_run
 from papa.config import Config
@@ -26,6 +26,7 @@ finished is not run again: its table is printed. `papa resume DIR --help` lists 
 examples:
   papa resume runs/digits-papa-seed1
   papa resume runs/digits-papa-seed1 --workers 2
+  torchrun --nproc-per-node 2 -m papa resume /shared/run
 """
 
 
@@ -58,5 +59,6 @@ def main(arguments: Sequence[str]) -> int:
         saving=options.saving,
         watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
     )
-    print_run(result, run)
+    if speaks():
+        print_run(result, run)
     return 0

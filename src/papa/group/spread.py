@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from papa import mixing
 from papa.errors import ConfigError, MemberError, did_you_mean
+from papa.group.background import Background
 from papa.group.exchange import Wires, blocks_of
 from papa.group.plainly import plainly
 from papa.group.reduce import AllReduced, Differences, Mean, mean_chunks
@@ -68,7 +68,7 @@ class Spread:
         self.num_ranks: int = dist.get_world_size(self._group)
         self._wires: Wires | None = None
         self._means: dict[torch.dtype, Tensor] = {}
-        self._background: tuple[Wires, ThreadPoolExecutor] | None = None
+        self._background: tuple[Wires, Background] | None = None
 
     @property
     def leads(self) -> bool:
@@ -226,16 +226,14 @@ class Spread:
             mean[columns].copy_(part)
         return mean
 
-    def _in_background(self, num_here: int) -> tuple[Wires, ThreadPoolExecutor]:
+    def _in_background(self, num_here: int) -> tuple[Wires, Background]:
         """Wires of their own, so that what travels in the background never waits for, or overtakes, anything else."""
         if self._background is None:
             ranks = dist.get_process_group_ranks(self._group)
             with plainly("opening a second connection"):
                 group = dist.new_group(ranks, use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
-            num_threads = torch.get_num_threads()
-            thread = ThreadPoolExecutor(1, "papa-mean", initializer=torch.set_num_threads, initargs=(num_threads,))
-            self._background = Wires(group, self._connected(num_here).counts), thread
+            self._background = Wires(group, self._connected(num_here).counts), Background()
         return self._background
 
     def squared_distances(self, rows: Tensor) -> Tensor:

@@ -304,8 +304,8 @@ class Training:
             self.set_lr_()
         with self._timed("average"):
             averaging = self.averager.step()
+        self._note_sick(self.averager.found_sick)
         if averaging is not None:
-            self._note_sick(averaging.sick)
             for hook in hooks:
                 hook.on_averaging(self, averaging)
 

@@ -1,0 +1,29 @@
+"""No process ever holds more than its own members and two networks, whatever is made of the population."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import memory_jobs
+from papa.group import start_workers
+
+LAYERS, INPUTS = 16, 60_000
+
+pytestmark = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux tells how much memory a process held at most"
+)
+
+
+def test_every_operation_takes_at_most_two_networks() -> None:
+    found: dict[str, Any] = start_workers(memory_jobs.peaks, 2, memory_jobs.SIZE, LAYERS, INPUTS)
+    network, largest = found["network"], found["largest"]
+    # Some copies of a single tensor, and what a forward pass keeps, may come on top.
+    most = 2 * network + 8 * largest
+    assert most < 2.51 * network
+    peaks = {name: peak / network for name, peak in found["peaks"].items()}
+    assert peaks.pop("three networks too many") * network > most, "the measure does not see networks"
+    assert {name: peak for name, peak in peaks.items() if peak * network > most} == {}
+    assert peaks["average soup"] > 0.9

@@ -1,0 +1,131 @@
+"""How much memory each process takes for what looks at many members; in a module of its own, so that new processes can
+import it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers import small_training
+from papa import (
+    AlignMerges,
+    Averager,
+    Independent,
+    MergeAll,
+    Push,
+    align_all_,
+    aligned_soups,
+    average_soup,
+    greedy_soup,
+    repair_,
+    symmetries,
+)
+from papa.data import Data, as_source
+from papa.group import Shared, Spread
+from papa.repair import RepairMerges
+from papa.training import Training, harvest
+
+SIZE = 4
+
+
+class Wide(nn.Module):
+    """Many layers side by side with few units each: many weights, little work, no tensor a large part of the whole."""
+
+    def __init__(self, num_layers: int, num_inputs: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(num_inputs, 8) for _ in range(num_layers)])
+        self.head = nn.Linear(8 * num_layers, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(torch.cat([layer(inputs).relu() for layer in self.layers], dim=1))
+
+
+def make_data(num_inputs: int) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(16, num_inputs, generator=generator), torch.arange(16) % 3
+    part = as_source((inputs[:8], targets[:8]))
+    return Data(train=as_source((inputs, targets)), validation=part, test=part)
+
+
+def operations(training: Training) -> dict[str, Callable[[], Any]]:
+    """What is measured, by name."""
+    population = training.population
+    batches = training.plain_batches(2)
+    groups = symmetries(population[0], batches[0])
+
+    def score(network: nn.Module) -> float:
+        return float(network(batches[0])[:, 0].sum().detach())
+
+    def repaired(network: nn.Module, row: Tensor) -> object:
+        return repair_(network, population, batches, row)
+
+    def merged(around: Any) -> object:
+        return Averager(population, MergeAll(), around=around).step()
+
+    return {
+        "push": lambda: Averager(population, Push(alpha=0.9, every_steps=1)).step(),
+        "average soup": lambda: average_soup(population),
+        "greedy soup": lambda: greedy_soup(population, score),
+        "greedy soup, repaired": lambda: greedy_soup(population, score, after=repaired),
+        "evaluation and ensemble": lambda: training.evaluate_population(training.data.validation),
+        "REPAIR": lambda: merged(RepairMerges(lambda member: batches)),
+        "alignment by activations": lambda: align_all_(population, batches, groups=groups),
+        "alignment by weights": lambda: merged(AlignMerges(batches[0], by="weights", groups=groups)),
+        "aligned soups": lambda: aligned_soups(population, score, batches, groups=groups, repair_batches=batches),
+        "aligned soups by weights": lambda: aligned_soups(population, score, batches[0], by="weights", groups=groups),
+        "all that a training ends with": lambda: harvest(
+            training, align_soups=True, analysis=True, num_align_batches=2
+        ),
+        "three networks too many": lambda: [average_soup(population) for _ in range(3)],
+    }
+
+
+def make_training(num_layers: int, num_inputs: int) -> Training:
+    return small_training(
+        make_model=lambda: Wide(num_layers, num_inputs),
+        data=make_data(num_inputs),
+        num_members=SIZE,
+        batch_size=4,
+        rule=Independent(),
+        group=Spread(),
+    )
+
+
+def peaks(group: Shared, num_layers: int, num_inputs: int) -> dict[str, Any]:
+    """The most that any process held for each operation beyond what it held before, in bytes."""
+    # Whatever is large is given back to the system at once, so that what is resident is what is held.
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)
+    for name, operation in operations(make_training(2, 4)).items():
+        if name != "all that a training ends with":
+            operation()  # what is loaded and kept at the first time
+    training = make_training(num_layers, num_inputs)
+    training.population.mix_(torch.full((SIZE, SIZE), 1 / SIZE))  # what exchanges keep to send and receive in
+    average_soup(training.population)
+    tensors = list(training.population[0].parameters())
+    return {
+        "network": sum(tensor.nbytes for tensor in tensors),
+        "largest": max(tensor.nbytes for tensor in tensors),
+        "peaks": {name: max(group.gather([peak_of(operation)])) for name, operation in operations(training).items()},
+    }
+
+
+def peak_of(operation: Callable[[], Any]) -> int:
+    """How far the memory of this process rose above what it was before, by the system's own account."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before = status("VmRSS")
+    result = operation()
+    found = status("VmHWM") - before
+    del result
+    return found
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

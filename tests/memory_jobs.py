@@ -39,8 +39,8 @@ class Wide(nn.Module):
 
     def __init__(self, num_layers: int, num_inputs: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(num_inputs, 8) for _ in range(num_layers)])
-        self.head = nn.Linear(8 * num_layers, 3)
+        self.layers = nn.ModuleList([nn.Linear(num_inputs, 64) for _ in range(num_layers)])
+        self.head = nn.Linear(64 * num_layers, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(torch.cat([layer(inputs).relu() for layer in self.layers], dim=1))

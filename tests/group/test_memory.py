@@ -10,7 +10,7 @@ import pytest
 import memory_jobs
 from papa.group import start_workers
 
-LAYERS, INPUTS = 16, 4_000
+LAYERS, INPUTS = 16, 60_000
 
 pytestmark = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux tells how much memory a process held at most"

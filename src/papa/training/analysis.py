@@ -82,7 +82,7 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     """Compare the members of a trained population with each other; nothing is changed.
 
     Members are looked at where they live, their units permuted meanwhile and put back exactly; features travel,
-    networks do not, and a process holds one network beside its own members. All processes must call it.
+    networks do not. All processes must call it.
 
     Args:
         training: whose population it is.

@@ -397,7 +397,7 @@ def bfloat16_pushes(group: Group, scale: float, num_pushes: int) -> dict[str, An
                 population[index].weight += torch.randn(100, 200, generator=generator)
                 exact[index].weight.copy_(population[index].weight)
         mean = exact.mean().double()
-        moved = max(group.gather([float((net.weight.detach().flatten() - last).abs().max()) for net in exact]))
+        moved = max(group.gather([float((row - last).abs().max()) for row in exact.matrix]))
         group.mix_(population.matrix, mixing.merge_all(SIZE))
         off.append(float((population.matrix[0].double() - mean).abs().max()) / moved)
         last = population.matrix[0].clone()

@@ -13,6 +13,7 @@ from helpers import assert_same_bits, make_networks, small_training, snapshot
 from papa import Averager, MergeAll, Population, Push
 from papa.errors import MixingError
 from papa.training import Hook, Training
+from papa.training.state import load_state_, member_states, state_of
 
 
 def drift_(population: Population, step: int) -> None:
@@ -175,7 +176,7 @@ def test_a_training_saved_right_after_keeps_it_too(policy: str) -> None:
     class Save(Hook):
         def after_step(self, training: Training) -> None:
             if training.step == 5:
-                saved.append(copy.deepcopy((5, training.state_dict(), training.member_states())))
+                saved.append(copy.deepcopy((5, state_of(training), member_states(training))))
 
     saved: list[tuple[int, dict[str, Any], Any]] = []
     options = {"rule": Push(alpha=0.75, every_steps=4, delay=2), "sick": policy}
@@ -183,7 +184,7 @@ def test_a_training_saved_right_after_keeps_it_too(policy: str) -> None:
     whole.run([Poison(), Save()])
     assert [(event["step"], event["member"]) for event in whole.sick] == [(4, 2)]
     resumed = small_training(**options)
-    resumed.load_checkpoint_(*saved[0])
+    load_state_(resumed, *saved[0])
     resumed.run()
     assert resumed.sick == whole.sick
     assert resumed.population.dropped == whole.population.dropped

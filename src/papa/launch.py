@@ -43,6 +43,7 @@ from papa.recorder import Recorder
 from papa.report import run_page
 from papa.runs import RunDirectory, fold_merges, is_metrics_state
 from papa.training import Hook, Training, harvest
+from papa.training.state import check_state, expected_states, load_state_
 
 Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
 """Makes something that looks on while the leading process trains."""
@@ -420,7 +421,7 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
             raise RunError(f"no checkpoint of {run.path} can be read; start anew with --overwrite:\n{listing}")
         checkpoint = None
     if checkpoint is not None:
-        training.load_checkpoint_(checkpoint.step, checkpoint.state["training"], checkpoint.members)
+        load_state_(training, checkpoint.step, checkpoint.state["training"], checkpoint.members)
     if group.leads:
         run.rewind_metrics(None if checkpoint is None else checkpoint.state["metrics"])
         for path, _ in damaged:
@@ -432,12 +433,12 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
 def _load(config: Config, path: Path, training: Training) -> tuple[Checkpoint | None, str | None]:
     """This process's part of a checkpoint, or what is damaged about it."""
     try:
-        checkpoint = load_checkpoint(path, training.expected_states(), num_members=config.members)
+        checkpoint = load_checkpoint(path, expected_states(training), num_members=config.members)
         found, state, metrics = (checkpoint.state.get(part) for part in ("config", "training", "metrics"))
         if not isinstance(found, dict) or not isinstance(state, dict) or not is_metrics_state(metrics):
             raise DamagedError(f"{path} has a manifest without config, training or metrics: it was altered or damaged")
         _check_same(config, Config.from_json(found), path)
-        training.check_checkpoint(checkpoint.step, state, checkpoint.members)
+        check_state(training, checkpoint.step, state, checkpoint.members)
     except DamagedError as error:
         return None, str(error)
     return checkpoint, None

@@ -12,6 +12,7 @@ from papa.config import Config
 from papa.errors import RunError, StoppedError
 from papa.runs import RunDirectory
 from papa.training import EpochRecord, Hook, Training
+from papa.training.state import member_states, state_of
 
 SECONDS_BETWEEN_MEETINGS = 1.0
 """How often several processes ask each other whether to stop or to save, at the least."""
@@ -141,10 +142,10 @@ class Recorder(Hook):
         self._note(training, self.writer.settle())  # told before the next is begun, which may then go better
         state = {
             "config": self.config.to_json(),
-            "training": training.state_dict(),
+            "training": state_of(training),
             "metrics": self.run.metrics_state(),
         }
-        self.writer.save(training.step, training.member_states(), state, self.run.flush_metrics)
+        self.writer.save(training.step, member_states(training), state, self.run.flush_metrics)
         self._saved_step, self._saved_at = training.step, time.monotonic()
 
     def _note(self, training: Training, failure: Failure | None) -> None:

@@ -11,6 +11,7 @@ from papa.repair import reset_batch_norm_
 from papa.rules import MergeAll
 from papa.soup import average_soup
 from papa.training import Hook, Training, TrajectoryAverage, harvest
+from papa.training.state import expected_states, load_state_, member_states, state_of
 
 
 def test_averages_are_scored_with_batch_norm_of_their_own() -> None:
@@ -48,7 +49,7 @@ class StopAt(Hook):
     def after_step(self, training: Training) -> None:
         if training.step == self.step:
             writer = CheckpointWriter(self.directory, group=training.group, num_members=training.population.size)
-            writer.save(training.step, training.member_states(), training.state_dict(), flush=lambda: None)
+            writer.save(training.step, member_states(training), state_of(training), flush=lambda: None)
             assert writer.settle() is None
             raise Stop
 
@@ -66,8 +67,8 @@ def test_stopped_and_resumed_averages_are_those_of_a_run_never_stopped(
     with pytest.raises(Stop):
         make().run([StopAt(stop_at, tmp_path)])
     again = make()
-    found = load_checkpoint(tmp_path / f"step-{stop_at:08d}", again.expected_states(), num_members=3)
-    again.load_checkpoint_(found.step, found.state, found.members)
+    found = load_checkpoint(tmp_path / f"step-{stop_at:08d}", expected_states(again), num_members=3)
+    load_state_(again, found.step, found.state, found.members)
     again.run()
     for one, other in zip(again.companion.networks, whole.companion.networks, strict=True):  # type: ignore[union-attr]
         assert_same_bits(one.state_dict(), other.state_dict())

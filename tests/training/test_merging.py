@@ -11,6 +11,7 @@ from papa.align import align_
 from papa.errors import ConfigError
 from papa.repair import repair_, reset_batch_norm_
 from papa.training import Hook, Merging, Training
+from papa.training.state import load_state_, member_states, state_of
 
 
 class BeforeMerge(Hook):
@@ -137,7 +138,7 @@ class States(Hook):
 
     def after_step(self, training: Training) -> None:
         self.states.append([snapshot(net) for net in training.population])
-        self.checkpoints.append(copy.deepcopy((training.step, training.state_dict(), training.member_states())))
+        self.checkpoints.append(copy.deepcopy((training.step, state_of(training), member_states(training))))
 
 
 def test_pushes_match_members_at_a_cadence_of_its_own_that_survives_a_resume() -> None:
@@ -154,7 +155,7 @@ def test_pushes_match_members_at_a_cadence_of_its_own_that_survives_a_resume() -
     ]
     assert same == [True] * 11 + [False] * 4  # the first push in every ten steps is at 12
     training = build("activations")
-    training.load_checkpoint_(*aligned.checkpoints[6])
+    load_state_(training, *aligned.checkpoints[6])
     training.run([resumed])
     for first, second in zip(resumed.states[-1], aligned.states[-1], strict=True):
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -10,6 +10,7 @@ from papa.data import Data
 from papa.errors import ConfigError
 from papa.runs import fold_merges
 from papa.training import EpochRecord, Hook, MergeProbes, Training
+from papa.training.state import load_state_, member_states, state_of
 
 
 def probed(*more: Hook, **changes: Any) -> tuple[Training, list[dict[str, Any]]]:
@@ -77,7 +78,7 @@ class Checkpoints(Hook):
         self.saved: Any = None
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        self.saved = copy.deepcopy((training.step, training.state_dict(), training.member_states()))
+        self.saved = copy.deepcopy((training.step, state_of(training), member_states(training)))
 
     def after_step(self, training: Training) -> None:
         if training.step == self.stop_at:
@@ -94,7 +95,7 @@ def test_a_resumed_run_logs_what_an_unbroken_one_does(stop_at: int, rule: MergeA
         small_training(rule=rule).run([MergeProbes(events.append, steps_later=2), hook])
     kept = [event for event in events if event["step"] <= hook.saved[0]]  # the rest will be logged again
     resumed = small_training(rule=rule)
-    resumed.load_checkpoint_(*hook.saved)
+    load_state_(resumed, *hook.saved)
     resumed.run([MergeProbes(kept.append, steps_later=2)])
     assert kept == whole
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa import checkpoint
 from papa.align import AlignMerges
-from papa.averager import Around, Averager, Averaging, InFlight, chain
+from papa.averager import Around, Averager, Averaging, chain
 from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
-from papa.errors import ConfigError, DataError, RunError
+from papa.errors import ConfigError, DataError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.health import Sickness
@@ -198,8 +197,8 @@ class Training:
         self.is_augmented = augment is not None
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
-        self._loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
-        self._recent_losses = torch.zeros(len(self.members), MOST_BAD_LOSSES, device=self.device)
+        self.loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
+        self.recent_losses = torch.zeros(len(self.members), MOST_BAD_LOSSES, device=self.device)
         self.sick: list[dict[str, Any]] = []
         """Members that were found sick so far, as lines of the metrics."""
         self._streams: dict[int, Iterator[Batch]] = {}
@@ -260,6 +259,12 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
         return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def go_to_(self, step: int) -> None:
+        """Go on from a step, with the state of that step; all random streams follow from it."""
+        self.step = self.averager.num_steps_taken = step
+        self._streams.clear()
+        self.set_lr_()
 
     def run(self, hooks: Sequence[Hook] = ()) -> None:
         """Train from the current step to the end."""
@@ -346,13 +351,13 @@ class Training:
         else:
             scaler.step(optimizer)
             scaler.update()
-        self._loss_sums[index] += loss.detach()
-        self._recent_losses[index, self.step % MOST_BAD_LOSSES] = loss.detach()
+        self.loss_sums[index] += loss.detach()
+        self.recent_losses[index, self.step % MOST_BAD_LOSSES] = loss.detach()
 
     def add_losses_(self, losses: Tensor) -> None:
         """Note every member's loss of a step, for the epoch's mean and for their health."""
-        self._loss_sums += losses.detach()
-        self._recent_losses[:, self.step % MOST_BAD_LOSSES] = losses.detach()
+        self.loss_sums += losses.detach()
+        self.recent_losses[:, self.step % MOST_BAD_LOSSES] = losses.detach()
 
     def order(self, member: int, epoch: int) -> Tensor:
         """Which training examples a member sees in an epoch, in their order."""
@@ -419,7 +424,7 @@ class Training:
 
     def _symptom(self, index: int) -> str | None:
         """Looked at where members meet, so that no step waits for an accelerator."""
-        if bool(torch.isfinite(self._recent_losses[index]).any()):
+        if bool(torch.isfinite(self.recent_losses[index]).any()):
             return None
         return f"its loss was not finite for {MOST_BAD_LOSSES} steps"
 
@@ -427,7 +432,7 @@ class Training:
         for sickness in found:
             if sickness.member in self.members:
                 index = sickness.member - self.members.start
-                self._recent_losses[index] = 0.0
+                self.recent_losses[index] = 0.0
                 self.scalers[index] = self._make_scaler()
                 if self.engine is not None:
                     self.engine.forget_(index)
@@ -441,9 +446,9 @@ class Training:
         self._note_sick(self.averager.check_health())
         for index, member in enumerate(self.members):
             if member in self.population.dropped:
-                self._loss_sums[index] = math.nan
-        losses = (self._loss_sums / self.length.steps_per_epoch).tolist()
-        self._loss_sums.zero_()
+                self.loss_sums[index] = math.nan
+        losses = (self.loss_sums / self.length.steps_per_epoch).tolist()
+        self.loss_sums.zero_()
         validation, ensemble = self.evaluate_population(self.data.validation)
         return EpochRecord(
             epoch=self.epoch,
@@ -491,117 +496,6 @@ class Training:
         """All examples of a source as networks take them, without augmentation."""
         for inputs, targets in batches_of(source, batch_size or self.eval_batch_size):
             yield self._formatted(self.prepare(inputs.to(self.device))), targets.to(self.device)
-
-    def member_states(self) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
-        """The state of the members held here, for a checkpoint."""
-        if self.engine is not None:
-            self.engine.hand_back_()
-        states = {}
-        in_flight = self.averager.in_flight()
-        for index, member in enumerate(self.members):
-            tensors, numbers = checkpoint.member_state(self.population[index], self.optimizers[index])
-            scaler = self.scalers[index]
-            numbers["scaler"] = None if scaler is None else scaler.state_dict()
-            numbers["loss_sum"] = float(self._loss_sums[index])
-            numbers["bad_losses"] = (~torch.isfinite(self._recent_losses[index])).tolist()
-            under_way, numbers["averager"] = in_flight[index]
-            tensors.update({f"averager.{name}": tensor for name, tensor in under_way.items()})
-            tensors.update({f"companion.{name}": tensor for name, tensor in self._companion_state(index).items()})
-            states[member] = (tensors, numbers)
-        return states
-
-    def _companion_state(self, index: int) -> dict[str, Tensor]:
-        return {} if self.companion is None else self.companion.member_state(index)
-
-    def expected_states(self) -> dict[int, checkpoint.Expected]:
-        """What a checkpoint of the members held here must look like."""
-        may_be_in_flight = self.averager.may_be_in_flight()
-        return {
-            member: checkpoint.Expected(
-                self.population[index], self.optimizers[index], may_be_in_flight, self._companion_state(index)
-            )
-            for index, member in enumerate(self.members)
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """What else a checkpoint needs; a JSON value."""
-        return {
-            "num_averagings": self.averager.num_averagings,
-            "seconds": dict(self.seconds),
-            "sick": list(self.sick),
-            "dropped": sorted(self.population.dropped),
-        }
-
-    def check_checkpoint(self, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]) -> None:
-        """Raise a `RunError` unless a checkpoint's state has the form that `load_checkpoint_` needs."""
-        seconds, num_averagings = state.get("seconds"), state.get("num_averagings")
-        if not 0 <= step <= self.length.num_steps:
-            raise RunError(f"the checkpoint is of step {step}, expected at most {self.length.num_steps}")
-        if (
-            not isinstance(seconds, dict)
-            or seconds.keys() != self.seconds.keys()
-            or not all(map(_is_number, seconds.values()))
-        ):
-            raise RunError(f"the checkpoint has {seconds!r} as seconds, expected {', '.join(self.seconds)}")
-        if type(num_averagings) is not int or num_averagings < 0:
-            raise RunError(f"the checkpoint has {num_averagings!r} averagings, expected a whole number")
-        sick, dropped, size = state.get("sick"), state.get("dropped"), self.population.size
-        if not isinstance(sick, list) or not all(isinstance(event, dict) for event in sick):
-            raise RunError(f"the checkpoint has {sick!r} as sick members, expected a list")
-        if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
-            raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
-        for index, member in enumerate(self.members):
-            numbers, scaler = members[member][1], self.scalers[index]
-            found, expected = numbers.get("scaler"), None if scaler is None else scaler.state_dict().keys()
-            if (found.keys() if isinstance(found, dict) else found) != expected or not all(
-                map(_is_number, (found or {}).values())
-            ):
-                raise RunError(f"the checkpoint has {found!r} as the gradient scaler of member {member}")
-            loss_sum = numbers.get("loss_sum", "nothing")
-            if loss_sum is not None and not _is_number(loss_sum):
-                raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
-            bad = numbers.get("bad_losses")
-            if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
-                raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
-            tensors, push = _in_flight(*members[member])
-            is_whole = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
-            wanted = {name for name in self.averager.may_be_in_flight() if name.startswith("push.") and push}
-            if not is_whole or not all(map(_is_number, push.values())) or not wanted <= tensors.keys():
-                raise RunError(f"the checkpoint has {push!r} as the push under way of member {member}")
-
-    def load_checkpoint_(self, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]) -> None:
-        """Go on where a checkpoint was taken."""
-        self.check_checkpoint(step, state, members)
-        for index, member in enumerate(self.members):
-            tensors, numbers = members[member]
-            checkpoint.load_member_state_(self.population[index], self.optimizers[index], tensors, numbers)
-            scaler = self.scalers[index]
-            if scaler is not None:
-                scaler.load_state_dict(numbers["scaler"])
-            self._loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
-            for position, is_bad in enumerate(numbers["bad_losses"]):
-                self._recent_losses[index, position] = math.nan if is_bad else 0.0
-            if self.companion is not None:
-                own = {k.removeprefix("companion."): v for k, v in tensors.items() if k.startswith("companion.")}
-                self.companion.load_member_state_(index, own)
-        self.step = step
-        self.sick, self.population.dropped = list(state["sick"]), frozenset(state["dropped"])
-        self._streams.clear()
-        self.seconds.update(state["seconds"])
-        self.averager.num_steps_taken = step
-        self.averager.num_averagings = state["num_averagings"]
-        self.averager.load_in_flight([_in_flight(*members[member]) for member in self.members])
-        self.set_lr_()
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
-def _in_flight(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> InFlight:
-    prefix = "averager."
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return found, numbers.get("averager", {})
 
 
 def as_data(data: Any, validation: float, *, seed: int) -> Data:

@@ -1,0 +1,132 @@
+"""The state of a training, for checkpoints: what is saved, what must be found again, and how to go on from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from papa import checkpoint
+from papa.averager import InFlight
+from papa.errors import RunError
+from papa.training.loop import MOST_BAD_LOSSES, Training
+
+
+def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
+    """The state of the members held here, for a checkpoint."""
+    if training.engine is not None:
+        training.engine.hand_back_()
+    states = {}
+    in_flight = training.averager.in_flight()
+    for index, member in enumerate(training.members):
+        tensors, numbers = checkpoint.member_state(training.population[index], training.optimizers[index])
+        scaler = training.scalers[index]
+        numbers["scaler"] = None if scaler is None else scaler.state_dict()
+        numbers["loss_sum"] = float(training.loss_sums[index])
+        numbers["bad_losses"] = (~torch.isfinite(training.recent_losses[index])).tolist()
+        under_way, numbers["averager"] = in_flight[index]
+        tensors.update({f"averager.{name}": tensor for name, tensor in under_way.items()})
+        tensors.update({f"companion.{name}": tensor for name, tensor in _companion_state(training, index).items()})
+        states[member] = (tensors, numbers)
+    return states
+
+
+def _companion_state(training: Training, index: int) -> dict[str, Tensor]:
+    return {} if training.companion is None else training.companion.member_state(index)
+
+
+def expected_states(training: Training) -> dict[int, checkpoint.Expected]:
+    """What a checkpoint of the members held here must look like."""
+    may_be_in_flight = training.averager.may_be_in_flight()
+    return {
+        member: checkpoint.Expected(
+            training.population[index], training.optimizers[index], may_be_in_flight, _companion_state(training, index)
+        )
+        for index, member in enumerate(training.members)
+    }
+
+
+def state_of(training: Training) -> dict[str, Any]:
+    """What else a checkpoint needs; a JSON value."""
+    return {
+        "num_averagings": training.averager.num_averagings,
+        "seconds": dict(training.seconds),
+        "sick": list(training.sick),
+        "dropped": sorted(training.population.dropped),
+    }
+
+
+def check_state(
+    training: Training, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]
+) -> None:
+    """Raise a `RunError` unless a checkpoint's state has the form that `load_state_` needs."""
+    seconds, num_averagings = state.get("seconds"), state.get("num_averagings")
+    if not 0 <= step <= training.length.num_steps:
+        raise RunError(f"the checkpoint is of step {step}, expected at most {training.length.num_steps}")
+    if (
+        not isinstance(seconds, dict)
+        or seconds.keys() != training.seconds.keys()
+        or not all(map(_is_number, seconds.values()))
+    ):
+        raise RunError(f"the checkpoint has {seconds!r} as seconds, expected {', '.join(training.seconds)}")
+    if type(num_averagings) is not int or num_averagings < 0:
+        raise RunError(f"the checkpoint has {num_averagings!r} averagings, expected a whole number")
+    sick, dropped, size = state.get("sick"), state.get("dropped"), training.population.size
+    if not isinstance(sick, list) or not all(isinstance(event, dict) for event in sick):
+        raise RunError(f"the checkpoint has {sick!r} as sick members, expected a list")
+    if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
+        raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
+    for index, member in enumerate(training.members):
+        numbers, scaler = members[member][1], training.scalers[index]
+        found, expected = numbers.get("scaler"), None if scaler is None else scaler.state_dict().keys()
+        if (found.keys() if isinstance(found, dict) else found) != expected or not all(
+            map(_is_number, (found or {}).values())
+        ):
+            raise RunError(f"the checkpoint has {found!r} as the gradient scaler of member {member}")
+        loss_sum = numbers.get("loss_sum", "nothing")
+        if loss_sum is not None and not _is_number(loss_sum):
+            raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
+        bad = numbers.get("bad_losses")
+        if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
+            raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
+        tensors, push = _in_flight(*members[member])
+        is_whole = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
+        wanted = {name for name in training.averager.may_be_in_flight() if name.startswith("push.") and push}
+        if not is_whole or not all(map(_is_number, push.values())) or not wanted <= tensors.keys():
+            raise RunError(f"the checkpoint has {push!r} as the push under way of member {member}")
+
+
+def load_state_(
+    training: Training, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]
+) -> None:
+    """Go on where a checkpoint was taken."""
+    check_state(training, step, state, members)
+    for index, member in enumerate(training.members):
+        tensors, numbers = members[member]
+        checkpoint.load_member_state_(training.population[index], training.optimizers[index], tensors, numbers)
+        scaler = training.scalers[index]
+        if scaler is not None:
+            scaler.load_state_dict(numbers["scaler"])
+        training.loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
+        for position, is_bad in enumerate(numbers["bad_losses"]):
+            training.recent_losses[index, position] = math.nan if is_bad else 0.0
+        if training.companion is not None:
+            own = {k.removeprefix("companion."): v for k, v in tensors.items() if k.startswith("companion.")}
+            training.companion.load_member_state_(index, own)
+    training.sick, training.population.dropped = list(state["sick"]), frozenset(state["dropped"])
+    training.seconds.update(state["seconds"])
+    training.averager.num_averagings = state["num_averagings"]
+    training.averager.load_in_flight([_in_flight(*members[member]) for member in training.members])
+    training.go_to_(step)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _in_flight(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> InFlight:
+    prefix = "averager."
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return found, numbers.get("averager", {})

@@ -288,28 +288,34 @@ def look_like_torchrun(group: Shared) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
+def when_begun(run: Path) -> int | None:
+    """When a run was begun, which writes its config; one that goes on keeps it."""
+    config = run / "config.json"
+    return config.stat().st_mtime_ns if config.exists() else None
+
+
 def commands(group: Shared, path: str) -> dict[str, list[tuple[int, str, bool]]]:
-    """Commands under torchrun: what each rank returned and said, and whether a file in the run directory outlived it.
+    """Commands under torchrun: what each rank returned and said, and whether the run that was there is the same still.
 
     The second run stands for the first one's second attempt: its result is gone, its checkpoints are there.
     """
     look_like_torchrun(group)
-    out, marker = Path(path) / "run", Path(path) / "run" / "marker"
+    out = Path(path) / "run"
     small = ("--members", "2", "--train.epochs", "2")
     found = {}
 
     def tell(name: str, *arguments: str) -> None:
+        begun = when_begun(out)
         group.wait()
         with contextlib.redirect_stdout(io.StringIO()) as said:
             code = main(arguments)
         group.wait()
-        found[name] = group.gather([(code, said.getvalue(), marker.exists())])
+        found[name] = group.gather([(code, said.getvalue(), when_begun(out) == begun)])
 
     def break_off() -> None:
         group.wait()
         if group.leads:
             (out / "result.json").unlink()
-            marker.touch()
             shutil.rmtree(max((out / "checkpoint").glob("step-*")))
 
     run = ("run", "digits", *small, "--out", str(out))

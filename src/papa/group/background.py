@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 
 T = TypeVar("T")
 Task: TypeAlias = tuple[Future[Any], Callable[[], Any]]
@@ -24,8 +25,9 @@ class Background:
     """One thread that does what it is handed, in this order.
 
     A script may end with a push under way. Python would tear down the connections that the thread is using, which
-    aborts the process. So at the end the thread is waited for, as the threads of all other processes are; where that
-    takes too long, because another one never came, the process says so and leaves at once.
+    aborts the process. So at the end the thread is waited for, as the threads of all other processes are, and the
+    connections are closed; where that takes too long, because another one never came, the process says so and leaves at
+    once.
     """
 
     def __init__(self) -> None:
@@ -43,11 +45,13 @@ class Background:
         return future
 
     def finish(self) -> None:
-        """End the thread after what it was handed; leave the process where that takes too long."""
+        """End the thread after what it was handed, and all connections; leave the process where that takes too long."""
         self._tasks.put(None)
         # For the thread itself, not for its results: it may still be letting go of connections.
         self._thread.join(SECONDS_AT_THE_END)
         if not self._thread.is_alive():
+            if dist.is_initialized():
+                dist.destroy_process_group()
             return
         sys.stderr.write(
             f"papa: the mean of a push was still under way {SECONDS_AT_THE_END:g} seconds after this process was done, "

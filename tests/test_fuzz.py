@@ -26,6 +26,7 @@ from papa.recipes import find
 from papa.recipes.build import build
 from papa.report import compare_page, run_page
 from papa.runs import RunDirectory
+from papa.training.state import load_state_, member_states, state_of
 from test_checkpoint import Member, expected_of, save, trained_member
 
 JUNK: list[Any] = [
@@ -147,11 +148,11 @@ def test_the_state_of_a_training(tmp_path: Path) -> None:
     training, generator = build(config), random.Random(3)
     run = RunDirectory(tmp_path / "run")
     run.create(config.to_json())
-    state = {"config": config.to_json(), "training": training.state_dict(), "metrics": run.metrics_state()}
+    state = {"config": config.to_json(), "training": state_of(training), "metrics": run.metrics_state()}
     members = list(zip(training.population, training.optimizers, strict=True))
     path = save(run.checkpoints, 0, members, state=state)
     value = json.loads((path / "manifest.json").read_text())
-    for member, (_, numbers) in training.member_states().items():
+    for member, (_, numbers) in member_states(training).items():
         value["files"][f"member-{member:03d}.safetensors"]["numbers"] = numbers
     num_refused = 0
     for _ in range(150):
@@ -164,7 +165,7 @@ def test_the_state_of_a_training(tmp_path: Path) -> None:
             checkpoint, error = _load(config, path, training)
             if checkpoint is None:
                 raise PapaError(error)
-            training.load_checkpoint_(checkpoint.step, checkpoint.state["training"], checkpoint.members)
+            load_state_(training, checkpoint.step, checkpoint.state["training"], checkpoint.members)
 
         num_refused += refused(load)
     assert num_refused > 100

@@ -20,6 +20,7 @@ from papa.launch import execute
 from papa.recipes import find
 from papa.schedules import cosine
 from papa.training import FrozenBody, Hook, Numerics, Stacked, Training
+from papa.training.state import load_state_, member_states, state_of
 
 
 def linear() -> nn.Module:
@@ -238,7 +239,7 @@ class StopAt(Hook):
         if training.step == self.step:
             self.directory.mkdir()
             writer = CheckpointWriter(self.directory, group=training.group, num_members=training.population.size)
-            writer.save(training.step, training.member_states(), training.state_dict(), flush=lambda: None)
+            writer.save(training.step, member_states(training), state_of(training), flush=lambda: None)
             assert writer.settle() is None
             raise StopError
 
@@ -252,7 +253,7 @@ def resumed(make: Callable[[bool], Training], *, first: bool, then: bool, stop_a
         for member, model, optimizer in zip(training.members, training.population, training.optimizers, strict=True)
     }
     found = load_checkpoint(directory / f"step-{stop_at:08d}", expected, num_members=training.population.size)
-    training.load_checkpoint_(found.step, found.state, found.members)
+    load_state_(training, found.step, found.state, found.members)
     training.run()
     return training
 

@@ -12,6 +12,7 @@ from papa.errors import ConfigError, DataError
 from papa.schedules import cosine
 from papa.streams import global_stream, stream
 from papa.training import EpochRecord, Hook, Numerics, Training
+from papa.training.state import load_state_, member_states, state_of
 
 
 def make_net() -> nn.Module:
@@ -111,7 +112,7 @@ class StopAt(Hook):
 
     def after_step(self, training: Training) -> None:
         if training.step == self.step:
-            self.saved = copy.deepcopy((training.step, training.state_dict(), training.member_states()))
+            self.saved = copy.deepcopy((training.step, state_of(training), member_states(training)))
             raise StopError
 
 
@@ -148,7 +149,7 @@ def test_a_stopped_and_resumed_training_ends_like_one_never_stopped(stop_at: int
     with pytest.raises(StopError):
         build().run([first_records, hook])
     resumed, second_records = build(), Records()
-    resumed.load_checkpoint_(*hook.saved)  # type: ignore[arg-type]
+    load_state_(resumed, *hook.saved)  # type: ignore[arg-type]
     resumed.run([second_records])
     for first, second in zip(states_of(whole.population), states_of(resumed.population), strict=True):
         assert same(first, second)
@@ -350,6 +351,8 @@ def test_independent_members_get_repaired_soups_where_repair_is_asked_for() -> N
     options = {"num_members": 3, "num_epochs": 6, "batch_size": 16, "num_repair_batches": 3}
     apart = train(make_net, make_data(900), rule=Independent(), **options)  # type: ignore[arg-type]
     assert apart.repaired is not None
-    assert apart.repaired.validation[1].score >= max(member.score for member in apart.validation.members)
+    assert apart.repaired.validation[0].score > apart.validation.average_soup.score
+    assert set(apart.repaired.greedy_members) <= {0, 1, 2}
+    assert apart.repaired.validation[1].score > apart.repaired.validation[0].score
     assert apart.repaired.to_json().keys() == {"validation", "test", "greedy_members"}
     assert train(make_net, make_data(), rule=MergeAll(every_steps=4), **options).repaired is None  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from papa.evaluate import accuracy
 from papa.report.tensorboard import EventFiles
 from papa.schedules import cosine
 from papa.training import EpochRecord, Hook, Numerics, Training
+from papa.training.state import load_state_, member_states, state_of
 
 event_files = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
@@ -90,7 +91,7 @@ class StopAt(Hook):
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         if training.step == self.step:
-            self.saved = copy.deepcopy((training.step, training.state_dict(), training.member_states()))
+            self.saved = copy.deepcopy((training.step, state_of(training), member_states(training)))
 
     def after_step(self, training: Training) -> None:
         if training.step == self.step + 3:
@@ -126,7 +127,7 @@ def test_a_resumed_training_goes_on_behind_its_events(tmp_path: Path) -> None:
     with pytest.raises(StopError), EventFiles(tmp_path) as files:
         build().run([files, stop])
     resumed = build()
-    resumed.load_checkpoint_(*stop.saved)
+    load_state_(resumed, *stop.saved)
     with EventFiles(tmp_path) as files:
         resumed.run([files])
     scalars = read(tmp_path)

@@ -26,6 +26,8 @@ class Soups:
 
     greedy_members: tuple[int, ...]
     """Who is in the greedy soup, in the order they were added."""
+    greedy_score: float
+    """What it scored when they were chosen; a soup of one is chosen by the score of that member as it is."""
     validation: tuple[Evaluation, Evaluation]
     """The average and the greedy soup on the validation data."""
     test: tuple[Evaluation, Evaluation] | None
@@ -88,4 +90,6 @@ def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module
         return first, second
 
     test = training.data.test
-    return Soups(greedy.members, pair_on(training.data.validation), None if test is None else pair_on(test))
+    return Soups(
+        greedy.members, greedy.score, pair_on(training.data.validation), None if test is None else pair_on(test)
+    )

@@ -26,10 +26,12 @@ from papa import (
     repair_,
     symmetries,
 )
+from papa.checkpoint import CheckpointWriter, load_checkpoint
 from papa.data import Data, as_source
 from papa.group import Shared, Spread
 from papa.repair import RepairMerges
 from papa.training import Training
+from papa.training.state import expected_states, load_state_, member_states, state_of
 
 SIZE = 4
 
@@ -53,7 +55,7 @@ def make_data(num_inputs: int) -> Data:
     return Data(train=as_source((inputs, targets)), validation=part, test=part)
 
 
-def operations(training: Training) -> dict[str, Callable[[], Any]]:
+def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]:
     """What is measured, by name."""
     population = training.population
     batches = training.plain_batches(2)
@@ -68,6 +70,15 @@ def operations(training: Training) -> dict[str, Callable[[], Any]]:
     def merged(around: Any) -> object:
         return Averager(population, MergeAll(), around=around).step()
 
+    def save() -> None:
+        with CheckpointWriter(folder, group=training.group, num_members=SIZE, background=False) as writer:
+            assert writer.save(0, member_states(training), state_of(training), lambda: None) is None
+            assert writer.settle() is None
+
+    def resume() -> None:
+        found = load_checkpoint(folder / "step-00000000", expected_states(training), num_members=SIZE)
+        load_state_(training, found.step, found.state, found.members)
+
     return {
         "push": lambda: Averager(population, Push(alpha=0.9, every_steps=1)).step(),
         "average soup": lambda: average_soup(population),
@@ -79,12 +90,15 @@ def operations(training: Training) -> dict[str, Callable[[], Any]]:
         "alignment by weights": lambda: merged(AlignMerges(batches[0], by="weights", groups=groups)),
         "aligned soups": lambda: aligned_soups(population, score, batches, groups=groups, repair_batches=batches),
         "aligned soups by weights": lambda: aligned_soups(population, score, batches[0], by="weights", groups=groups),
+        "deriving symmetries": lambda: symmetries(population[0], batches[0]),
+        "checkpoint in the foreground": save,
+        "resume": resume,
         "three networks too many": lambda: [average_soup(population) for _ in range(3)],
     }
 
 
 def make_training(num_layers: int, num_inputs: int) -> Training:
-    return small_training(
+    training = small_training(
         make_model=lambda: Wide(num_layers, num_inputs),
         data=make_data(num_inputs),
         num_members=SIZE,
@@ -92,22 +106,29 @@ def make_training(num_layers: int, num_inputs: int) -> Training:
         rule=Independent(),
         group=Spread(),
     )
+    for network, optimizer in zip(training.population, training.optimizers, strict=True):
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # from now on it has a momentum, which goes into checkpoints
+        optimizer.zero_grad()
+    return training
 
 
-def peaks(group: Shared, num_layers: int, num_inputs: int) -> dict[str, Any]:
+def peaks(group: Shared, num_layers: int, num_inputs: int, folder: Path) -> dict[str, Any]:
     """The most that any process held for each operation beyond what it held before, in bytes."""
     # Whatever is large is given back to the system at once, so that what is resident is what is held.
     ctypes.CDLL(None).mallopt(-3, 1 << 17)
-    for operation in operations(make_training(2, 4)).values():
+    for operation in operations(make_training(2, 4), folder / "small").values():
         operation()  # what is loaded and kept at the first time
     training = make_training(num_layers, num_inputs)
     training.population.mix_(torch.full((SIZE, SIZE), 1 / SIZE))  # what exchanges keep to send and receive in
     average_soup(training.population)
     tensors = list(training.population[0].parameters())
+    measured = operations(training, folder / "large")
     return {
         "network": sum(tensor.nbytes for tensor in tensors),
         "largest": max(tensor.nbytes for tensor in tensors),
-        "peaks": {name: max(group.gather([peak_of(operation)])) for name, operation in operations(training).items()},
+        "peaks": {name: max(group.gather([peak_of(operation)])) for name, operation in measured.items()},
     }
 
 

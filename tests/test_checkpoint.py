@@ -12,6 +12,7 @@ from torch import nn
 
 from papa import __version__
 from papa.checkpoint import (
+    Checkpoint,
     CheckpointWriter,
     DamagedError,
     Expected,
@@ -52,6 +53,13 @@ def save(directory: Path, step: int, members: list[Member], *, keep: int = 2, st
         assert writer.save(step, states, state or {}, lambda: None) is None
         assert writer.settle() is None
     return directory / f"step-{step:08d}"
+
+
+def load_whole(path: Path, expected: dict[int, Expected], *, num_members: int) -> Checkpoint:
+    """Open a checkpoint and look at every member of it."""
+    found = load_checkpoint(path, expected, num_members=num_members)
+    dict(found.members)
+    return found
 
 
 def expected_of(members: list[Member]) -> dict[int, Expected]:
@@ -99,7 +107,7 @@ def test_only_the_newest_checkpoints_stay_and_only_asked_members_are_read(tmp_pa
     newest = checkpoints(tmp_path)[-1][1]
     (newest / "member-000.safetensors").write_bytes(b"damaged")
     expected = expected_of(members)
-    assert list(load_checkpoint(newest, {1: expected[1]}, num_members=2).members) == [1]
+    assert list(load_whole(newest, {1: expected[1]}, num_members=2).members) == [1]
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
@@ -108,6 +116,57 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     path = save(tmp_path, 7, [member], state={"take": 2})
     assert load_checkpoint(path, expected_of([member]), num_members=1).state == {"take": 2}
     assert [file.name for file in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_in_the_foreground_nothing_is_copied_and_members_are_written_when_saving_returns(tmp_path: Path) -> None:
+    member = trained_member(torch.optim.SGD, seed=0)
+    with CheckpointWriter(tmp_path, group=Local(), num_members=1, background=False) as writer:
+        assert writer.save(1, {0: member_state(*member)}, {}, lambda: None) is None
+        with torch.no_grad():
+            for parameter in member[0].parameters():
+                parameter.fill_(9.0)
+        assert writer.settle() is None
+        assert not writer._stage
+    background = save(tmp_path / "other", 1, [trained_member(torch.optim.SGD, seed=0)])
+    files = [path / "member-000.safetensors" for path in (tmp_path / "step-00000001", background)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+class Unfathomable(torch.optim.SGD):
+    """An optimizer that looks at numbers, as some do."""
+
+    def step(self, closure: Any = None) -> None:
+        if self.param_groups[0]["params"][0].sum().item() > 1e9:
+            raise AssertionError
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.Adafactor, {}),
+        (Unfathomable, {"momentum": 0.9}),
+    ],
+)
+def test_what_an_optimizer_will_keep_is_known_before_it_took_a_step(optimizer_type: Any, options: Any) -> None:
+    def make() -> Member:
+        net = nn.Linear(4, 3)
+        return net, optimizer_type(net.parameters(), lr=0.01, **options)
+
+    net, optimizer = make()
+    expected = Expected(*make())
+
+    net(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    tensors, numbers = member_state(net, optimizer)
+    expected.check_tensors({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    expected.check_numbers(numbers["optimizer"])
+    expected.check_whole(tensors, numbers["optimizer"])
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_handed_over(tmp_path: Path) -> None:
@@ -171,7 +230,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, how: str, message: str)
     path = save(tmp_path, 1, [member])
     damage(path, how)
     with pytest.raises(DamagedError, match=message):
-        load_checkpoint(path, expected_of([member]), num_members=1)
+        load_whole(path, expected_of([member]), num_members=1)
 
 
 def test_a_checkpoint_of_another_model_population_or_version_says_what_differs(tmp_path: Path) -> None:
@@ -180,12 +239,12 @@ def test_a_checkpoint_of_another_model_population_or_version_says_what_differs(t
     wide = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
     wide_expected = {0: Expected(wide, torch.optim.SGD(wide.parameters(), lr=0.1))}
     with pytest.raises(RunError, match=r"does not fit: its tensor .* it is of another model"):
-        load_checkpoint(path, wide_expected, num_members=1)
+        load_whole(path, wide_expected, num_members=1)
     adam = torch.optim.AdamW(member[0].parameters())
     with pytest.raises(RunError, match=r"its tensor 'optimizer\.[0-9]\.momentum_buffer' is torch.float32 of shape"):
-        load_checkpoint(path, {0: Expected(member[0], adam)}, num_members=1)
+        load_whole(path, {0: Expected(member[0], adam)}, num_members=1)
     with pytest.raises(RunError, match="has 1 members, expected 2"):
-        load_checkpoint(path, expected_of([member]), num_members=2)
+        load_whole(path, expected_of([member]), num_members=2)
     for how, message in (
         ('{"format": 99}', "has checkpoint format 99"),
         ('{"papa": "9.9"}', "was written by papa '9.9'"),
@@ -193,7 +252,7 @@ def test_a_checkpoint_of_another_model_population_or_version_says_what_differs(t
         save(tmp_path, 1, [member])
         damage(path, how)
         with pytest.raises(RunError, match=message) as caught:
-            load_checkpoint(path, expected_of([member]), num_members=1)
+            load_whole(path, expected_of([member]), num_members=1)
         assert not isinstance(caught.value, DamagedError)
     assert __version__ in str(caught.value)
 
@@ -226,7 +285,7 @@ def test_a_failure_is_told_at_the_next_save_and_the_last_good_checkpoint_stays(t
     assert writer.save(3, states, {}, lambda: None) == Failure(2, "No space left on device: metrics.jsonl")
     assert writer.settle() is None
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 3]
-    assert load_checkpoint(good, expected_of([member]), num_members=1).step == 1
+    assert load_whole(good, expected_of([member]), num_members=1).step == 1
     assert not list(tmp_path.glob(".*"))
 
 

@@ -24,7 +24,6 @@ import torch
 
 from papa._version import __version__
 from papa.checkpoint import (
-    Checkpoint,
     CheckpointWriter,
     DamagedError,
     checkpoints,
@@ -43,7 +42,7 @@ from papa.recorder import Recorder
 from papa.report import run_page
 from papa.runs import RunDirectory, fold_merges, is_metrics_state
 from papa.training import Hook, Training, harvest
-from papa.training.state import check_state, expected_states, load_state_
+from papa.training.state import expected_states, load_state_
 
 Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
 """Makes something that looks on while the leading process trains."""
@@ -60,6 +59,8 @@ class Saving:
     """Besides at the end of each epoch, after so many minutes without one."""
     keep: int = 2
     """How many stay."""
+    background: bool = True
+    """Whether training goes on while a copy of its state is written, or waits and needs no memory for a copy."""
 
     def check(self) -> None:
         """Raise a `ConfigError` where this makes no sense."""
@@ -376,7 +377,13 @@ def _job(
         group.wait()
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(
-            CheckpointWriter(run.checkpoints, group=group, num_members=config.members, keep=saving.keep)
+            CheckpointWriter(
+                run.checkpoints,
+                group=group,
+                num_members=config.members,
+                keep=saving.keep,
+                background=saving.background,
+            )
         )
         recorder = Recorder(run, writer, config, minutes=saving.minutes, stop=stop, notices=notices)
         hooks: list[Hook] = [*hooks_for(config, run.log), recorder]  # which saves what the others logged
@@ -409,39 +416,37 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
     """Go on from the newest checkpoint that is whole; returns what was wrong with newer ones."""
     group, damaged = training.group, []
     for _, path in reversed(checkpoints(run.checkpoints)):
-        checkpoint, error = _load(config, path, training)
+        metrics, error = _load_(config, path, training)
         # One process's file may be damaged and another's not: all take the same checkpoint.
         errors = [other for other in group.gather([error] * len(training.members)) if other is not None]
-        if checkpoint is not None and not errors:
+        if not errors:
             break
         damaged.append((path, errors[0]))
     else:
         if damaged:
             listing = "\n".join(f"  {error}" for _, error in damaged)
             raise RunError(f"no checkpoint of {run.path} can be read; start anew with --overwrite:\n{listing}")
-        checkpoint = None
-    if checkpoint is not None:
-        load_state_(training, checkpoint.step, checkpoint.state["training"], checkpoint.members)
+        metrics = None
     if group.leads:
-        run.rewind_metrics(None if checkpoint is None else checkpoint.state["metrics"])
+        run.rewind_metrics(metrics)
         for path, _ in damaged:
             discard(path)
     group.wait()
     return [f"{error}; continuing from step {training.step}" for _, error in damaged]
 
 
-def _load(config: Config, path: Path, training: Training) -> tuple[Checkpoint | None, str | None]:
-    """This process's part of a checkpoint, or what is damaged about it."""
+def _load_(config: Config, path: Path, training: Training) -> tuple[Any, str | None]:
+    """Go on from this process's part of a checkpoint; returns the state of the metrics, or what is damaged."""
     try:
         checkpoint = load_checkpoint(path, expected_states(training), num_members=config.members)
         found, state, metrics = (checkpoint.state.get(part) for part in ("config", "training", "metrics"))
         if not isinstance(found, dict) or not isinstance(state, dict) or not is_metrics_state(metrics):
             raise DamagedError(f"{path} has a manifest without config, training or metrics: it was altered or damaged")
         _check_same(config, Config.from_json(found), path)
-        check_state(training, checkpoint.step, state, checkpoint.members)
+        load_state_(training, checkpoint.step, state, checkpoint.members)
     except DamagedError as error:
         return None, str(error)
-    return checkpoint, None
+    return metrics, None
 
 
 def _train(

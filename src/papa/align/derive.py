@@ -151,7 +151,18 @@ def _operators(model: nn.Module, args: tuple[Any, ...]) -> list[str]:
 def _on_cpu(model: nn.Module, example_input: Any) -> tuple[nn.Module, tuple[Any, ...]]:
     args = example_input if isinstance(example_input, tuple) else (example_input,)
     args = pytree.tree_map(lambda part: part.detach().cpu() if isinstance(part, Tensor) else part, args)
-    return copy.deepcopy(model).cpu().eval(), args
+    return _twin(model).cpu().eval(), args
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy of a network whose parameters are views of the network's: to look at, without the memory of a copy."""
+    views: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter:
+            view = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            view.__dict__.update(parameter.__dict__)
+            views[id(parameter)] = view
+    return copy.deepcopy(model, views)
 
 
 def _leaves(program: torch.export.ExportedProgram, model: nn.Module) -> dict[str, Leaf]:
@@ -177,12 +188,12 @@ def proved_(twin: nn.Module, args: tuple[Any, ...], groups: tuple[Group, ...]) -
     """Those groups whose random permutation leaves the outputs of a network where they were, in float64.
 
     Args:
-        twin: a copy of the network, which gets random weights.
+        twin: a copy of the network, which gets random weights of its own.
         args: what it takes.
         groups: which to prove.
     """
     generator = stream(0, "align")
-    twin.double().eval()
+    twin._apply(lambda tensor: tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone())
     _randomise_(twin, generator)
     args = pytree.tree_map(lambda part: _noisy(part, generator), args)
     expected = _outputs(twin, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -38,8 +39,8 @@ def _optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
 class Expected:
     """What a member's state must look like to fit a network and its optimizer.
 
-    Which tensors an optimizer keeps shows only once it took a step, so a copy of it takes one. A parameter that has not
-    been trained yet, such as a frozen one, may have none of them.
+    Which tensors an optimizer keeps shows only once it took a step, so a copy of it takes one, without numbers where
+    it can. A parameter that has not been trained yet, such as a frozen one, may have none of them.
 
     Args:
         model: the member.
@@ -61,7 +62,8 @@ class Expected:
             **{f"model.{name}": _spec(tensor) for name, tensor in state.items()},
             **{f"companion.{name}": _spec(tensor) for name, tensor in (companion or {}).items()},
         }
-        self.optimizer = _optimizer_after_a_step(optimizer)
+        values = _optimizer_after_a_step(optimizer)
+        self.optimizer = {key: _spec(value) if isinstance(value, Tensor) else value for key, value in values.items()}
 
     def check_tensors(self, specs: Mapping[str, Spec]) -> None:
         """Raise a `RunError` that names the first tensor that differs."""
@@ -69,7 +71,7 @@ class Expected:
             expected = self.model.get(name) or self.in_flight.get(name)
             if name.startswith("optimizer."):
                 value = self.optimizer.get(name.removeprefix("optimizer."))
-                expected = _spec(value) if isinstance(value, Tensor) else None
+                expected = value if isinstance(value, tuple) else None
             if specs.get(name) != expected:
                 found, wanted = _described(specs.get(name)), _described(expected)
                 raise RunError(f"its tensor '{name}' is {found}, expected {wanted}: it is of another model")
@@ -81,7 +83,7 @@ class Expected:
         for key, value in numbers.items():
             expected = self.optimizer.get(key)
             is_number = type(value) in (int, float, bool) and math.isfinite(value)
-            if not is_number or isinstance(expected, Tensor) or expected is None:
+            if not is_number or isinstance(expected, tuple) or expected is None:
                 raise RunError(
                     f"its optimizer has {value!r} as '{key}', which does not fit: it is of another optimizer"
                 )
@@ -92,11 +94,26 @@ class Expected:
         begun = {key.partition(".")[0] for key in found}
         for key, value in self.optimizer.items():
             if key.partition(".")[0] in begun and key not in found and value is not None:
-                raise RunError(f"its optimizer has no '{key}', expected {_described_value(value)}")
+                wanted = _described(value) if isinstance(value, tuple) else "a number"
+                raise RunError(f"its optimizer has no '{key}', expected {wanted}")
 
 
 def _optimizer_after_a_step(optimizer: Optimizer) -> dict[str, Any]:
-    twin = copy.deepcopy(optimizer)
+    """What it keeps then; on the meta device, where tensors have shapes and take no memory, if it can step there."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    memo: dict[int, Any] = {id(parameter): nn.Parameter(parameter.detach().to("meta")) for parameter in parameters}
+    memo[id(optimizer.state)] = defaultdict(dict)
+    twin = copy.deepcopy(optimizer, memo)
+    for group in twin.param_groups:
+        if group.get("fused"):
+            group["fused"] = False  # which keeps the same, and is not made for the meta device
+    try:
+        return _after_a_step(twin)
+    except (RuntimeError, NotImplementedError):  # one that looks at numbers
+        return _after_a_step(copy.deepcopy(optimizer))
+
+
+def _after_a_step(twin: Optimizer) -> dict[str, Any]:
     for group in twin.param_groups:
         for parameter in group["params"]:
             parameter.requires_grad_(True)
@@ -113,22 +130,23 @@ def _described(spec: Spec | None) -> str:
     return "missing" if spec is None else f"{spec[0]} of shape {spec[1]}"
 
 
-def _described_value(value: Any) -> str:
-    return _described(_spec(value)) if isinstance(value, Tensor) else "a number"
-
-
 def load_member_state_(
-    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], numbers: Mapping[str, Any]
 ) -> None:
-    """Put `member_state` back into a member and its optimizer; learning rates stay as they are."""
+    """Put `member_state` back into a member and its optimizer; learning rates stay as they are.
+
+    What is put back is taken out of `tensors`, so that no more than one copy is held.
+    """
+    state = {key.removeprefix("model."): tensors.pop(key) for key in list(tensors) if key.startswith("model.")}
+    model.load_state_dict(state)
+    state.clear()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     entries: dict[int, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *((f"optimizer.{key}", value) for key, value in numbers["optimizer"].items())]:
-        kind, _, rest = key.partition(".")
-        if kind == "optimizer":
-            index, _, name = rest.partition(".")
-            entries.setdefault(int(index), {})[name] = _in_order_of(parameters[int(index)], value)
-    model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    kept = {key: None for key in tensors if key.startswith("optimizer.")}
+    for key in [*kept, *(f"optimizer.{key}" for key in numbers["optimizer"])]:
+        _, index, name = key.split(".", 2)
+        value = tensors.pop(key) if key in kept else numbers["optimizer"][f"{index}.{name}"]
+        entries.setdefault(int(index), {})[name] = _in_order_of(parameters[int(index)], value)
     optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

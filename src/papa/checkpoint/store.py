@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from papa._version import __version__
 from papa.checkpoint.files import flush_directory, json_text, read_object, write_file
@@ -99,17 +101,43 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+class Members(Mapping[int, MemberState]):
+    """The members of a checkpoint, each read when it is asked for: a process need not hold all of them at once."""
+
+    def __init__(self, path: Path, files: Mapping[str, Any], expected: Mapping[int, Expected]) -> None:
+        self._path, self._files, self._expected = path, files, expected
+
+    def __getitem__(self, member: int) -> MemberState:
+        """Read a member; raises what `load_checkpoint` may raise."""
+        entry, file = self._files[member_file(member)], self._path / member_file(member)
+        try:
+            tensors = _checked_tensors(file, entry, self._expected[member])
+        except DamagedError:
+            raise
+        except RunError as error:
+            raise RunError(f"{file} does not fit: {error}") from error
+        return tensors, entry["numbers"]
+
+    def __iter__(self) -> Iterator[int]:
+        """Those that were asked for."""
+        return iter(self._expected)
+
+    def __len__(self) -> int:
+        """How many were asked for."""
+        return len(self._expected)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What a checkpoint holds of the members that were asked for."""
 
     step: int
     state: dict[str, Any]
-    members: dict[int, MemberState]
+    members: Members
 
 
 def load_checkpoint(path: Path, expected: Mapping[int, Expected], *, num_members: int) -> Checkpoint:
-    """Read a checkpoint; nothing is believed that was not compared with what is expected and with its digest.
+    """Open a checkpoint; nothing is believed that was not compared with what is expected and with its digest.
 
     Args:
         path: the checkpoint's directory.
@@ -117,26 +145,16 @@ def load_checkpoint(path: Path, expected: Mapping[int, Expected], *, num_members
         num_members: the size of the population.
 
     Raises:
-        DamagedError: when it was cut short or altered; another checkpoint may be whole.
+        DamagedError: when it was cut short or altered; another checkpoint may be whole. So may reading a member.
         RunError: when it is of another population, model or version of papa.
     """
     manifest = _read_manifest(path)
     if manifest["members"] != num_members:
         raise RunError(f"{path} has {manifest['members']} members, expected {num_members}: it is of another run")
-    members = {}
-    for member, wanted in expected.items():
-        entry, file = manifest["files"][member_file(member)], path / member_file(member)
-        try:
-            tensors = _checked_tensors(file, entry, wanted)
-        except DamagedError:
-            raise
-        except RunError as error:
-            raise RunError(f"{file} does not fit: {error}") from error
-        members[member] = (tensors, entry["numbers"])
-    return Checkpoint(manifest["step"], manifest["state"], members)
+    return Checkpoint(manifest["step"], manifest["state"], Members(path, manifest["files"], expected))
 
 
-def _checked_tensors(file: Path, entry: dict[str, Any], expected: Expected) -> Any:
+def _checked_tensors(file: Path, entry: dict[str, Any], expected: Expected) -> dict[str, Tensor]:
     numbers = entry["numbers"]
     _check_regular(file)
     expected.check_numbers(numbers.get("optimizer"))

@@ -1,4 +1,7 @@
-"""Writing checkpoints in the background: training waits for one copy of its state, never for the disk."""
+"""Writing checkpoints in the background: training waits for one copy of its state, never for the disk.
+
+Or in the foreground, where memory is shorter than time: training waits for the disk, and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,14 @@ class CheckpointWriter:
         group: the processes that hold the population.
         num_members: its size.
         keep: how many checkpoints stay.
+        background: whether training goes on while a copy of its state is written.
     """
 
-    def __init__(self, directory: Path, *, group: Group, num_members: int, keep: int = 2) -> None:
+    def __init__(
+        self, directory: Path, *, group: Group, num_members: int, keep: int = 2, background: bool = True
+    ) -> None:
         self.directory, self.group, self.num_members, self.keep = directory, group, num_members, keep
+        self.background = background
         self._job: _Job | None = None
         self._stage: dict[tuple[int, str], Tensor] = {}
         if group.leads:
@@ -70,6 +77,8 @@ class CheckpointWriter:
     ) -> Failure | None:
         """Copy the state, hand it to the background, and return how the checkpoint before it failed, if it did.
 
+        In the foreground nothing is copied, and this returns when the members held here are written.
+
         Args:
             step: optimizer steps taken.
             members: the state of each member held here.
@@ -79,12 +88,14 @@ class CheckpointWriter:
         failure = self.settle()
         error = self._make_partial(step) if self.group.leads else None
         self.group.wait()  # nobody writes into a directory that is still to be emptied
-        job = _Job(step, {member: self._copy(member, content) for member, content in members.items()}, state, flush)
-        job.error = error
+        copies = {member: self._copy(member, content) for member, content in members.items()} if self.background else {}
+        job = _Job(step, copies or dict(members), state, flush, error)
         # A daemon, so that a process that is told to leave at once does.
         job.thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {step}", daemon=True)
         self._job = job
         job.thread.start()
+        if not self.background:
+            job.wrote.wait()
         return failure
 
     @property

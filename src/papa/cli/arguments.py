@@ -26,11 +26,13 @@ class SavingOptions:
     """Save the state at the end of each epoch, and after so many minutes without that."""
     keep: int = 2
     """How many checkpoints stay."""
+    checkpoint_background: bool = True
+    """Train on while a copy of the state is written; without, training waits and no memory is taken for a copy."""
 
     @property
     def saving(self) -> Saving:
         """The same for `papa.launch`."""
-        return Saving(minutes=self.checkpoint_minutes, keep=self.keep)
+        return Saving(minutes=self.checkpoint_minutes, keep=self.keep, background=self.checkpoint_background)
 
 
 @dataclass(frozen=True, kw_only=True)

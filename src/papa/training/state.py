@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,10 +59,8 @@ def state_of(training: Training) -> dict[str, Any]:
     }
 
 
-def check_state(
-    training: Training, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]
-) -> None:
-    """Raise a `RunError` unless a checkpoint's state has the form that `load_state_` needs."""
+def _check_state(training: Training, step: int, state: Mapping[str, Any]) -> None:
+    """Raise a `RunError` unless what a checkpoint says of all members makes sense."""
     seconds, num_averagings = state.get("seconds"), state.get("num_averagings")
     if not 0 <= step <= training.length.num_steps:
         raise RunError(f"the checkpoint is of step {step}, expected at most {training.length.num_steps}")
@@ -78,55 +77,66 @@ def check_state(
         raise RunError(f"the checkpoint has {sick!r} as sick members, expected a list")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
         raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
-    for index, member in enumerate(training.members):
-        numbers, scaler = members[member][1], training.scalers[index]
-        found, expected = numbers.get("scaler"), None if scaler is None else scaler.state_dict().keys()
-        if (found.keys() if isinstance(found, dict) else found) != expected or not all(
-            map(_is_number, (found or {}).values())
-        ):
-            raise RunError(f"the checkpoint has {found!r} as the gradient scaler of member {member}")
-        loss_sum = numbers.get("loss_sum", "nothing")
-        if loss_sum is not None and not _is_number(loss_sum):
-            raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
-        bad = numbers.get("bad_losses")
-        if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
-            raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
-        tensors, push = _in_flight(*members[member])
-        is_whole = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
-        wanted = {name for name in training.averager.may_be_in_flight() if name.startswith("push.") and push}
-        if not is_whole or not all(map(_is_number, push.values())) or not wanted <= tensors.keys():
-            raise RunError(f"the checkpoint has {push!r} as the push under way of member {member}")
+
+
+def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    """Raise a `RunError` unless what a checkpoint says of a member makes sense; its tensors were looked at before."""
+    member, scaler = training.members[index], training.scalers[index]
+    found, expected = numbers.get("scaler"), None if scaler is None else scaler.state_dict().keys()
+    if (found.keys() if isinstance(found, dict) else found) != expected or not all(
+        map(_is_number, (found or {}).values())
+    ):
+        raise RunError(f"the checkpoint has {found!r} as the gradient scaler of member {member}")
+    loss_sum = numbers.get("loss_sum", "nothing")
+    if loss_sum is not None and not _is_number(loss_sum):
+        raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
+    bad = numbers.get("bad_losses")
+    if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
+        raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
+    under_way, push = _in_flight(tensors, numbers)
+    is_whole = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
+    wanted = {name for name in training.averager.may_be_in_flight() if name.startswith("push.") and push}
+    if not is_whole or not all(map(_is_number, push.values())) or not wanted <= under_way.keys():
+        raise RunError(f"the checkpoint has {push!r} as the push under way of member {member}")
 
 
 def load_state_(
-    training: Training, step: int, state: dict[str, Any], members: dict[int, checkpoint.MemberState]
+    training: Training, step: int, state: Mapping[str, Any], members: Mapping[int, checkpoint.MemberState]
 ) -> None:
-    """Go on where a checkpoint was taken."""
-    check_state(training, step, state, members)
-    for index, member in enumerate(training.members):
-        tensors, numbers = members[member]
-        checkpoint.load_member_state_(training.population[index], training.optimizers[index], tensors, numbers)
-        scaler = training.scalers[index]
-        if scaler is not None:
-            scaler.load_state_dict(numbers["scaler"])
-        training.loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
-        for position, is_bad in enumerate(numbers["bad_losses"]):
-            training.recent_losses[index, position] = math.nan if is_bad else 0.0
-        if training.companion is not None:
-            own = {k.removeprefix("companion."): v for k, v in tensors.items() if k.startswith("companion.")}
-            training.companion.load_member_state_(index, own)
+    """Go on where a checkpoint was taken; one member is read after the other.
+
+    After a `RunError` the training is worth nothing until another checkpoint was loaded.
+    """
+    _check_state(training, step, state)
+    in_flight = [_load_member_(training, index, *members[member]) for index, member in enumerate(training.members)]
     training.sick, training.population.dropped = list(state["sick"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
-    training.averager.load_in_flight([_in_flight(*members[member]) for member in training.members])
+    training.averager.load_in_flight(in_flight)
     training.go_to_(step)
+
+
+def _load_member_(training: Training, index: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> InFlight:
+    """Put a member's state back; returns what averaging had under way for it."""
+    _check_member(training, index, tensors, numbers)
+    checkpoint.load_member_state_(training.population[index], training.optimizers[index], tensors, numbers)
+    scaler = training.scalers[index]
+    if scaler is not None:
+        scaler.load_state_dict(numbers["scaler"])
+    training.loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
+    for position, is_bad in enumerate(numbers["bad_losses"]):
+        training.recent_losses[index, position] = math.nan if is_bad else 0.0
+    if training.companion is not None:
+        own = {k.removeprefix("companion."): v for k, v in tensors.items() if k.startswith("companion.")}
+        training.companion.load_member_state_(index, own)
+    return _in_flight(tensors, numbers)
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _in_flight(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> InFlight:
+def _in_flight(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> InFlight:
     prefix = "averager."
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     return found, numbers.get("averager", {})

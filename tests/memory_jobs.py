@@ -31,9 +31,10 @@ from papa.data import Data, as_source
 from papa.group import Shared, Spread
 from papa.repair import RepairMerges
 from papa.training import Training
+from papa.training.analysis import analyse
 from papa.training.state import expected_states, load_state_, member_states, state_of
 
-SIZE = 4
+SIZE, UNITS = 4, 32
 
 
 class Wide(nn.Module):
@@ -41,8 +42,8 @@ class Wide(nn.Module):
 
     def __init__(self, num_layers: int, num_inputs: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(num_inputs, 8) for _ in range(num_layers)])
-        self.head = nn.Linear(8 * num_layers, 3)
+        self.layers = nn.ModuleList([nn.Linear(num_inputs, UNITS) for _ in range(num_layers)])
+        self.head = nn.Linear(UNITS * num_layers, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(torch.cat([layer(inputs).relu() for layer in self.layers], dim=1))
@@ -91,6 +92,7 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
         "aligned soups": lambda: aligned_soups(population, score, batches, groups=groups, repair_batches=batches),
         "aligned soups by weights": lambda: aligned_soups(population, score, batches[0], by="weights", groups=groups),
         "deriving symmetries": lambda: symmetries(population[0], batches[0]),
+        "analysis": lambda: analyse(training),
         "checkpoint in the foreground": save,
         "resume": resume,
         "three networks too many": lambda: [average_soup(population) for _ in range(3)],

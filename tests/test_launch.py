@@ -345,7 +345,7 @@ def test_a_signal_stops_all_runs_and_the_same_call_goes_on(tmp_path: Path, num_p
 
 def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path) -> None:
     config = small_config()
-    often = Saving(minutes=1e-9, keep=100)
+    often = Saving(minutes=1e-9, keep=100, background=False)
     execute(config, tmp_path / "often", saving=often)
     assert len(checkpoints(tmp_path / "often" / "checkpoint")) == 12
     run = RunDirectory(tmp_path / "often")

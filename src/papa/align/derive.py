@@ -47,9 +47,9 @@ def symmetries(model: nn.Module, example_input: Any) -> Symmetries:
     Returns:
         The groups of exchangeable units.
     """
-    twin, args = _on_cpu(model, example_input)
-    groups, program = _traced(twin, args)
-    return Symmetries(proved_(twin, args, groups), program)
+    groups, program = _traced(*_on_cpu(model, example_input))
+    # Proved on a copy that no graph refers to, whose numbers are gone as soon as it is.
+    return Symmetries(proved_(*_on_cpu(model, example_input), groups), program)
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Group, ...], Program]:

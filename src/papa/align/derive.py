@@ -193,7 +193,7 @@ def proved_(twin: nn.Module, args: tuple[Any, ...], groups: tuple[Group, ...]) -
         groups: which to prove.
     """
     generator = stream(0, "align")
-    twin._apply(lambda tensor: tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone())
+    twin._apply(_as_float64)  # type: ignore[no-untyped-call]
     _randomise_(twin, generator)
     args = pytree.tree_map(lambda part: _noisy(part, generator), args)
     expected = _outputs(twin, args)
@@ -216,6 +216,10 @@ def proved_(twin: nn.Module, args: tuple[Any, ...], groups: tuple[Group, ...]) -
                 stacklevel=3,
             )
     return tuple(group for group in groups if group.name not in broken)
+
+
+def _as_float64(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def _failing(groups: tuple[Group, ...], holds: Any) -> tuple[Group, ...]:

@@ -214,7 +214,7 @@ def main() -> None:
     options_parser.add_argument("--steps", type=int, default=20, help="training steps that are timed in each round")
     options_parser.add_argument("--link", action="store_true", help="be one of the two machines on the throttled link")
     options_parser.add_argument("--only", choices=["training", "pushes", "link"], help="measure only this")
-    options_parser.set_defaults(rounds=3)
+    options_parser.set_defaults(rounds=4)
     options = options_parser.parse_args()
     if options.link:
         push_over_link(options.rounds)

@@ -42,6 +42,7 @@ from papa import (
     symmetries,
 )
 from papa.averager import chain
+from papa.checkpoint import read_json, write_json
 from papa.cli.main import main
 from papa.config import AverageConfig
 from papa.errors import PapaError
@@ -323,9 +324,10 @@ def commands(group: Shared, path: str) -> dict[str, list[tuple[int, str, bool]]]
     break_off()
     tell("resume", "resume", str(out))
     break_off()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    mark = out / ".torchrun"
+    if group.leads:  # as if other processes of the same torchrun had begun it
+        write_json(mark, {**read_json(mark), "processes": ["elsewhere 1"]})
     tell("overwrite, restarted", *run, "--overwrite")
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     tell("overwrite", *run, "--overwrite")
     compare = ("compare", "digits", *small, "--methods", "independent,papa", "--out", str(Path(path) / "compare"))
     tell("compare", *compare)

@@ -122,6 +122,49 @@ def test_two_machines_end_with_the_bits_of_one_though_a_worker_was_killed(machin
     assert all(event["bytes"] > 0 for event in found)
 
 
+def test_a_machine_that_joins_later_takes_members_over_and_nothing_is_begun_anew(tmp_path: Path) -> None:
+    config, out = two_machine_config(), tmp_path / "elastic"
+    options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64", "--average.every-steps", "5")
+    options += ("--average.delay", "2", "--overwrite", "--out", str(out))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    meeting = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    meeting += ("--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "--rdzv-id", "papa", "--max-restarts", "0")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # without it newcomers to a torchrun are not told of its store
+    )
+    agents: list[subprocess.Popen[bytes]] = []
+
+    def join(is_host: int) -> None:
+        here = ("--rdzv-conf", f"is_host={is_host},last_call_timeout=1")
+        command = (sys.executable, *TORCHRUN, *meeting, *here, "-m", "papa", "run", "digits", *options)
+        with open(tmp_path / f"agent-{len(agents)}.log", "wb") as log:
+            agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+
+    run = RunDirectory(out)
+    try:
+        join(is_host=1)
+        until(lambda: len(list(run.checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
+        begun = run.config.stat().st_ino
+        (worker,) = (child for child in children(agents[0].pid) if is_worker(child))
+        os.kill(worker, signal.SIGSTOP)  # it would be done before the other has come
+        join(is_host=0)
+        until(lambda: "closing signal" in logs(tmp_path) or all_ended(agents), "the first did not see the second come")
+        os.kill(worker, signal.SIGCONT)
+        until(lambda: all_ended(agents), "the agents did not end")
+        assert [agent.returncode for agent in agents] == [0, 0], logs(tmp_path)
+    finally:
+        for agent in agents:
+            agent.terminate()
+            agent.wait()
+    assert run.config.stat().st_ino == begun
+    assert run.read_result()["environment"]["workers"] == 2
+    execute(config, tmp_path / "one", workers=1)
+    assert same_networks(tmp_path / "one", out)
+
+
 def all_ended(agents: list[subprocess.Popen[bytes]]) -> bool:
     return all(agent.poll() is not None for agent in agents)
 

@@ -29,6 +29,7 @@ from papa.checkpoint import (
     checkpoints,
     discard,
     load_checkpoint,
+    read_object,
     write_atomically,
     write_json,
 )
@@ -300,15 +301,17 @@ def _execute_under_torchrun(
     facts = {**_flat(config.to_json()), "out": path, "papa": __version__, "torch": torch.__version__}
     group.check_same({name: str(fact) for name, fact in facts.items()}, cure="start all with the same options")
     _check_shared(path, group)
-    # After a failure torchrun starts all anew, with the options of the first time: what was begun is continued.
-    overwrite, resume = overwrite and not processes.is_restart, resume or processes.is_restart
+    # torchrun may start all anew, with the options of the first time: what was begun is continued.
+    is_restart = run.holds_run and run.torchrun.exists() and processes.is_restart_of(read_object(run.torchrun))
+    overwrite, resume = overwrite and not is_restart, resume or is_restart
     is_finished = run.is_finished
     group.wait()  # nobody writes before everybody has looked
     if resume and is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
     with run.lock() if group.leads else contextlib.nullcontext(), _heard(stop) as stop:
-        return _job(group, config, path, overwrite, resume, saving, watch, stop)
+        begun = partial(write_json, run.torchrun, processes.names)
+        return _job(group, config, path, overwrite, resume, saving, watch, stop, begun)
 
 
 def _check_shared(path: Path, group: Group) -> None:
@@ -360,8 +363,9 @@ def _job(
     saving: Saving,
     watch: Watch | None,
     stop: Any,
+    begun: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """What every process does; all return the result."""
+    """What every process does; all return the result. The leading one calls `begun` when the directory is its run's."""
     run = RunDirectory(path)
     is_there = run.holds_run
     group.wait()  # nobody writes before everybody has looked
@@ -375,6 +379,8 @@ def _job(
         if group.leads:
             run.create(config.to_json(), overwrite=overwrite)
         group.wait()
+    if begun is not None and group.leads:
+        begun()
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(
             CheckpointWriter(

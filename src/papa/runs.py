@@ -46,6 +46,7 @@ class RunDirectory:
         self.greedy_soup = path / "greedy.safetensors"
         self.members = path / "members"
         self.checkpoints = path / "checkpoint"
+        self.torchrun = path / ".torchrun"
         self._unwritten = b""
         self._metrics_end = 0
         self._metrics_sha = hashlib.sha256()

@@ -6,9 +6,12 @@ import atexit
 import contextlib
 import datetime
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,10 +71,21 @@ class Torchrun:
         self.exchange = exchange
         _connect()
         with plainly("comparing notes"):
-            counts: list[int] = [0] * dist.get_world_size()
-            dist.all_gather_object(counts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-        # An agent whose own processes did not fail restarts them too, and does not count that.
-        self.is_restart = max(counts) > 0
+            pairs: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+            dist.all_gather_object(pairs, (_name_of(os.getppid()), _name_of(os.getpid())))
+        self.names = {
+            "agents": sorted({agent for agent, _ in pairs}),
+            "processes": sorted(process for _, process in pairs),
+        }
+        """Who these processes are, and the agents of torchrun, which start them and outlive them; a JSON value."""
+
+    def is_restart_of(self, names: Mapping[str, Any]) -> bool:
+        """Whether this torchrun started the processes that had these `names`, and has started all anew since.
+
+        It does so when one of them died, and when a machine came or went, which it does not count as a restart.
+        """
+        same = {key: set(self.names[key]) & set(names.get(key, ())) for key in self.names}
+        return bool(same["agents"]) and not same["processes"]
 
     def group(self, size: int) -> Group:
         """What holds a population of `size`: one mapping where torchrun runs on one machine, else each its own rows."""
@@ -81,6 +95,15 @@ class Torchrun:
         spread = Spread(exchange=self.exchange)
         spread.share(size)
         return spread
+
+
+def _name_of(process: int) -> str:
+    """A process's name that no other ever had: its host, its number, and where that can be known, when it began."""
+    try:
+        began = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        began = ""
+    return f"{socket.gethostname()} {process} {began}".strip()
 
 
 def _connect() -> None:

@@ -132,9 +132,7 @@ def test_a_machine_that_joins_later_takes_members_over_and_nothing_is_begun_anew
     meeting = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     meeting += ("--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "--rdzv-id", "papa", "--max-restarts", "0")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
-        "1"  # without it newcomers to a torchrun are not told of its store
-    )
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else newcomers are not told where to meet
     agents: list[subprocess.Popen[bytes]] = []
 
     def join(is_host: int) -> None:

@@ -102,7 +102,7 @@ class Reader:
         """How many there are; raises when one cannot be read."""
         found = checkpoints(RunDirectory(path).checkpoints)
         for _, checkpoint in found:
-            load_checkpoint(checkpoint, self.expected, num_members=self.num_members)
+            dict(load_checkpoint(checkpoint, self.expected, num_members=self.num_members).members)
         return len(found)
 
 

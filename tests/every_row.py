@@ -14,7 +14,8 @@ from pathlib import Path
 from helpers import write_images
 from papa.config import Config
 from papa.errors import DataError
-from papa.launch import execute_all, usable_cores
+from papa.launch import usable_cores
+from papa.launch_many import execute_all
 from papa.recipes.build import images_for
 from papa.recipes.tables import TABLES
 from papa.reproduce import Request, entries_of, jobs_for

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from papa.checkpoint import load_checkpoint, save_network
+from papa.checkpoint import save_network
 from papa.cli.run import print_result
 from papa.config import Config
 from papa.errors import PapaError
-from papa.launch import _load
+from papa.launch import _load_
 from papa.models.weights import read_state_dict
 from papa.recipes import find
 from papa.recipes.build import build
 from papa.report import compare_page, run_page
 from papa.runs import RunDirectory
-from papa.training.state import load_state_, member_states, state_of
-from test_checkpoint import Member, expected_of, save, trained_member
+from papa.training.state import member_states, state_of
+from test_checkpoint import Member, expected_of, load_whole, save, trained_member
 
 JUNK: list[Any] = [
     *(None, True, -1, 0, 1, 7, 2**31, 2**63, 2**64, 10**30, 0.5, -1e300, "", "x", "../x", "/etc/passwd", "NaN", "\x00"),
@@ -116,7 +116,7 @@ def test_manifests(saved: tuple[Path, list[Member]]) -> None:
             manifest.write_bytes(mutate_bytes(text, generator))
         else:
             manifest.write_text(json.dumps(mutate_value(value, generator)))
-        num_refused += refused(lambda: load_checkpoint(path, expected, num_members=1))
+        num_refused += refused(lambda: load_whole(path, expected, num_members=1))
     assert num_refused > 1200
 
 
@@ -138,7 +138,7 @@ def test_headers_and_tensors_whose_digest_was_brought_into_line(saved: tuple[Pat
         entry = manifest["files"]["member-000.safetensors"]
         entry.update(bytes=len(altered), sha256=hashlib.sha256(altered).hexdigest())
         (path / "manifest.json").write_text(json.dumps(manifest))
-        num_refused += refused(lambda: load_checkpoint(path, expected, num_members=1))
+        num_refused += refused(lambda: load_whole(path, expected, num_members=1))
     assert num_refused > 1800
 
 
@@ -162,10 +162,9 @@ def test_the_state_of_a_training(tmp_path: Path) -> None:
         (path / "manifest.json").write_text(json.dumps(altered))
 
         def load() -> None:
-            checkpoint, error = _load(config, path, training)
-            if checkpoint is None:
+            _, error = _load_(config, path, training)
+            if error is not None:
                 raise PapaError(error)
-            load_state_(training, checkpoint.step, checkpoint.state["training"], checkpoint.members)
 
         num_refused += refused(load)
     assert num_refused > 100

@@ -48,6 +48,7 @@ ROOMS = [
     "report",
     "recorder",
     "launch",
+    "launch_many",
     "reproduce",
     "cli",
     "integrations",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import platform
@@ -11,8 +10,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +32,7 @@ from papa.checkpoint import (
     write_json,
 )
 from papa.config import Config
-from papa.errors import ConfigError, PapaError, RunError, StoppedError
+from papa.errors import ConfigError, RunError
 from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
 from papa.recipes import paper_details, paper_scores, paper_soups
 from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
@@ -147,141 +145,6 @@ def listening(stop: Any) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """What came of several runs, by their directories."""
-
-    results: Mapping[Path, dict[str, Any]]
-    """What the `result.json` of each that came to its end holds."""
-    errors: Mapping[Path, PapaError]
-    """Why the others did not."""
-
-    def check(self) -> None:
-        """Raise a `RunError` that names the runs that failed, if any did; where all failed for one reason, that one."""
-        paths_by_reason: dict[str, list[str]] = {}
-        for path, error in self.errors.items():
-            paths_by_reason.setdefault(str(error), []).append(str(path))
-        if not self.errors:
-            return
-        if not self.results and len(paths_by_reason) == 1:
-            raise next(iter(self.errors.values()))
-        listing = "\n".join(f"  {', '.join(paths)}: {reason}" for reason, paths in paths_by_reason.items())
-        raise RunError(
-            f"{len(self.errors)} of {len(self.results) + len(self.errors)} runs failed; the others are done and kept. "
-            f"When the causes are cured, the same command without --overwrite runs what is missing:\n{listing}"
-        )
-
-
-def execute_all(
-    jobs: Sequence[tuple[Config, Path]],
-    *,
-    num_parallel: int = 1,
-    workers: int | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    saving: Saving = Saving(),  # noqa: B008
-    watch: Callable[[Config, Path], Watch] | None = None,
-) -> Outcomes:
-    """Run several configs, one after the other or side by side; those of one directory are one run.
-
-    A run that fails does not keep the others from running. On SIGINT or SIGTERM the runs under way save, no other is
-    begun, and `StoppedError` is raised; with `resume` all can be continued.
-
-    Args:
-        jobs: what to run, and the directory of each.
-        num_parallel: how many processes of one thread run side by side; each takes the next config when it is done
-            with one. 1 for this process alone.
-        workers: as for `execute`; None where runs are side by side.
-        overwrite: as for `execute`.
-        resume: as for `execute`.
-        saving: as for `execute`.
-        watch: makes what looks on, from a config and its directory; as for `execute`.
-    """
-    _check_parallel(num_parallel, workers)
-    saving.check()
-    for config, _ in jobs:
-        config.check()
-    configs = {path: config for config, path in jobs}
-    runs = [(config, path, None if watch is None else watch(config, path)) for path, config in configs.items()]
-    context = multiprocessing.get_context("spawn")
-    stop = context.RawValue("i", 0)
-    execute_one = partial(execute, overwrite=overwrite, resume=resume, saving=saving, stop=stop)
-    with listening(stop):
-        if num_parallel == 1 or len(runs) < 2:
-            found = _outcomes(execute_one, runs, range(len(runs)), stop, workers)
-        else:
-            num_workers = min(num_parallel, len(runs))
-            num_taken = context.Value("i", 0)
-            found = start_workers(_take_runs, num_workers, num_workers, execute_one, runs, num_taken, stop)
-    if len(found) < len(runs) or any(isinstance(outcome, StoppedError) for outcome in found.values()):
-        num_done = sum(isinstance(outcome, dict) for outcome in found.values())
-        raise StoppedError(
-            f"stopped with {num_done} of {len(runs)} runs done, and saved; the same command without --overwrite goes on"
-        )
-    by_path = [(runs[number][1], outcome) for number, outcome in sorted(found.items())]
-    return Outcomes(
-        results={path: outcome for path, outcome in by_path if isinstance(outcome, dict)},
-        errors={path: outcome for path, outcome in by_path if not isinstance(outcome, dict)},
-    )
-
-
-def _check_parallel(num_parallel: int, workers: int | None) -> None:
-    if num_parallel < 1:
-        raise ConfigError(f"--parallel is {num_parallel}, expected at least 1")
-    if num_parallel == 1:
-        return
-    if workers is not None:
-        raise ConfigError("there are --workers and --parallel, expected one of them: runs side by side have one worker")
-    if rank_of_torchrun() is not None:
-        raise ConfigError(f"--parallel is {num_parallel}, but torchrun says how many processes there are: leave it out")
-
-
-def _take_runs(
-    group: Group,
-    execute_one: Callable[..., dict[str, Any]],
-    runs: Sequence[tuple[Config, Path, Watch | None]],
-    num_taken: Any,
-    stop: Any,
-) -> dict[int, dict[str, Any] | PapaError]:
-    """What each of the processes side by side does: take a run that nobody took, until there is none."""
-
-    def numbers() -> Iterator[int]:
-        while True:
-            with num_taken.get_lock():
-                number = num_taken.value
-                num_taken.value += 1
-            if number >= len(runs):
-                return
-            yield number
-
-    found = _outcomes(execute_one, runs, numbers(), stop, 1)
-    return {number: outcome for part in group.gather([found]) for number, outcome in part.items()}
-
-
-def _outcomes(
-    execute_one: Callable[..., dict[str, Any]],
-    runs: Sequence[tuple[Config, Path, Watch | None]],
-    numbers: Iterable[int],
-    stop: Any,
-    workers: int | None,
-) -> dict[int, dict[str, Any] | PapaError]:
-    """The result or the error of each run that was begun, by its number; none is begun when it is time to stop."""
-    found: dict[int, dict[str, Any] | PapaError] = {}
-    for number in numbers:
-        if stop.value:
-            break
-        config, path, watch = runs[number]
-        try:
-            found[number] = execute_one(config, path, workers=workers, watch=watch)
-        except Exception as error:
-            if rank_of_torchrun() is not None:
-                raise  # the other processes may not have failed, and wait for this one
-            told = error if isinstance(error, PapaError) else RunError(traceback.format_exc())
-            found[number] = type(told)(*told.args)  # without the traceback, which refers to all that the run held
-        gc.collect()  # a training refers to itself: its data would stay in memory while others run
-    return found
 
 
 def _execute_under_torchrun(

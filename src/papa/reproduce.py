@@ -12,7 +12,8 @@ from typing import Any
 
 from papa.checkpoint import json_text
 from papa.config import Config
-from papa.launch import Outcomes, Saving, Watch, execute_all
+from papa.launch import Saving, Watch
+from papa.launch_many import Outcomes, execute_all
 from papa.recipes import find
 from papa.recipes.build import TILES, images_for
 from papa.recipes.change import changed, translated

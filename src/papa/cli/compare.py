@@ -16,7 +16,8 @@ from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError
-from papa.launch import Outcomes, Watch, execute_all
+from papa.launch import Watch
+from papa.launch_many import Outcomes, execute_all
 from papa.process import settle
 from papa.recipes import Recipe
 from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed

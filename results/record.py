@@ -29,6 +29,8 @@ ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "de
 """What of its environment does; neither the command, which names directories, nor when it was."""
 OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
 """What of a configuration a command leaves to the machine."""
+OF_A_PUSH = ("average.alpha", "average.half_life", "average.half_life_scale")
+"""What of it nothing but a push looks at."""
 DIGITS = 6
 
 
@@ -78,13 +80,14 @@ def record_of(run: Run, config: Config) -> dict[str, Any]:
 def check_config(found: Any, config: Config, where: str) -> None:
     """Raise a `RunError` where a run was made with other options than its command has now.
 
-    Options that are newer than the run are not compared.
+    Options that are newer than the run are not compared, nor those that its method does not look at.
     """
+    unseen = (*OF_THE_MACHINE, *(OF_A_PUSH if config.method != "papa" else ()))
     told = dict(flat(json.loads(json_text(config.to_json()))))
     different = [
         f"{name} is {value!r}, its command says {told[name]!r}"
         for name, value in flat(found)
-        if name in told and name not in OF_THE_MACHINE and value != told[name]
+        if name in told and name not in unseen and value != told[name]
     ]
     if different:
         raise RunError(

@@ -13,11 +13,25 @@ EVERY_EPOCH: dict[str, Any] = {"every_epochs": 1.0, "align_every_epochs": 1.0, "
 """What happens every few epochs of a long training happens every epoch of a short one."""
 
 
-def mini(config: Config, *, width: int | None, epochs: int = 20, max_train: int = 8_000) -> Config:
+def mini(
+    config: Config,
+    *,
+    width: int | None,
+    epochs: int = 20,
+    max_train: int = 8_000,
+    half_life_scale: float = 1.0,
+) -> Config:
     """About ten minutes on two CPU cores.
 
     What the paper says in epochs and steps of its long training is scaled to the short one: a push with a half-life
     of 690 steps would never bring members together in 3,000.
+
+    Args:
+        config: the full setting.
+        width: of the network; None for as it is.
+        epochs: how many.
+        max_train: how many images at most.
+        half_life_scale: how much longer the push's half-life is than what suits the length of a training from scratch.
     """
     return replace(
         config,
@@ -25,7 +39,7 @@ def mini(config: Config, *, width: int | None, epochs: int = 20, max_train: int 
         data=replace(config.data, max_train=max_train),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=epochs, precision=fast_precision(), channels_last=True),
-        average=replace(config.average, alpha=None, half_life=0.02, **EVERY_EPOCH),
+        average=replace(config.average, alpha=None, half_life_scale=half_life_scale, **EVERY_EPOCH),
     )
 
 

@@ -8,6 +8,7 @@ from papa.config import AverageConfig, Config, DataConfig, DiversityConfig, Mode
 from papa.recipes import paper
 from papa.recipes.budgets import mini, smoke
 from papa.recipes.recipe import Recipe
+from papa.rules import Push, half_life_for
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ ROWS = (
 )
 
 
+NUM_STEPS = 50 * 765
+GENTLER = Push(0.9995).half_life_in_steps / half_life_for(NUM_STEPS)
+"""How much longer the half-life of the paper's push is here, where members begin as one, than from scratch."""
+
+
 def finetune(row: _Row, budget: str) -> Config:
     """50 epochs of AdamW; only the new head is trained during the first two; a gentler push; rarer merges."""
     config = Config(
@@ -41,7 +47,7 @@ def finetune(row: _Row, budget: str) -> Config:
         diversity=DiversityConfig(grid="default"),
     )
     if budget == "mini":
-        small = mini(config, width=None, epochs=3, max_train=500)
+        small = mini(config, width=None, epochs=3, max_train=500, half_life_scale=GENTLER)
         return replace(small, data=replace(small.data, max_test=200), train=replace(small.train, batch_size=16))
     if budget == "smoke":
         small = smoke(config, width=None, batch_size=2, num_batches=1)

@@ -121,7 +121,7 @@ def test_half_lives_are_told_in_shares_steps_and_alpha_and_the_best_is_named(rec
         "0.1",
         "never pushed",
     ]
-    assert "- 10 epochs: best average soup with a half-life of 0.002 of training." in page
+    assert "- 10 epochs: best average soup with a half-life of 0.002 of training; `papa.half_life_for` says 0.013." in page
 
 
 def test_other_studies_show_what_they_are_about(records: Path) -> None:

@@ -169,8 +169,9 @@ STUDIES = (
                 title="CIFAR-100, EfficientNet-Lite0 from ImageNet, two members",
                 commands=(
                     "papa compare cifar100-finetune-effnetv2s --budget mini --methods independent,papa --seeds 1"
-                    " --model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.root DATA"
-                    " --out runs/finetune/efficientnet-lite0",
+                    " --model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.image-size 96"
+                    " --data.max-train 2000 --data.max-test 1000 --train.epochs 6 --train.lr 0.0003 --parallel 2"
+                    " --data.root DATA --out runs/finetune/efficientnet-lite0",
                 ),
             ),
         ),

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from papa.report import COLUMNS, GAP_COLUMN, cells_of, compare_rows, details_table, mean_gap_closed, with_gap_closed
 from papa.report.groups import groups_of
 from papa.report.table import KEYS, SOUPS, of_soups, scores_of
-from papa.rules import Push, half_life_for
+from papa.rules import Push
 
 Record: TypeAlias = Mapping[str, Any]
 Score: TypeAlias = Callable[[Record], float | None]
@@ -188,11 +188,7 @@ def _best_shares(records: Sequence[Record]) -> list[str]:
             if _length(record) == epochs and (value := score("average_soup")(record)) is not None:
                 soups.setdefault(_share(record), []).append(value)
         best = max(soups, key=lambda share: fmean(soups[share]))
-        steps = next(record for record in pushed if _length(record) == epochs)["epochs"][-1]["step"]
-        lines.append(
-            f"- {epochs} epochs: best average soup with a half-life of {best:g} of training; `papa.half_life_for` says "
-            f"{half_life_for(steps) / steps:.2g}."
-        )
+        lines.append(f"- {epochs} epochs: best average soup with a half-life of {best:g} of training.")
     return ["\n".join(lines)] if lines else []
 
 

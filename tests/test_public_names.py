@@ -30,7 +30,6 @@ PUBLIC_NAMES = [
     "evaluate",
     "feature_similarity",
     "greedy_soup",
-    "half_life_for",
     "interpolate",
     "repair_",
     "reset_batch_norm_",

@@ -13,7 +13,7 @@ from papa.files import soup_files
 from papa.interpolate import interpolate
 from papa.population import Population
 from papa.repair import repair_, reset_batch_norm_
-from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule, half_life_for
+from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
 from papa.similarity import feature_similarity
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, train
@@ -44,7 +44,6 @@ __all__ = [
     "evaluate",
     "feature_similarity",
     "greedy_soup",
-    "half_life_for",
     "interpolate",
     "repair_",
     "reset_batch_norm_",

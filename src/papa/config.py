@@ -122,11 +122,9 @@ class AverageConfig:
     """How members are averaged."""
 
     alpha: float | None = None
-    """papa: how much of itself a member keeps at each push; None, with half-life None, for what suits the length."""
+    """papa: how much of itself a member keeps at each push."""
     half_life: float | None = None
     """papa: instead of alpha, the half-life of the distance to the mean, as a share of training."""
-    half_life_scale: float = 1.0
-    """papa, with neither alpha nor half-life: times the half-life that suits the length of training."""
     every_steps: int = 10
     """papa: steps between pushes."""
     every_epochs: float = 5.0
@@ -350,13 +348,6 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"--average.alpha is {average.alpha}, expected 0 (merge) to 1 (never push)"
     if average.half_life is not None and not average.half_life > 0:
         yield f"--average.half-life is {average.half_life}, expected a share of training above 0"
-    if not average.half_life_scale > 0:
-        yield f"--average.half-life-scale is {average.half_life_scale}, expected more than 0"
-    if average.half_life_scale != 1 and (average.alpha is not None or average.half_life is not None):
-        yield (
-            f"--average.half-life-scale is {average.half_life_scale}, which counts where --average.alpha and "
-            "--average.half-life are None: set them so"
-        )
     if average.alpha is not None and average.half_life is not None:
         yield (
             f"--average.alpha is {average.alpha} and --average.half-life {average.half_life}, expected one of the two: "

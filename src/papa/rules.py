@@ -111,29 +111,8 @@ class Independent(Rule):
         return mixing.identity(moment.size)
 
 
-PAPER_STEPS, PAPER_HALF_LIFE = 234_000, 690.0
-"""How long the paper trains on CIFAR, and the half-life of its push: 0.99 every 10 steps."""
-LENGTH_EXPONENT = 0.75
-"""How half-lives grow with the length of training; `docs/strength.md` says where it comes from."""
-
-
-def half_life_for(num_steps: int) -> float:
-    """The half-life of a push, in steps, that suits a training of so many steps from random weights.
-
-        690 (num_steps / 234,000)^0.75
-
-    It is the paper's at the paper's length; about 1% of training at 2,000 steps, 0.5% at 30,000.
-
-    Example:
-        >>> [round(half_life_for(num_steps)) for num_steps in (600, 2_500, 30_000, 234_000)]
-        [8, 23, 148, 690]
-
-    Args:
-        num_steps: optimizer steps in all.
-    """
-    if not num_steps > 0:
-        raise MixingError(f"num_steps is {num_steps}, expected at least 1")
-    return PAPER_HALF_LIFE * math.pow(num_steps / PAPER_STEPS, LENGTH_EXPONENT)
+HALF_LIFE_SHARE = 0.003
+"""The half-life of a push that suits training from random weights, as a share of training; the paper's, too."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +128,8 @@ class Push(Rule):
         0.986...
 
     How strong a push should be depends on how long training is: members that are pulled together with a half-life of
-    690 steps meet many times over in 234,000 steps and never in 3,000. `half_life_for` says what suits which length.
+    690 steps meet many times over in 234,000 steps and never in 3,000. Give a `half_life` of `HALF_LIFE_SHARE` of
+    training, whatever its length; `docs/strength.md` says where that comes from.
 
     Args:
         alpha: how much of itself a member keeps at each push, at the initial learning rate. The paper's 0.99 when

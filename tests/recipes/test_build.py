@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from helpers import assert_same_bits, small_training
-from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule, half_life_for
+from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.augment import DART_POLICIES, draw_policies
 from papa.config import METHODS, AverageConfig, Config, DiversityConfig
 from papa.recipes.build import (
@@ -91,9 +91,6 @@ def test_epochs_become_steps_and_shares_become_half_lives() -> None:
     with_alpha = rule_for(Config(average=replace(average, alpha=0.9, half_life=None)), LENGTH)
     assert isinstance(with_alpha, Push)
     assert with_alpha.effective_alpha == 0.9
-    fitting = rule_for(Config(average=replace(average, half_life=None, half_life_scale=2.0)), LENGTH)
-    assert isinstance(fitting, Push)
-    assert math.isclose(fitting.half_life_in_steps, 2 * half_life_for(LENGTH.num_steps))
 
 
 def test_the_papers_push_is_the_papers() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from papa.config import Config
+from papa.rules import HALF_LIFE_SHARE
 
 EVERY_EPOCH: dict[str, Any] = {"every_epochs": 1.0, "align_every_epochs": 1.0, "mutation_every_epochs": 1.0}
 """What happens every few epochs of a long training happens every epoch of a short one."""
@@ -19,7 +20,7 @@ def mini(
     width: int | None,
     epochs: int = 20,
     max_train: int = 8_000,
-    half_life_scale: float = 1.0,
+    half_life: float = HALF_LIFE_SHARE,
 ) -> Config:
     """About ten minutes on two CPU cores.
 
@@ -31,7 +32,7 @@ def mini(
         width: of the network; None for as it is.
         epochs: how many.
         max_train: how many images at most.
-        half_life_scale: how much longer the push's half-life is than what suits the length of a training from scratch.
+        half_life: of the push, as a share of training.
     """
     return replace(
         config,
@@ -39,7 +40,7 @@ def mini(
         data=replace(config.data, max_train=max_train),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=epochs, precision=fast_precision(), channels_last=True),
-        average=replace(config.average, alpha=None, half_life_scale=half_life_scale, **EVERY_EPOCH),
+        average=replace(config.average, alpha=None, half_life=half_life, **EVERY_EPOCH),
     )
 
 

@@ -31,7 +31,7 @@ from papa.errors import ConfigError, did_you_mean
 from papa.group import Group, Local
 from papa.models import input_size_of, make_model, normalization_of
 from papa.recipes.pipeline import ImagePipeline
-from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule, half_life_for
+from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.selection import MergeElite, MergeGreedy, MergeTournament
 from papa.streams import global_stream
 from papa.tasks import Task, classification, segmentation
@@ -293,14 +293,14 @@ def rule_for(config: Config, length: Length, breeding: Callable[[], Breeding] | 
     if average.stop is not None:
         stop = round(average.stop * length.steps_per_epoch)
     if config.method == "papa":
-        half_life = None
-        if average.half_life is not None:
-            half_life = average.half_life * length.num_steps
-        elif average.alpha is None:
-            half_life = average.half_life_scale * half_life_for(length.num_steps)
+        strength: dict[str, float] = {}
+        if average.alpha is not None:
+            strength["alpha"] = average.alpha
+        elif average.half_life is not None:
+            strength["half_life"] = average.half_life * length.num_steps
         return Push(
-            alpha=average.alpha,
-            half_life=half_life,
+            alpha=strength.get("alpha"),
+            half_life=strength.get("half_life"),
             scale_by_lr=average.scale_by_lr,
             every_steps=average.every_steps,
             delay=average.delay,

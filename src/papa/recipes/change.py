@@ -67,10 +67,10 @@ def translated(changes: Mapping[str, Any], full: Config, small: Config) -> dict[
             said[name] *= shorter
     if "average.every_epochs" in said:
         said["average.every_epochs"] *= small.average.every_epochs / full.average.every_epochs
-    if any(name in said for name in STRENGTH) and small.average.alpha is None:
+    if any(name in said for name in STRENGTH) and small.average.half_life is not None:
         ratio = _half_life(changed(full, said)) / _half_life(full)
         said["average.alpha"] = None
-        said["average.half_life_scale"] = small.average.half_life_scale * ratio
+        said["average.half_life"] = small.average.half_life * ratio
     if "members" in said and small.members < 3:
         said["members"] = min(said["members"], small.members)
     return said

@@ -7,7 +7,7 @@ from papa.recipes.recipe import Recipe
 
 
 def digits(budget: str) -> Config:
-    """Five small convolutional networks; the push's half-life suits this short training and is not the paper's.
+    """Five small convolutional networks; the push's half-life is a share of this short training, not the paper's.
 
     Merges are left as they are, without REPAIR.
     """
@@ -16,7 +16,7 @@ def digits(budget: str) -> Config:
         data=DataConfig(name="digits", validation=0.1),
         model=ModelConfig(name="digits-cnn"),
         train=TrainConfig(epochs=1 if budget == "smoke" else 20, batch_size=16, channels_last=True),
-        average=AverageConfig(every_steps=5, every_epochs=1.0, repair=0),
+        average=AverageConfig(half_life=0.01, every_steps=5, every_epochs=1.0, repair=0),
         diversity=DiversityConfig(grid="ablation"),
     )
 

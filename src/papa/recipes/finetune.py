@@ -8,7 +8,7 @@ from papa.config import AverageConfig, Config, DataConfig, DiversityConfig, Mode
 from papa.recipes import paper
 from papa.recipes.budgets import mini, smoke
 from papa.recipes.recipe import Recipe
-from papa.rules import Push, half_life_for
+from papa.rules import Push
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ ROWS = (
 )
 
 
-NUM_STEPS = 50 * 765
-GENTLER = Push(0.9995).half_life_in_steps / half_life_for(NUM_STEPS)
-"""How much longer the half-life of the paper's push is here, where members begin as one, than from scratch."""
+GENTLE = Push(0.9995).half_life_in_steps / (50 * 765)
+"""The half-life of the paper's push as a share of training: much longer than from scratch, since members begin as one."""
 
 
 def finetune(row: _Row, budget: str) -> Config:
@@ -47,7 +46,7 @@ def finetune(row: _Row, budget: str) -> Config:
         diversity=DiversityConfig(grid="default"),
     )
     if budget == "mini":
-        small = mini(config, width=None, epochs=3, max_train=500, half_life_scale=GENTLER)
+        small = mini(config, width=None, epochs=3, max_train=500, half_life=GENTLE)
         return replace(small, data=replace(small.data, max_test=200), train=replace(small.train, batch_size=16))
     if budget == "smoke":
         small = smoke(config, width=None, batch_size=2, num_batches=1)

@@ -74,7 +74,7 @@ def train(
         batch_size: examples per step; the last incomplete batch of an epoch is left out.
         validation: the share held out, where `data` names no validation data.
         rule: how members are averaged, or a function that makes it of the training, whose `length` it may look at. By
-            default a `Push` whose half-life suits the length of training (`half_life_for`).
+            default a `Push` whose half-life is 0.3% of training.
         loss: from outputs and targets to the mean loss of a batch.
         metric: from outputs and targets to the mean score of a batch, or counts that add up over batches, as
             `papa.tasks.F1`; higher is better.

@@ -21,7 +21,7 @@ from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate
 from papa.group import Group, Local
 from papa.health import Sickness
 from papa.population import Population
-from papa.rules import Independent, Push, Rule, half_life_for
+from papa.rules import HALF_LIFE_SHARE, Independent, Push, Rule
 from papa.schedules import Schedule
 from papa.selection import Mutation
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
@@ -517,7 +517,7 @@ def _augment_of(
 
 def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training) -> Rule:
     if rule is None:
-        return Push(half_life=half_life_for(training.length.num_steps))
+        return Push(half_life=max(1.0, HALF_LIFE_SHARE * training.length.num_steps))
     return rule if isinstance(rule, Rule) else rule(training)
 
 

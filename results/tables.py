@@ -161,7 +161,8 @@ def against_long(records: Sequence[Record]) -> str:
 
 
 def half_lives(records: Sequence[Record]) -> str:
-    """How good the average soup is for each half-life of the push, at each length of training."""
+    """How good the average soup is for each half-life of the push, at each length of training, for the same seeds."""
+    records = of_common_seeds([record for record in records if record["method"] in ("independent", "papa")])
     rows = []
     groups = [[record for _, record in group] for group in groups_of(records).values()]
     for runs in sorted(groups, key=lambda runs: (_length(runs[0]), _share(runs[0]))):
@@ -176,6 +177,12 @@ def half_lives(records: Sequence[Record]) -> str:
         rows.append((f"{epochs}", f"{steps}", *told, *cells, "" if gap is None else f"{gap:.0f}%"))
     head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha of each push")
     return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
+
+
+def of_common_seeds(records: Sequence[Record]) -> list[Record]:
+    """Those runs whose seed every other setting among them was run with too."""
+    seeds = [{record["seed"] for _, record in group} for group in groups_of(records).values()]
+    return [record for record in records if all(record["seed"] in some for some in seeds)]
 
 
 def _best_shares(records: Sequence[Record]) -> list[str]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from papa.config import Config
 from papa.errors import RunError
+from papa.rules import HALF_LIFE_SHARE
 from results import tables
 from results.page import prose_of, readme_with_headline, results_page
 from results.record import LARGEST, read_records, runs_of, write_record
@@ -90,13 +91,13 @@ def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(recor
 def test_the_main_table_has_means_gap_every_run_and_paired_differences(records: Path) -> None:
     page = tables.main_tables(list(read_records([MAIN_CIFAR10], records).values()))
     row, first, *_ = rows_of(page, "papa |")
-    soups = [57.0 + seed - 0.02 for seed in (1, 2, 3)]
+    soups = [57.0 + seed - HALF_LIFE_SHARE for seed in (1, 2, 3)]
     assert row[3] == f"{fmean(soups):.2f} ({stdev(soups):.2f})"
     assert row[5] == f"{100 * (fmean(soups) - 56) / 4:.0f}%"
     assert first[:2] == ["papa", "1"]
     assert first[-1] == "10.0"
     (gain,) = rows_of(page, "papa: average soup less mean of independent members")
-    assert gain[1:] == ["+2.98, +2.98, +2.98", "+2.98", "0.00", "yes"]
+    assert gain[1:] == ["+3.00, +3.00, +3.00", "+3.00", "0.00", "yes"]
     names = [row[0].partition(" less ")[2] for row in rows_of(page, "papa-2: average soup")]
     assert names == [
         "mean of independent members",
@@ -124,6 +125,14 @@ def test_half_lives_are_told_in_shares_steps_and_alpha_and_the_best_is_named(rec
     assert "- 10 epochs: best average soup with a half-life of 0.002 of training." in page
 
 
+def test_half_lives_are_compared_for_the_seeds_that_all_were_run_with(records: Path) -> None:
+    (study,) = (study for study in STUDIES if study.name == "half-life")
+    of_cifar100 = study.tables[1]
+    page = of_cifar100.render(list(read_records(of_cifar100.all_commands, records).values()))
+    assert [row[2] for row in rows_of(page, "20 |")] == ["0.003", "0.01", "0.02", "never pushed"]
+    assert [row[7] for row in rows_of(page, "20 |")] == ["58.00", "57.99", "57.98", "11.00"]  # of seed 1, no deviation
+
+
 def test_other_studies_show_what_they_are_about(records: Path) -> None:
     page = results_page(records)
     sections = {study.name: page.split(f"## {study.title}\n")[1].split("\n## ")[0] for study in STUDIES}
@@ -135,7 +144,7 @@ def test_other_studies_show_what_they_are_about(records: Path) -> None:
         "papa-all, average.repair 0",
     }
     (longer,) = rows_of(sections["long"], "papa: average soup less one network, trained longer")
-    assert longer[1] == "+2.98, +2.98, +2.98"
+    assert longer[1] == "+3.00, +3.00, +3.00"
     (between,) = {tuple(row[1:]) for row in rows_of(sections["alike"], "papa, between two members |")}
     assert between == ("0.50 (0.00)", "0.25 (0.00)")
     assert ("papa", "plain", "51.00 (0.00)", "43.00 (1.00)", "43.00 (1.00)", "0.50 (0.00)") in {
@@ -160,7 +169,7 @@ def test_the_readme_gets_the_main_study_when_it_is_there(records: Path, tmp_path
 
 def test_numbers_in_prose_come_from_records(records: Path, tmp_path: Path) -> None:
     (tmp_path / "main.md").write_text("papa {main/cifar10-vgg11/papa average_soup}, {curly}")
-    assert prose_of("main", records, tmp_path) == "papa 58.98 (1.00), {curly}"
+    assert prose_of("main", records, tmp_path) == "papa 59.00 (1.00), {curly}"
     (tmp_path / "main.md").write_text("{main/cifar10-vgg11/independent aligned.greedy_soup}")
     assert prose_of("main", records, tmp_path) == "56.50 (1.00)"
     (tmp_path / "main.md").write_text("{main/cifar10-vgg11/pappa average_soup}")

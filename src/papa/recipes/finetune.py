@@ -32,7 +32,7 @@ ROWS = (
 
 
 GENTLE = Push(0.9995).half_life_in_steps / (50 * 765)
-"""The half-life of the paper's push as a share of training: much longer than from scratch, since members begin as one."""
+"""The half-life of the paper's push as a share of training: far longer than from scratch, as members begin as one."""
 
 
 def finetune(row: _Row, budget: str) -> Config:

@@ -179,6 +179,29 @@ def spread_fast_pushes(group: Shared) -> dict[str, dict[str, Any]]:
     return found | {"bfloat16, resumed": fast_pushes(Spread(exchange="bfloat16"), save_at=1)}
 
 
+def half_precision_bytes() -> dict[str, int]:
+    """What a push of float16 sends; the first with bfloat16 travels in full."""
+    found = {}
+    for exchange in ("fast", "bfloat16"):
+        population = Population([nn.Linear(300, 200, dtype=torch.float16)], Spread(exchange=exchange))
+        averager = Averager(population, Push(alpha=0.8, every_steps=1), measure=False)
+        found[exchange] = [averager.step().bytes for _ in range(2)][1]
+    return found
+
+
+def after_a_number_that_is_not_finite() -> list[float]:
+    """Members that were poisoned and given new weights, merged again: the same member number on every rank."""
+    net = nn.Linear(3, 2)
+    population = Population([net], Spread(exchange="bfloat16"))
+    averager = Averager(population, MergeAll(every_steps=1), measure=False, sick=None)
+    found = []
+    for value in (1.0, float("inf"), float(dist.get_rank())):
+        nn.init.constant_(net.weight, value)
+        averager.step()
+        found.append(float(net.weight[0, 0]))
+    return found
+
+
 def make_matchable(member: int) -> nn.Module:
     torch.manual_seed(member)
     return nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
@@ -264,6 +287,10 @@ def everything(group: Shared) -> dict[str, Any]:
         "delayed": delayed_spread(group),
         "delayed, shared": delayed_march(group),
         "delayed, resumed": delayed_march(Spread(), save_at=11),
+        "delayed, bfloat16": delayed_march(Spread(exchange="bfloat16")),
+        "delayed, bfloat16, resumed": delayed_march(Spread(exchange="bfloat16"), save_at=10),
+        "half precision": half_precision_bytes(),
+        "not finite": after_a_number_that_is_not_finite(),
         "fast": spread_fast_pushes(group),
         "matched": matched_and_repaired(Spread()),
         "harvested": harvested(Spread()),
@@ -275,8 +302,21 @@ def everything(group: Shared) -> dict[str, Any]:
 
 def named_errors() -> dict[str, str]:
     """What is said to those who ask for what cannot be."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    names = ("one", "two") if rank == 0 else ("two", "one")
+    order = torch.channels_last if rank else torch.contiguous_format
+
+    def disagree_on(rule: Push, **options: Any) -> str:
+        return message_of(lambda: Averager(Population([nn.Linear(3, 2)], world), rule, **options))
+
     return {
-        "architecture": message_of(lambda: Population([nn.Linear(3 + dist.get_rank(), 2)], dist.group.WORLD)),
+        "architecture": message_of(lambda: Population([nn.Linear(3 + rank, 2)], world)),
+        "order": message_of(lambda: Population([nn.ModuleDict({name: nn.Linear(3, 2) for name in names})], world)),
+        "memory": message_of(lambda: Population([nn.Conv2d(2, 3, 2).to(memory_format=order)], world)),
+        "exchanges": message_of(lambda: Population([nn.Linear(3, 2)], Spread(exchange="fast" if rank else "exact"))),
+        "alpha": disagree_on(Push(alpha=0.9 - 0.1 * rank)),
+        "cadence": disagree_on(Push(every_steps=10 + rank)),
+        "steps": disagree_on(Push(), num_steps=100 + rank),
         "too many": message_of(lambda: Spread().share(1)),
         "exchange": message_of(lambda: Spread(exchange="quick")),
     }
@@ -351,6 +391,7 @@ def bad_starts(group: Shared, path: str) -> dict[str, str]:
         "version": with_version,
         "too many": lambda: launch.execute(replace(config, members=1), Path(path) / "run"),
         "too many, spread": lambda: launch.execute(replace(config, members=1, average=fast), Path(path) / "run"),
+        "resume": lambda: launch.execute(config, Path(path) / "run", resume=bool(group.rank)),
         "workers": lambda: launch.execute(config, Path(path) / "run", workers=2),
         "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
     }

@@ -196,6 +196,7 @@ def test_ranks_that_disagree_and_bad_places_are_refused_at_the_start(tmp_path: P
     found = start_workers(spread_jobs.bad_starts, 2, 2, str(tmp_path))
     assert found["seed"] == "MemberError: rank 1 has 2 as 'seed', rank 0 has 1: start all with the same options"
     assert "rank 1 has 0.0.0 as 'papa', rank 0 has" in found["version"]
+    assert "rank 1 has True as 'resume', rank 0 has False" in found["resume"]
     assert found["too many"].startswith("ConfigError: there are 2 workers for 1 members")
     assert found["too many, spread"].startswith("ConfigError: there are 2 ranks for 1 members")
     assert "--workers is 2, but torchrun says how many there are" in found["workers"]
@@ -254,7 +255,7 @@ def test_a_rank_that_dies_makes_the_others_stop_and_say_so() -> None:
     assert "one of them failed, was killed or cannot be reached" in said
 
 
-@pytest.mark.parametrize("missing", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(missing: str) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     del environment[missing]
@@ -262,6 +263,12 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         rank_of_torchrun(environment)
     with pytest.raises(ConfigError, match="RANK is 'first', expected a whole number"):
         rank_of_torchrun({**environment, missing: "1", "RANK": "first"})
+
+
+def test_a_rank_that_cannot_be_is_refused() -> None:
+    environment = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    with pytest.raises(ConfigError, match=r"RANK is 2, expected less than WORLD_SIZE \(2\)"):
+        rank_of_torchrun(environment)
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

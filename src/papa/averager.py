@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -143,6 +143,10 @@ class Averager:
             sick = "drop"
         self.health = None if sick is None else Health(population, self._optimizers, policy=sick, symptom=symptom)
         self._note_lrs()
+        population.group.check_same(
+            {**_plain_facts(rule), "num_steps": str(num_steps), "measure": str(measure), "sick": str(sick)},
+            cure="give every process the same rule and options",
+        )
 
     def step(self, lr_ratio: float | None = None) -> Averaging | None:
         """Count one optimizer step; average if the rule is due.
@@ -287,6 +291,8 @@ class Averager:
 
         A push under way is waited for, but does not land before its time.
         """
+        if self._under_way is not None:
+            self._under_way.corrections(self.population)  # until then the last means may be about to change
         means = {f"mean.{name_of(dtype)}": mean.clone() for dtype, mean in self.population.group.last_means().items()}
         states: list[InFlight] = []
         for index in range(len(self.population)):
@@ -307,15 +313,26 @@ class Averager:
     def load_in_flight(self, states: Sequence[InFlight]) -> None:
         """Go on with what `in_flight` gave, for the members held here now."""
         tensors, numbers = states[0]
-        dtypes = {name_of(dtype): dtype for dtype in self.population.matrices}
+        matrices = {name_of(dtype): rows for dtype, rows in self.population.matrices.items()}
         self.population.group.set_last_means(
-            {dtype: tensors[f"mean.{name}"] for name, dtype in dtypes.items() if f"mean.{name}" in tensors}
+            {
+                rows.dtype: tensors[f"mean.{name}"].to(rows.device)
+                for name, rows in matrices.items()
+                if f"mean.{name}" in tensors
+            }
         )
         pushes = [
             ({name.removeprefix("push."): row for name, row in rows.items() if name.startswith("push.")}, push)
             for rows, push in states
         ]
         self._under_way = PushUnderWay.resumed(pushes, self.population) if numbers else None
+
+
+def _plain_facts(rule: Rule) -> dict[str, str]:
+    """What can be compared between processes: anything but numbers and words may look different and be the same."""
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    plain = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | None)}
+    return {"rule": type(rule).__name__, **plain}
 
 
 def _clamped(ratio: float) -> float:

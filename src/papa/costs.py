@@ -3,7 +3,7 @@
 With `n` numbers of `b` bytes per network, `p` members on `R` ranks, a push sends from each rank
 
     exact      2 n b (p/R) (R - 1)/R      the columns of its rows to others, and others' columns back
-    fast       2 n b (R - 1)/R            a sum over ranks, and the sum to all
+    fast       2 n b (R - 1)/R            a sum over ranks, and the sum to all; half precision is summed as float32
     bfloat16   half of fast, for float32
 
 and takes `bytes / bandwidth + 2 latency` seconds: rounds follow each other without waiting, so latency counts once
@@ -14,6 +14,7 @@ small.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from papa.errors import ConfigError, did_you_mean
@@ -39,8 +40,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "num_members", "bits_per_second", "seconds_per_step", "every_steps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number of more than 0")
+        if not 0 <= self.latency < math.inf:
+            raise ConfigError(f"latency is {self.latency}, expected seconds, 0 or more")
+        if self.bytes_per_number < 1:
+            raise ConfigError(f"bytes_per_number is {self.bytes_per_number}, expected at least 1: 4 for float32")
         if not 1 <= self.num_ranks <= self.num_members:
             raise ConfigError(f"there are {self.num_ranks} ranks for {self.num_members} members, expected 1 to as many")
         if self.delay is not None and not (0 <= self.delay < self.every_steps and self.delay % 2 == 0):
@@ -82,11 +87,12 @@ def cost_of(plan: Plan, exchange: str) -> Cost:
         exchange: `exact`, `fast` or `bfloat16`.
     """
     network = plan.num_parameters * plan.bytes_per_number
+    summed = plan.num_parameters * max(4, plan.bytes_per_number)
     members_here = -(-plan.num_members // plan.num_ranks)
     apart = (plan.num_ranks - 1) / plan.num_ranks
     sent = {
         "exact": 2 * network * plan.num_members / plan.num_ranks * apart,
-        "fast": 2 * network * apart,
+        "fast": 2 * summed * apart,
         "bfloat16": 2 * 2 * plan.num_parameters * apart,
     }
     if exchange not in sent:
@@ -94,7 +100,7 @@ def cost_of(plan: Plan, exchange: str) -> Cost:
     seconds = sent[exchange] * 8 / plan.bits_per_second + 2 * plan.latency if plan.num_ranks > 1 else 0.0
     left = max(0.0, seconds - plan.usable_delay * plan.seconds_per_step)
     between = plan.every_steps * plan.seconds_per_step
-    mean = network if exchange == "bfloat16" else 0.0
+    mean = summed if exchange == "bfloat16" else 0.0
     return Cost(
         bytes_per_push=sent[exchange],
         bytes_per_step=sent[exchange] / plan.every_steps,

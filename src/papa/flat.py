@@ -66,6 +66,13 @@ class Place:
     tensor: Tensor
 
 
+def described(slot: Slot) -> str:
+    """What must be the same of a tensor wherever members are averaged; its memory order only where it is unusual."""
+    usual = torch.empty(slot.shape, device="meta").stride()
+    order = "" if slot.stride == usual else f" with strides {slot.stride}"
+    return f"{slot.dtype} of shape {tuple(slot.shape)}{order}"
+
+
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, bool, nn.Module, str, Tensor]]:
     """Every place of a module tree that holds a tensor: name, whether a parameter, owner, key, tensor."""
     for prefix, module in model.named_modules():

@@ -162,6 +162,7 @@ def _execute_under_torchrun(
     processes, run = Torchrun(config.average.exchange), RunDirectory(path)
     group = processes.group(config.members)
     facts = {**_flat(config.to_json()), "out": path, "papa": __version__, "torch": torch.__version__}
+    facts |= {"overwrite": overwrite, "resume": resume}
     group.check_same({name: str(fact) for name, fact in facts.items()}, cure="start all with the same options")
     _check_shared(path, group)
     # torchrun may start all anew, with the options of the first time: what was begun is continued.

@@ -66,10 +66,10 @@ class Population:
         for model in self._models:
             flat.reshard_(model)
         self._layout = flat.plan(self._models, self._average)
-        self.group.check_same(
-            {slot.name: f"{slot.dtype} of shape {tuple(slot.shape)}" for slot in self._layout.slots},
-            cure="all members of a population must share one architecture",
-        )
+        cure = "all members of a population must share one architecture"
+        self.group.check_same({slot.name: flat.described(slot) for slot in self._layout.slots}, cure=cure)
+        # Of the same tensors in another order every column would be another number.
+        self.group.check_same({f"tensor {n}": slot.name for n, slot in enumerate(self._layout.slots)}, cure=cure)
         self.matrices: dict[torch.dtype, Tensor] = {
             dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
             for dtype, columns in self._layout.num_columns.items()
@@ -336,4 +336,4 @@ class Vessel:
 
 
 def _rebuild(models: list[nn.Module], average: dict[str, bool]) -> Population:
-    return Population(models, average=average)
+    return Population(models, Local(), average=average)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mesh_jobs
 from papa import Population
-from papa.errors import MemberError
-from papa.group import start_workers
+from papa.errors import ConfigError, MemberError
+from papa.group import Local, start_workers
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +61,14 @@ def test_what_cannot_be_is_said(trained: dict[str, Any]) -> None:
     assert "the device mesh has the dimensions ranks, expected 'population' and at most one more" in trained["nameless"]
     with pytest.raises(MemberError, match="group is a int, expected a process group or device mesh"):
         Population([nn.Linear(2, 2)], group=3)
+
+
+def test_a_script_that_forgot_to_connect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"group is None in one of 2 processes(.*)init_process_group\(\) first"):
+        Population([nn.Linear(2, 2)], group=dist.group.WORLD)
+    alone = Population([nn.Linear(2, 2)], group=Local())
+    assert alone.size == copy.deepcopy(alone).size == pickle.loads(pickle.dumps(alone)).size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Population([nn.Linear(2, 2)]).size == 1

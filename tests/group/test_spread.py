@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import group_jobs
 import spread_jobs
+from papa.costs import Plan, cost_of
 from papa.group import balanced_share, start_workers
 
 SIZE = spread_jobs.SIZE
@@ -75,6 +77,10 @@ def test_a_delayed_push_has_the_bits_of_one_process(alone: dict[str, Any], toget
         assert group_jobs.same(expected, together[how][key]), key
 
 
+def test_a_delayed_push_by_differences_goes_on_to_the_same_bits(together: dict[str, Any]) -> None:
+    assert group_jobs.same(together["delayed, bfloat16"], together["delayed, bfloat16, resumed"])
+
+
 @pytest.mark.parametrize(("exchange", "tolerance"), [("exact", 0.0), ("fast", 1e-6), ("bfloat16", 1e-4)])
 def test_sums_over_processes_come_close(
     alone: dict[str, Any], together: dict[str, Any], exchange: str, tolerance: float
@@ -114,9 +120,35 @@ def test_sums_send_less_and_halves_half_of_that(together: dict[str, Any]) -> Non
     assert exact == pytest.approx(4 * columns * others, rel=0.01)  # rank 0 mixes the only block, and hands it back
 
 
+def test_the_cost_model_knows_how_half_precision_travels(together: dict[str, Any]) -> None:
+    num_ranks = together["num_ranks"]
+    plan = Plan(
+        num_parameters=60_200,
+        num_members=num_ranks,
+        num_ranks=num_ranks,
+        bits_per_second=1.0,
+        seconds_per_step=1.0,
+        bytes_per_number=2,
+    )
+    for exchange, found in together["half precision"].items():
+        assert found == pytest.approx(cost_of(plan, exchange).bytes_per_push, rel=0.01), exchange
+
+
+def test_a_number_that_was_not_finite_is_forgotten_with_the_weights(together: dict[str, Any]) -> None:
+    mean = (together["num_ranks"] - 1) / 2
+    first, poisoned, last = together["not finite"]
+    assert (first, math.isfinite(poisoned), last) == (1.0, False, mean)
+
+
 def test_errors_say_who_and_what(together: dict[str, Any]) -> None:
     names = together["names"]
     assert "rank 1 has torch.float32 of shape (2, 4) as 'weight', rank 0 has" in names["architecture"]
+    assert "rank 1 has two.weight as 'tensor 0', rank 0 has one.weight: all" in names["order"]
+    assert "rank 1 has torch.float32 of shape (3, 2, 2, 2) with strides (8, 1, 4, 2) as 'weight'" in names["memory"]
+    assert "rank 1 has fast as 'exchange', rank 0 has exact: give every process the same" in names["exchanges"]
+    assert "rank 1 has 0.8 as 'alpha', rank 0 has 0.9: give every process the same rule and options" in names["alpha"]
+    assert "rank 1 has 11 as 'every_steps', rank 0 has 10" in names["cadence"]
+    assert "rank 1 has 101 as 'num_steps', rank 0 has 100" in names["steps"]
     expected = f"ConfigError: there are {together['num_ranks']} ranks for 1 members: start at most one for each"
     assert names["too many"].startswith(expected)
     assert "exchange is quick: known: exact, fast, bfloat16" in names["exchange"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ def as_group(group: Any, *, exchange: str = "exact") -> Group:
         exchange: how numbers travel; see `papa.group.EXCHANGES`.
     """
     if group is None:
+        _check_alone()
         return Local()
     if isinstance(group, DeviceMesh):
         return _from_mesh(group, exchange)
@@ -36,6 +38,17 @@ def as_group(group: Any, *, exchange: str = "exact") -> Group:
         )
     found: Group = group
     return found
+
+
+def _check_alone() -> None:
+    """Raise where several processes look for each other: before they have met, `dist.group.WORLD` is None as well."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and num_ranks != "1" and not dist.is_initialized():
+        raise ConfigError(
+            f"group is None in one of {num_ranks} processes that torchrun started: call torch.distributed."
+            "init_process_group() first and pass torch.distributed.group.WORLD, or pass papa.group.Local() for a "
+            "population of this process alone"
+        )
 
 
 def _from_mesh(mesh: DeviceMesh, exchange: str) -> Spread:

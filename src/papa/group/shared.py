@@ -109,7 +109,8 @@ class Shared:
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
         """Every rank compares all ranks' facts, so all raise together."""
         everyone: list[dict[str, str]] = [{}] * self.num_ranks
-        dist.all_gather_object(everyone, dict(facts))
+        with plainly("comparing notes"):
+            dist.all_gather_object(everyone, dict(facts))
         check_all_same(everyone, cure=cure)
 
     def _agree_on_path(self, num_bytes: int) -> str:
@@ -118,7 +119,8 @@ class Shared:
             handle, paths[0] = tempfile.mkstemp(prefix="papa-", dir=_memory_directory(num_bytes))
             os.truncate(handle, num_bytes)
             os.close(handle)
-        dist.broadcast_object_list(paths, src=0)
+        with plainly("agreeing on memory"):
+            dist.broadcast_object_list(paths, src=0)
         return paths[0]
 
     def _published(self, rows: Tensor) -> Tensor:
@@ -168,7 +170,9 @@ class Shared:
         """Each rank's share of the blocks, added up in block order."""
         host = self._published(rows)
         parts: list[Tensor] = [torch.empty(0)] * self.num_ranks
-        dist.all_gather_object(parts, squared_distances_by_block(self._my_blocks(host)))
+        mine = squared_distances_by_block(self._my_blocks(host))
+        with plainly("comparing notes"):
+            dist.all_gather_object(parts, mine)
         return torch.cat(parts).sum(dim=0)
 
     def _my_blocks(self, rows: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from papa.group.exchange import Wires, blocks_of
 from papa.group.plainly import plainly
 from papa.group.reduce import AllReduced, Differences, Mean, mean_chunks
 from papa.group.shared import any_of, balanced_share, check_all_same
-from papa.product import combine_block_, mix_blocks_, squared_distances_by_block
+from papa.product import combine_block_, is_finite, mix_blocks_, squared_distances_by_block
 
 T = TypeVar("T")
 
@@ -103,7 +103,11 @@ class Spread:
     def _connected(self, num_here: int) -> Wires:
         """The wires, once all ranks have told each other how many members they hold."""
         if self._wires is None:
-            self._wires = Wires(self._group, self._everyones(num_here))
+            everyone = self._everyones((num_here, self.exchange))
+            ranks = dist.get_process_group_ranks(self._group)
+            exchanges = [{"exchange": exchange} for _, exchange in everyone]
+            check_all_same(exchanges, cure="give every process the same", ranks=ranks)
+            self._wires = Wires(self._group, [count for count, _ in everyone])
         if self._wires.counts[self.rank] != num_here:
             raise MemberError(
                 f"this group holds a population with {self._wires.counts[self.rank]} members on rank {self.rank}, got "
@@ -186,7 +190,8 @@ class Spread:
         if self.exchange == "fast":
             return AllReduced(wires)
         dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-        is_new = rows.dtype not in self._means
+        last = self._means.get(rows.dtype)
+        is_new = last is None or not is_finite(last)  # a difference to what is not finite never is
         if is_new:
             self._means[rows.dtype] = torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
         return Differences(wires, self._means[rows.dtype], is_new=is_new)

@@ -46,18 +46,21 @@ def rank_of_torchrun(environment: Mapping[str, str] = os.environ) -> int | None:
         >>> rank_of_torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
         1
     """
-    if "RANK" not in environment and "TORCHELASTIC_RUN_ID" not in environment:
+    if not environment.keys() & {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}:
         return None
     missing = [name for name in VARIABLES if name not in environment]
     if missing:
         raise ConfigError(
             f"{missing[0]} is not set, though this looks like a process of torchrun: start it with torchrun, set all "
-            f"of {', '.join(VARIABLES)}, or unset RANK"
+            f"of {', '.join(VARIABLES)}, or unset RANK and WORLD_SIZE"
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not environment[name].isdecimal():
             raise ConfigError(f"{name} is '{environment[name]}', expected a whole number")
-    return int(environment["RANK"])
+    rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if rank >= num_ranks:
+        raise ConfigError(f"RANK is {rank}, expected less than WORLD_SIZE ({num_ranks}): ranks are counted from 0")
+    return rank
 
 
 class Torchrun:

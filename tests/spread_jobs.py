@@ -388,10 +388,10 @@ def bad_starts(group: Shared, path: str) -> dict[str, str]:
     (Path(path) / "rank-0").mkdir(exist_ok=True)
     calls = {
         "seed": lambda: launch.execute(replace(config, seed=1 + group.rank), Path(path) / "run"),
+        "resume": lambda: launch.execute(config, Path(path) / "run", resume=bool(group.rank)),
         "version": with_version,
         "too many": lambda: launch.execute(replace(config, members=1), Path(path) / "run"),
         "too many, spread": lambda: launch.execute(replace(config, members=1, average=fast), Path(path) / "run"),
-        "resume": lambda: launch.execute(config, Path(path) / "run", resume=bool(group.rank)),
         "workers": lambda: launch.execute(config, Path(path) / "run", workers=2),
         "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
     }

@@ -309,6 +309,11 @@ def named_errors() -> dict[str, str]:
     def disagree_on(rule: Push, **options: Any) -> str:
         return message_of(lambda: Averager(Population([nn.Linear(3, 2)], world), rule, **options))
 
+    def push_at(lr_ratio: float, sick: str | None, delay: int) -> str:
+        averager = Averager(Population([nn.Linear(3, 2)], world), Push(every_steps=3, delay=delay), sick=sick)
+        averager.step(lr_ratio), averager.step(lr_ratio)
+        return message_of(lambda: averager.step(lr_ratio))
+
     return {
         "architecture": message_of(lambda: Population([nn.Linear(3 + rank, 2)], world)),
         "order": message_of(lambda: Population([nn.ModuleDict({name: nn.Linear(3, 2) for name in names})], world)),
@@ -317,6 +322,11 @@ def named_errors() -> dict[str, str]:
         "alpha": disagree_on(Push(alpha=0.9 - 0.1 * rank)),
         "cadence": disagree_on(Push(every_steps=10 + rank)),
         "steps": disagree_on(Push(), num_steps=100 + rank),
+        **{
+            f"learning rate, {sick}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), sick, delay)
+            for sick in ("restart", None)
+            for delay in (0, 2)
+        },
         "too many": message_of(lambda: Spread().share(1)),
         "exchange": message_of(lambda: Spread(exchange="quick")),
     }

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from papa import mixing
 from papa.errors import MixingError
-from papa.health import Health, Sickness
+from papa.health import Health, Sickness, check_one_ratio
 from papa.overlap import PushUnderWay, name_of
 from papa.population import Population
 from papa.rules import Independent, Moment, Push, Rule
@@ -186,7 +186,7 @@ class Averager:
         alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
         bytes_before = self.population.group.bytes_sent
         distances = self.population.distances() if self.measure else None
-        sick = self.found_sick = self.check_health(distances)
+        sick = self.found_sick = self._checked(moment, distances)
         if distances is not None and (sick or self.population.dropped):
             distances = self.population.distances()
         before = None if distances is None else tuple(distances.tolist())
@@ -206,6 +206,13 @@ class Averager:
         """Look for sick members now and treat them; `step` does so before each averaging."""
         return () if self.health is None else self.health.check_(self.num_steps_taken, distances)
 
+    def _checked(self, moment: Moment, distances: Tensor | None = None) -> tuple[Sickness, ...]:
+        """As `check_health`; and raise unless all processes are at the same learning rate."""
+        if self.health is not None:
+            return self.health.check_(self.num_steps_taken, distances, moment.lr_ratio)
+        check_one_ratio(*self.population.group.highest(moment.lr_ratio, -moment.lr_ratio))
+        return ()
+
     def _matrix(self, moment: Moment) -> Tensor:
         present = self.population.present
         if len(present) == moment.size:
@@ -215,7 +222,7 @@ class Averager:
     def _begin(self, moment: Moment, start: float) -> None:
         assert isinstance(self.rule, Push)
         keep, due = self.rule.keep(moment.lr_ratio), moment.step + self._delay
-        self._sick_at_begin = self.found_sick = self.check_health()
+        self._sick_at_begin = self.found_sick = self._checked(moment)
         self._under_way = PushUnderWay.begin(self.population, keep, due)
         self._seconds_to_begin = time.perf_counter() - start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from papa import mixing
-from papa.errors import MemberError, did_you_mean
+from papa.errors import MemberError, MixingError, did_you_mean
 from papa.flat import named_tensors
 from papa.population import Population
 
@@ -66,19 +67,22 @@ class Health:
             raise MemberError(f"there is no policy {policy} for sick members: {did_you_mean(policy, POLICIES)}")
         self.population, self.optimizers, self.policy, self.symptom = population, optimizers, policy, symptom
 
-    def check_(self, step: int, distances: Tensor | None = None) -> tuple[Sickness, ...]:
+    def check_(self, step: int, distances: Tensor | None = None, lr_ratio: float = 1.0) -> tuple[Sickness, ...]:
         """Find and treat sick members; the healthy ones' numbers are not touched.
 
         Args:
             step: for the record.
             distances: the members' distances to the mean, where they are known: one number that is not finite makes all
                 of them not finite, so as long as they are finite no weight needs to be read again.
+            lr_ratio: which all processes must share, and is compared on the way.
         """
         population = self.population
         population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
         here = [self._reason(index, are_finite) for index in range(len(population))]
-        if not population.group.any(any(here)) and not population.dropped:
+        anyone, *ratios = population.group.highest(float(any(here)), lr_ratio, -lr_ratio)
+        check_one_ratio(*ratios)
+        if not anyone and not population.dropped:
             return ()
         reasons = population.group.gather(self._of_all_shards(here))
         found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
@@ -142,3 +146,12 @@ class Health:
             if member in sick:
                 for name, tensor in named_tensors(model, names).items():
                     tensor.copy_(own[name])
+
+
+def check_one_ratio(highest: float, negative_lowest: float) -> None:
+    """Raise a `MixingError` where processes are not at the same share of their initial learning rates."""
+    if not math.isclose(highest, -negative_lowest, rel_tol=1e-6, abs_tol=1e-12):
+        raise MixingError(
+            f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their initial learning rates: a push needs "
+            "one ratio for all, pass it as averager.step(lr_ratio=...)"
+        )

@@ -109,8 +109,8 @@ class Group(Protocol):
         """One value per member held here, turned into one value per member of the whole population."""
         ...
 
-    def any(self, value: bool) -> bool:
-        """Whether it is true for any process; much cheaper than to `gather`."""
+    def highest(self, *values: float) -> tuple[float, ...]:
+        """The highest of each that any process has; much cheaper than to `gather`."""
         ...
 
     def wait(self) -> None:
@@ -209,9 +209,9 @@ class Local:
         """They are all here already."""
         return list(values)
 
-    def any(self, value: bool) -> bool:
-        """It is what it is here."""
-        return value
+    def highest(self, *values: float) -> tuple[float, ...]:
+        """They are what they are here."""
+        return values
 
     def wait(self) -> None:
         """There is nobody to wait for."""

@@ -187,10 +187,10 @@ class Shared:
             dist.all_gather_object(parts, values)
         return [value for part in parts for value in part]
 
-    def any(self, value: bool) -> bool:
-        """The largest."""
+    def highest(self, *values: float) -> tuple[float, ...]:
+        """By one small exchange."""
         with plainly("comparing notes"):
-            return any_of(value, None)
+            return highest_of(values, None)
 
     def wait(self) -> None:
         """A barrier."""
@@ -198,12 +198,12 @@ class Shared:
             dist.barrier()
 
 
-def any_of(value: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether it is true for any process of a group; None for all processes."""
+def highest_of(values: Sequence[float], group: dist.ProcessGroup | None) -> tuple[float, ...]:
+    """The highest of each that any process of a group has; None for all processes."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    number = torch.tensor(int(value), device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
-    return bool(number)
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return tuple(numbers.tolist())
 
 
 def check_all_same(everyone: Sequence[Mapping[str, str]], *, cure: str, ranks: Sequence[int] | None = None) -> None:

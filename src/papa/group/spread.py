@@ -21,7 +21,7 @@ from papa.group.background import Background
 from papa.group.exchange import Wires, blocks_of
 from papa.group.plainly import plainly
 from papa.group.reduce import AllReduced, Differences, Mean, mean_chunks
-from papa.group.shared import any_of, balanced_share, check_all_same
+from papa.group.shared import balanced_share, check_all_same, highest_of
 from papa.product import combine_block_, is_finite, mix_blocks_, squared_distances_by_block
 
 T = TypeVar("T")
@@ -257,11 +257,11 @@ class Spread:
         """Every rank's values, in member order."""
         return [value for part in self._everyones(values) for value in part]
 
-    def any(self, value: bool) -> bool:
-        """The largest, also of those that train the same member."""
+    def highest(self, *values: float) -> tuple[float, ...]:
+        """Also of those that train the same member."""
         with plainly("comparing notes"):
-            found = any_of(value, self._group)
-            return found if self._data is None else any_of(found, self._data)
+            found = highest_of(values, self._group)
+            return found if self._data is None else highest_of(found, self._data)
 
     def wait(self) -> None:
         """A barrier."""

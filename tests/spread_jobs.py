@@ -324,8 +324,7 @@ def named_errors() -> dict[str, str]:
         "steps": disagree_on(Push(), num_steps=100 + rank),
         **{
             f"learning rate, {sick}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), sick, delay)
-            for sick in ("restart", None)
-            for delay in (0, 2)
+            for sick, delay in (("restart", 0), ("restart", 2), (None, 0))
         },
         "too many": message_of(lambda: Spread().share(1)),
         "exchange": message_of(lambda: Spread(exchange="quick")),

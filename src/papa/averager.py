@@ -207,10 +207,14 @@ class Averager:
         return () if self.health is None else self.health.check_(self.num_steps_taken, distances)
 
     def _checked(self, moment: Moment, distances: Tensor | None = None) -> tuple[Sickness, ...]:
-        """As `check_health`; and raise unless all processes are at the same learning rate."""
+        """As `check_health`; and raise unless all processes are at the same learning rate.
+
+        Where nobody looks for sick members, a push with a delay waits for nobody, and this is left out.
+        """
         if self.health is not None:
             return self.health.check_(self.num_steps_taken, distances, moment.lr_ratio)
-        check_one_ratio(*self.population.group.highest(moment.lr_ratio, -moment.lr_ratio))
+        if not self._delay:
+            check_one_ratio(*self.population.group.highest(moment.lr_ratio, -moment.lr_ratio))
         return ()
 
     def _matrix(self, moment: Moment) -> Tensor:

@@ -150,7 +150,7 @@ def test_errors_say_who_and_what(together: dict[str, Any]) -> None:
     assert "rank 1 has 11 as 'every_steps', rank 0 has 10" in names["cadence"]
     assert "rank 1 has 101 as 'num_steps', rank 0 has 100" in names["steps"]
     told = [message for name, message in names.items() if name.startswith("learning rate")]
-    assert len(told) == 4
+    assert len(told) == 3
     assert all("processes are at 0.75 to 1 of their initial learning rates: a push" in message for message in told)
     expected = f"ConfigError: there are {together['num_ranks']} ranks for 1 members: start at most one for each"
     assert names["too many"].startswith(expected)

@@ -2,7 +2,8 @@
 
 With `n` numbers of `b` bytes per network, `p` members on `R` ranks, a push sends from each rank
 
-    exact      2 n b (p/R) (R - 1)/R      the columns of its rows to others, and others' columns back
+    exact      2 n b (p/R) (R - 1)/R      the columns of its rows to others, and others' columns back; where ranks do not
+                                          hold equally many, n b (m (R - 2) + p)/R from one that holds m
     fast       2 n b (R - 1)/R            a sum over ranks, and the sum to all; half precision is summed as float32
     bfloat16   half of fast, for float32
 
@@ -91,7 +92,7 @@ def cost_of(plan: Plan, exchange: str) -> Cost:
     members_here = -(-plan.num_members // plan.num_ranks)
     apart = (plan.num_ranks - 1) / plan.num_ranks
     sent = {
-        "exact": 2 * network * plan.num_members / plan.num_ranks * apart,
+        "exact": network * (members_here * (plan.num_ranks - 2) + plan.num_members) / plan.num_ranks,
         "fast": 2 * summed * apart,
         "bfloat16": 2 * 2 * plan.num_parameters * apart,
     }

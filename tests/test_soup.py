@@ -172,6 +172,19 @@ class TestGreedySoup:
         assert torch.allclose(soup.network["w"], sum(states[index]["w"] for index in chosen) / len(chosen))
         assert score(soup.network) == best
 
+    def test_what_comes_after_averaging_leaves_a_member_by_itself_alone(self) -> None:
+        nets = [nn.Linear(2, 2) for _ in range(2)]
+
+        def score(net: nn.Module) -> float:
+            return 1.0 if torch.equal(net.weight, nets[1].weight) else 0.0
+
+        def spoil(net: nn.Module, row: Tensor) -> None:
+            nn.init.zeros_(net.weight)
+
+        soup = greedy_soup(nets, score, after=spoil)
+        assert soup.members == (1,)
+        assert score(soup.network) == soup.score == 1.0
+
     @given(st.integers(1, 7), st.integers(0, 10_000))
     def test_it_never_scores_below_the_best_member_and_records_every_trial(self, size: int, seed: int) -> None:
         states, score = one_hot_states(size), table_of_scores(size, seed, num_levels=10)

@@ -2,8 +2,8 @@
 
 With `n` numbers of `b` bytes per network, `p` members on `R` ranks, a push sends from each rank
 
-    exact      2 n b (p/R) (R - 1)/R      the columns of its rows to others, and others' columns back; where ranks do not
-                                          hold equally many, n b (m (R - 2) + p)/R from one that holds m
+    exact      2 n b (p/R) (R - 1)/R      the columns of its rows to others, and others' columns back; where ranks hold
+                                          different numbers of members, n b (m (R - 2) + p)/R from one that holds m
     fast       2 n b (R - 1)/R            a sum over ranks, and the sum to all; half precision is summed as float32
     bfloat16   half of fast, for float32
 

@@ -112,7 +112,8 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
         members: a population, modules of one architecture, or their state dicts.
         score: takes a network (or state dict) and returns a number, higher is better; or `(score, loss)`, where the
             lower loss goes first among members of equal score.
-        after: called with each average and its weights before it is scored, for instance to repair it.
+        after: called with each average of several members and its weights before it is scored, for instance to repair
+            it.
 
     Returns:
         The soup, who went in, and every score tried. One extra network is held in memory.
@@ -129,6 +130,8 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
         trials.append(Trial(tuple(candidate), result, kept))
         if kept:
             chosen, best = candidate, result
+    if len(chosen) == 1:
+        pot.after = None  # a member by itself is no average, and is handed back as it was scored
     pot.fill_(mixing.soup_row(pot.size, chosen))
     return GreedySoup(pot.network, tuple(chosen), best, tuple(value for value, _ in readings), tuple(trials))
 

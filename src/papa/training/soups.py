@@ -27,7 +27,7 @@ class Soups:
     greedy_members: tuple[int, ...]
     """Who is in the greedy soup, in the order they were added."""
     greedy_score: float
-    """What it scored when they were chosen; a soup of one is chosen by the score of that member as it is."""
+    """What it scored when they were chosen; a soup of one is that member as it is."""
     validation: tuple[Evaluation, Evaluation]
     """The average and the greedy soup on the validation data."""
     test: tuple[Evaluation, Evaluation] | None

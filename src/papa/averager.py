@@ -192,7 +192,8 @@ class Averager:
         before = None if distances is None else tuple(distances.tolist())
         matrix = self._matrix(moment)
         with self.around(self.population, matrix, moment) if self.around is not None else contextlib.nullcontext():
-            self.population.mix_(matrix)
+            # All processes have met to look for sick members; since then only `around` may have moved anything.
+            self.population.mix_(matrix, met=self.around is None and isinstance(self.rule, Push))
         self.num_averagings += 1
         if before is None or alpha is None or self.around is not None:
             after = tuple(self.population.distances().tolist()) if self.measure else None

@@ -208,16 +208,18 @@ class Population:
         for dtype, matrix in self.matrices.items():
             self.group.combine(matrix, row, rows[dtype])
 
-    def mix_(self, matrix: Any) -> None:
+    def mix_(self, matrix: Any, *, met: bool = False) -> None:
         """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.
 
         Args:
             matrix: `(size, size)`, row-stochastic; anything `torch.as_tensor` takes.
+            met: all processes have met since any member last changed, and need not wait for each other once more.
         """
         checked = check_rows(matrix, self.size)
         self._settle_()
         for rows in self.matrices.values():
-            self.group.mix_(rows, checked)
+            self.group.mix_(rows, checked, met=met)
+            met = True
         self.mark_changed_()
 
     def refresh_(self) -> None:

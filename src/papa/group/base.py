@@ -69,8 +69,14 @@ class Group(Protocol):
         """Zeroed memory for the rows of the members held here, and perhaps of more."""
         ...
 
-    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
-        """`rows <- matrix @ rows` over all members, wherever they live."""
+    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
+        """`rows <- matrix @ rows` over all members, wherever they live.
+
+        Args:
+            rows: those held here, or all.
+            matrix: one row for each member.
+            met: all processes have met since rows last changed, and need not wait for each other once more.
+        """
         ...
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
@@ -174,7 +180,7 @@ class Local:
         """An ordinary zeroed tensor."""
         return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
 
-    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
+    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
         """The product, block by block."""
         mix_rows_(rows, matrix)
 

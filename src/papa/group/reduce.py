@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from papa.group.exchange import Wires
 from papa.group.plainly import plainly
 from papa.group.shared import balanced_share
 
-CHUNK_BYTES = 16 << 20
-"""How much of a row is added up at once: starting a sum has its price, and a small network needs only a few."""
-
 CHUNKS_UNDER_WAY = 2
 
 Finish: TypeAlias = Callable[[], Tensor]
@@ -29,6 +26,9 @@ Finish: TypeAlias = Callable[[], Tensor]
 class Mean(Protocol):
     """Starts the mean over all members of one chunk of columns; what is returned waits for it."""
 
+    chunk_bytes: ClassVar[int]
+    """How much of a row, in float32, is one chunk."""
+
     def __call__(self, rows: Tensor, columns: slice) -> Finish:
         """`rows` are those held here, in float32 or better, already cut to the columns."""
         ...
@@ -36,6 +36,8 @@ class Mean(Protocol):
 
 class AllReduced:
     """The mean by an all-reduce in float32 (float64 where the numbers are)."""
+
+    chunk_bytes: ClassVar[int] = 16 << 20  # starting a sum has its price
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
@@ -72,6 +74,10 @@ class Differences:
         last: the mean everyone has, one number per column; changed in place.
         is_new: there is no mean yet, and `last` is zero: the differences to it travel in full.
     """
+
+    chunk_bytes = (
+        4 << 20
+    )  # between two ranks half of it is sent at once, as halves: while some travel, others are added
 
     def __init__(self, wires: Wires, last: Tensor, *, is_new: bool) -> None:
         self.wires = wires
@@ -126,7 +132,7 @@ def mean_chunks(rows: Tensor, mean: Mean) -> Iterator[tuple[slice, Tensor, Tenso
     Where the rows have that precision, the chunk is their own memory.
     """
     wide_dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-    width = CHUNK_BYTES // wide_dtype.itemsize
+    width = mean.chunk_bytes // wide_dtype.itemsize
     under_way: deque[tuple[slice, Tensor, Finish]] = deque()
     for start in range(0, rows.shape[1], width):
         columns = slice(start, min(start + width, rows.shape[1]))

@@ -123,18 +123,19 @@ class Shared:
             dist.broadcast_object_list(paths, src=0)
         return paths[0]
 
-    def _published(self, rows: Tensor) -> Tensor:
+    def _published(self, rows: Tensor, *, met: bool = False) -> Tensor:
         """The mapping, once every rank has put its rows there."""
         host = rows
         if self.is_staged(rows.device):
             host = self._stages[rows.dtype][:, : rows.shape[1]]
             host[self._mine.start : self._mine.stop].copy_(rows)
-        self.wait()
+        if not met or host is not rows:
+            self.wait()
         return host
 
-    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
+    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
         """Each rank multiplies its share of the column blocks, between two barriers."""
-        host = self._published(rows)
+        host = self._published(rows, met=met)
         mix_blocks_(self._my_blocks(host), matrix)
         self.wait()
         if host is not rows:

@@ -159,7 +159,7 @@ class Spread:
             dist.all_gather_object(parts, values, group=self._data)
         return torch.stack(parts).sum(dim=0)
 
-    def mix_(self, rows: Tensor, matrix: Tensor) -> None:
+    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
         """Every rank mixes some columns of all rows; or, for a push, everyone learns the mean."""
         keep = None if self.exchange == "exact" else mixing.push_strength(matrix)
         if keep is None or rows.is_complex():

@@ -75,9 +75,7 @@ class Differences:
         is_new: there is no mean yet, and `last` is zero: the differences to it travel in full.
     """
 
-    chunk_bytes = (
-        4 << 20
-    )  # between two ranks half of it is sent at once, as halves: while some travel, others are added
+    chunk_bytes: ClassVar[int] = 4 << 20  # while some travel, others are rounded and added up
 
     def __init__(self, wires: Wires, last: Tensor, *, is_new: bool) -> None:
         self.wires = wires

@@ -53,18 +53,22 @@ def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
         return readme
     if len(BLOCK.findall(readme)) != 1:
         raise RunError("README.md has no block <!-- results --> ... <!-- end of results -->, or several: keep one")
-    words = _headline_words([record for runs in found.values() for record in runs])
+    words = _headline_words(found)
     filled = f"\n{headline(found)}\n\n{textwrap.fill(words, 120)}\n\n"
     return BLOCK.sub(lambda match: f"{match[1]}{filled}{match[2]}", readme)
 
 
-def _headline_words(records: list[dict[str, Any]]) -> str:
-    members, processors, seeds = (
+def _headline_words(found: Mapping[str, list[dict[str, Any]]]) -> str:
+    records = [record for runs in found.values() for record in runs]
+    seeds_of = {name: _listed(record["seed"] for record in runs) for name, runs in found.items()}
+    seeds = " and ".join(f"{seeds} ({name})" for name, seeds in seeds_of.items())
+    if len(set(seeds_of.values())) == 1:
+        seeds = next(iter(seeds_of.values()))
+    members, processors = (
         _listed(values)
         for values in (
             (record["config"]["members"] for record in records),
             (record["environment"]["processors"] for record in records),
-            (record["seed"] for record in records),
         )
     )
     minutes = fmean(sum(record["seconds"].values()) for record in records) / 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -81,6 +82,19 @@ def same_networks(first: Path, second: Path) -> bool:
     return all(group_jobs.same(load_file(first / file), load_file(second / file)) for file in files)
 
 
+@contextlib.contextmanager
+def ending(agents: list[subprocess.Popen[bytes]], path: Path) -> Iterator[None]:
+    """After the block all agents must end well; whatever happens, none is left."""
+    try:
+        yield
+        until(lambda: all_ended(agents), "the agents did not end")
+        assert [agent.returncode for agent in agents] == [0, 0], logs(path)
+    finally:
+        for agent in agents:
+            agent.terminate()
+            agent.wait()
+
+
 def test_two_machines_end_with_the_bits_of_one_though_a_worker_was_killed(machines: Machines, tmp_path: Path) -> None:
     config, out = two_machine_config(), tmp_path / "two"
     options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64")
@@ -93,19 +107,13 @@ def test_two_machines_end_with_the_bits_of_one_though_a_worker_was_killed(machin
         here = ("--rdzv-conf", f"is_host={1 - machine}", "--local-addr", address)
         command = (*TORCHRUN, *meeting, *here, "-m", "papa", "run", "digits", *options)
         agents.append(machines.start(machine, *command, log=tmp_path / f"agent-{machine}.log"))
-    try:
+    with ending(agents, tmp_path):
         checkpoints = RunDirectory(out).checkpoints
         until(lambda: len(list(checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
         victims = [child for child in children(agents[1].pid) if is_worker(child)]
         assert len(victims) == 1, logs(tmp_path)
         assert not RunDirectory(out).is_finished
         os.kill(victims[0], signal.SIGKILL)
-        until(lambda: all_ended(agents), "the agents did not end")
-        assert [agent.returncode for agent in agents] == [0, 0], logs(tmp_path)
-    finally:
-        for agent in agents:
-            agent.terminate()
-            agent.wait()
     result = execute(config, tmp_path / "one", workers=1)
     assert same_networks(tmp_path / "one", out)
     # One process goes on where the two machines were in their last epoch, with a push under way.
@@ -142,7 +150,7 @@ def test_a_machine_that_joins_later_takes_members_over_and_nothing_is_begun_anew
             agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
 
     run = RunDirectory(out)
-    try:
+    with ending(agents, tmp_path):
         join(is_host=1)
         until(lambda: len(list(run.checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
         begun = run.config.stat().st_ino
@@ -151,12 +159,6 @@ def test_a_machine_that_joins_later_takes_members_over_and_nothing_is_begun_anew
         join(is_host=0)
         until(lambda: "closing signal" in logs(tmp_path) or all_ended(agents), "the first did not see the second come")
         os.kill(worker, signal.SIGCONT)
-        until(lambda: all_ended(agents), "the agents did not end")
-        assert [agent.returncode for agent in agents] == [0, 0], logs(tmp_path)
-    finally:
-        for agent in agents:
-            agent.terminate()
-            agent.wait()
     assert run.config.stat().st_ino == begun
     assert run.read_result()["environment"]["workers"] == 2
     execute(config, tmp_path / "one", workers=1)

@@ -109,7 +109,7 @@ def _optimizer_after_a_step(optimizer: Optimizer) -> dict[str, Any]:
             group["fused"] = False  # which keeps the same, and is not made for the meta device
     try:
         return _after_a_step(twin)
-    except (RuntimeError, NotImplementedError):  # one that looks at numbers
+    except RuntimeError:  # it looks at numbers, which are not there; what else is wrong shows again
         return _after_a_step(copy.deepcopy(optimizer))
 
 

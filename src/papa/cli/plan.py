@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     header = ("exchange", "bytes per push", "bytes per step", "seconds per push", "time lost", "time lost, delayed")
     print_table(header, [_row(name, cost_of(plan, name)) for name in ("exact", "fast", "bfloat16")])
     memory = [(name, _bytes(cost_of(plan, name).memory_bytes)) for name in ("exact", "fast", "bfloat16")]
-    print("bytes: of the rank that sends most; time lost: share of all time, for a push that waits and for a delayed one")
+    print("bytes: of the rank that sends most; time lost: share of all time, of a push that waits and of a delayed one")
     print(f"weights held by each rank, without gradients and optimizer: {', '.join(f'{n} {m}' for n, m in memory)}")
     print(f"... and with a delay of {plan.usable_delay} steps: {_bytes(cost_of(plan, 'exact').delayed_memory_bytes)}")
     return 0

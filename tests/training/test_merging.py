@@ -24,10 +24,10 @@ class BeforeMerge(Hook):
     def on_start(self, training: Training) -> None:
         mix_, population = training.population.mix_, training.population
 
-        def keep(matrix: object) -> None:
+        def keep(matrix: object, **how: Any) -> None:
             if not self.before:
                 self.before = copy.deepcopy(list(population))
-            mix_(matrix)
+            mix_(matrix, **how)
 
         training.population.mix_ = keep  # type: ignore[method-assign]
 

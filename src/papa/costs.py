@@ -40,17 +40,23 @@ class Plan:
     bytes_per_number: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("num_parameters", "num_members", "bits_per_second", "seconds_per_step", "every_steps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected a number of more than 0")
+        for what, value in (
+            ("numbers of one network (params)", self.num_parameters),
+            ("members", self.num_members),
+            ("bandwidth", self.bits_per_second),
+            ("step time", self.seconds_per_step),
+            ("steps between pushes (every steps)", self.every_steps),
+        ):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{what}: {value:g}, expected a number of more than 0")
         if not 0 <= self.latency < math.inf:
-            raise ConfigError(f"latency is {self.latency}, expected seconds, 0 or more")
+            raise ConfigError(f"latency: {self.latency:g}, expected seconds, 0 or more")
         if self.bytes_per_number < 1:
-            raise ConfigError(f"bytes_per_number is {self.bytes_per_number}, expected at least 1: 4 for float32")
+            raise ConfigError(f"bytes per number: {self.bytes_per_number}, expected at least 1: 4 for float32")
         if not 1 <= self.num_ranks <= self.num_members:
             raise ConfigError(f"there are {self.num_ranks} ranks for {self.num_members} members, expected 1 to as many")
         if self.delay is not None and not (0 <= self.delay < self.every_steps and self.delay % 2 == 0):
-            raise ConfigError(f"delay is {self.delay}, expected an even number below every_steps ({self.every_steps})")
+            raise ConfigError(f"delay: {self.delay}, expected an even number below the steps between pushes, {self.every_steps}")
 
     @property
     def usable_delay(self) -> int:

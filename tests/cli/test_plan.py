@@ -47,12 +47,12 @@ def test_what_costs_more_and_what_less() -> None:
     ("changes", "message"),
     [
         ({"num_ranks": 5}, "there are 5 ranks for 4 members"),
-        ({"bits_per_second": 0.0}, "bits_per_second is 0.0, expected a number of more than 0"),
-        ({"num_parameters": float("inf")}, "num_parameters is inf, expected a number of more than 0"),
-        ({"seconds_per_step": float("nan")}, "seconds_per_step is nan, expected a number of more than 0"),
-        ({"latency": -1.0}, "latency is -1.0, expected seconds, 0 or more"),
-        ({"bytes_per_number": 0}, "bytes_per_number is 0, expected at least 1"),
-        ({"delay": 3}, "delay is 3, expected an even number below every_steps"),
+        ({"bits_per_second": 0.0}, "bandwidth: 0, expected a number of more than 0"),
+        ({"num_parameters": float("inf")}, "network .params.: inf, expected a number of more than 0"),
+        ({"seconds_per_step": float("nan")}, "step time: nan, expected a number of more than 0"),
+        ({"latency": -1.0}, "latency: -1, expected seconds, 0 or more"),
+        ({"bytes_per_number": 0}, "bytes per number: 0, expected at least 1"),
+        ({"delay": 3}, "delay: 3, expected an even number below the steps between pushes, 10"),
     ],
 )
 def test_bad_plans_are_refused(changes: dict[str, float], message: str) -> None:

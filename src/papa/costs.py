@@ -56,7 +56,7 @@ class Plan:
         if not 1 <= self.num_ranks <= self.num_members:
             raise ConfigError(f"there are {self.num_ranks} ranks for {self.num_members} members, expected 1 to as many")
         if self.delay is not None and not (0 <= self.delay < self.every_steps and self.delay % 2 == 0):
-            raise ConfigError(f"delay: {self.delay}, expected an even number below the steps between pushes, {self.every_steps}")
+            raise ConfigError(f"delay: {self.delay}, expected an even number below every steps, {self.every_steps}")
 
     @property
     def usable_delay(self) -> int:

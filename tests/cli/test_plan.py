@@ -52,7 +52,7 @@ def test_what_costs_more_and_what_less() -> None:
         ({"seconds_per_step": float("nan")}, "step time: nan, expected a number of more than 0"),
         ({"latency": -1.0}, "latency: -1, expected seconds, 0 or more"),
         ({"bytes_per_number": 0}, "bytes per number: 0, expected at least 1"),
-        ({"delay": 3}, "delay: 3, expected an even number below the steps between pushes, 10"),
+        ({"delay": 3}, "delay: 3, expected an even number below every steps, 10"),
     ],
 )
 def test_bad_plans_are_refused(changes: dict[str, float], message: str) -> None:

@@ -6,7 +6,7 @@ import math
 import pytest
 import scipy.stats
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers import assert_same_bits, averaged_tensors, make_networks, snapshot
 from papa import mixing
@@ -171,12 +171,18 @@ class TestMutation:
         assert any(not torch.equal(mean[name], one[name]) for name in mean)
         assert mutation.keys == {}
 
-    def test_with_a_push_it_has_a_cadence_of_its_own(self) -> None:
-        population = Population(make_networks("linear", 2))
-        averager = Averager(population, Push(alpha=1.0, every_steps=1), around=Mutation(seed=1, every_steps=3))
-        changed = []
-        for _ in range(6):
+    @pytest.mark.parametrize(("push_steps", "steps"), [(1, [5, 10, 15]), (2, [6, 10, 16]), (3, [6, 12, 15])])
+    def test_with_a_push_it_has_a_cadence_of_its_own(self, push_steps: int, steps: list[int]) -> None:
+        """Every 5 steps, or at the first push after that where 5 is no multiple of the push's own cadence."""
+        population, spreads, changed = Population([nn.Linear(64, 64) for _ in range(2)]), [], []
+        rule, mutation = Push(alpha=1.0, every_steps=push_steps), Mutation(seed=1, every_steps=5)
+        averager = Averager(population, rule, around=mutation)
+        for step in range(1, 17):
             before = population.matrix.clone()
             averager.step()
-            changed.append(not torch.equal(before, population.matrix))
-        assert changed == [False, False, True, False, False, True]
+            if not torch.equal(before, population.matrix):
+                changed.append(step)
+                spreads.append(float((population.matrix - before).std()))
+        assert changed == steps
+        first = spreads[0]
+        assert [round(first / spread) for spread in spreads] == [1, 2, 3]  # scale/g

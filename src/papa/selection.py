@@ -146,7 +146,8 @@ class Mutation:
     Args:
         scale: the standard deviation in the first generation; the paper's is 0.01.
         seed: where its streams start; a member's noise is a function of seed, step and member.
-        every_steps: mutate only at multiples of this, for pushes, which are frequent; None for every averaging.
+        every_steps: mutate only at the first averaging in every so many steps, for pushes, which are frequent; None for
+            every averaging.
     """
 
     scale: float = 0.01
@@ -160,7 +161,7 @@ class Mutation:
         """Let members be averaged, then mutate them."""
         yield
         keys, self.keys = self.keys, {}
-        if self.every_steps is not None and moment.step % self.every_steps:
+        if self.every_steps is not None and not moment.is_first_since(self.every_steps):
             return
         generation = moment.generation if self.every_steps is None else moment.step // self.every_steps
         for member, model in zip(population.members, population, strict=True):

@@ -130,7 +130,9 @@ class AverageConfig:
     every_epochs: float = 5.0
     """Merges: epochs between them."""
     repair: int = 0
-    """Merges, and soups of independent members: repair activation statistics (REPAIR) on so many batches; 0 for not."""
+    """Merges: repair activation statistics (REPAIR) on so many batches; 0 for not."""
+    repair_soups: int | None = None
+    """Soups of independent members: the same; None for as many batches as merges."""
     repair_policy: str = "own"
     """Merges: repair each member under its own augmentation (own: the paper's form, two passes for each member) or all
     on plain data (shared: one pass for each member and one for each distinct child)."""
@@ -143,8 +145,8 @@ class AverageConfig:
     """papa: epochs between alignments, which pushes are too frequent for; merges align every time."""
     align_soups: bool = False
     """Independent members, where REPAIR is asked for: also make soups of members matched to the growing soup."""
-    align_batches: int = 10
-    """How many batches of training data units are matched on."""
+    align_batches: int | None = 10
+    """How many batches of training data units are matched on; None for all there are."""
     probes: bool = False
     """Merges: score members on test data just before, just after and a few steps after each."""
     probe_steps: int = 10
@@ -316,7 +318,8 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("data.overlap", config.data.overlap, 0),
         ("average.every-steps", average.every_steps, 1),
         ("average.repair", average.repair, 0),
-        ("average.align-batches", average.align_batches, 1),
+        ("average.repair-soups", average.repair_soups or 0, 0),
+        ("average.align-batches", 1 if average.align_batches is None else average.align_batches, 1),
         ("average.probe-steps", average.probe_steps, 1),
         ("average.probe-examples", average.probe_examples, 1),
         ("average.start", average.start, 0),

@@ -77,13 +77,13 @@ def then_level(before: Schedule, *, start: float, level: float, anneal: float = 
     Example:
         >>> schedule = then_level(multistep([0.5]), start=0.5, level=0.5, anneal=0.1)
         >>> [round(schedule(step, 100), 4) for step in (49, 54, 59, 99)]
-        [1.0, 0.75, 0.5, 0.5]
+        [1.0, 0.3, 0.5, 0.5]
 
     Args:
         before: the schedule until then.
         start: when, as a share of training.
         level: where to, as a share of the initial rate.
-        anneal: how long it takes to get there from where `before` was last, as a share of training.
+        anneal: how long it takes to get there from where `before` is at `start`, as a share of training.
         linear: on a straight line, instead of half a cosine.
     """
     for name, value in (("start", start), ("anneal", anneal)):
@@ -97,7 +97,7 @@ def then_level(before: Schedule, *, start: float, level: float, anneal: float = 
             return before(step, num_steps)
         done = min(1.0, (step - first + 1) / num_annealed) if num_annealed else 1.0
         weight = done if linear else 0.5 * (1.0 - math.cos(math.pi * done))
-        return (1.0 - weight) * before(max(first - 1, 0), num_steps) + weight * level
+        return (1.0 - weight) * before(first, num_steps) + weight * level
 
     return schedule
 

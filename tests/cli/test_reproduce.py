@@ -50,15 +50,15 @@ def results_in(out: Path) -> list[dict[str, object]]:
 
 
 def rows_of_every_kind() -> list[tuple[str, str]]:
-    """One row for each set of options that rows change; `tests/every_row.py` runs all of them."""
-    found: dict[frozenset[str], tuple[str, str]] = {}
+    """One row for each set of options that rows change and each part of a result that they look at;
+    `tests/every_row.py` runs all of them."""
+    found: dict[tuple[frozenset[str], str], tuple[str, str]] = {}
     for table in TABLES.values():
         for row in table.rows:
             is_here = row.recipe is not None and row.recipe.startswith("cifar")
-            if is_here and row.change["method"] != "independent":
-                found.setdefault(
-                    frozenset({*table.options, *row.change} - {"method", "members"}), (table.name, row.name)
-                )
+            if is_here and (row.change["method"] != "independent" or row.part != "test"):
+                changes = frozenset({*table.options, *row.change} - {"method", "members"})
+                found.setdefault((changes, row.part), (table.name, row.name))
     return list(found.values())
 
 
@@ -80,6 +80,7 @@ def test_rows_of_every_kind_run(
     page = report.read_text()
     assert picked.title in page
     assert all(html.escape(line.split()[-1]) in page for line in lines)
+    assert page.count("<svg") == (5 if found.kind == "figure" else 0)
 
 
 def test_rows_and_tables_share_runs_and_what_is_done_is_not_run_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 from papa.config import Config
 from papa.errors import ConfigError
 from papa.recipes import RECIPES
+from papa.recipes.build import make_schedule
 from papa.recipes.change import changed, translated
 from papa.recipes.tables import TABLES, Row, Table, find_table, number
 from papa.reproduce import Entry, config_of
@@ -59,6 +61,19 @@ def test_rows_of_the_full_setting_are_the_recipe_and_its_changes() -> None:
     assert rows["no-repair"].average.repair == 0
 
 
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_rows_that_are_run_apart_are_experiments_apart(table: Table) -> None:
+    """No schedule, cadence or strength of the full setting turns out to be that of another row."""
+    rows = [row for row in table.rows if row.recipe is not None]
+    built = {}
+    for row in rows:
+        config = config_of(row, table)
+        rates = tuple(round(make_schedule(config)(step, 4500), 9) for step in range(0, 4500, 25))
+        plain = dataclasses.replace(config, train=Config().train, trajectory=Config().trajectory)
+        built[row.name] = (json.dumps(plain.to_json()), config.train.epochs, rates)
+    assert len(set(built.values())) == len(rows)
+
+
 class TestChanged:
     def test_values_are_replaced_by_dotted_names(self) -> None:
         config = changed(Config(), {"members": 2, "average.alpha": 0.5, "average.repair": 3})
@@ -101,9 +116,14 @@ class TestTranslated:
 RESULT = {
     "test": {"mean": 70.0, "min": 69.0, "average_soup": 10.0, "greedy_soup": 71.0},
     "aligned": {"test": {"average_soup": 60.0, "greedy_soup": 72.0}, "greedy_members": [0, 2]},
-    "trajectory": None,
+    "repaired": None,
+    "trajectory": {
+        "test": {"mean": 75.0, "average_soup": 20.0, "details": {"mean": {"F1 cars": 1.0}}},
+        "greedy_as_it_is": {"test": 74.0, "members": [0]},
+        "aligned": {"test": {"average_soup": 65.0, "details": {"average_soup": {"F1 cars": 2.0}}}},
+    },
     "greedy_members": [1],
-    "similarity": {"members": [0.5, 0.25], "soup": [0.75, 0.5]},
+    "similarity": {"members": [0.5, 0.25], "soup": [0.75, 0.5], "plain": {"members": [0.125], "soup": [0.25]}},
 }
 
 
@@ -122,6 +142,20 @@ class TestNumber:
             ("test", "soup.3", None),
             ("test", "ensemble", None),
             ("test", "details.average_soup.F1 cars", None),
+            ("repaired", "mean", 70.0),
+            ("repaired", "average_soup", None),  # a soup of another kind is never shown in its place
+            ("repaired", "greedy_size", None),
+            ("trajectory", "mean", 75.0),
+            ("trajectory", "average_soup", 20.0),
+            ("trajectory", "min", None),
+            ("trajectory", "greedy_as_it_is", 74.0),
+            ("trajectory.aligned", "mean", 75.0),
+            ("trajectory.aligned", "average_soup", 65.0),
+            ("trajectory.aligned", "details.mean.F1 cars", 1.0),
+            ("trajectory.aligned", "details.average_soup.F1 cars", 2.0),
+            ("plain", "members.1", 12.5),
+            ("plain", "soup.1", 25.0),
+            ("plain", "mean", 70.0),
         ],
     )
     def test_columns_are_found_where_they_are(self, part: str, column: str, expected: float | None) -> None:

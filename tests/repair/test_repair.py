@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from papa import Averager, MergeAll, MergePairs, Moment, Population, average_soup
+from helpers import assert_same_bits
+from papa import Averager, MergeAll, MergePairs, Mix, Moment, Population, average_soup
 from papa.errors import DataError, MixingError
 from papa.models import UNet
 from papa.repair import (
@@ -389,6 +390,19 @@ def test_batch_norm_alone_is_reset_after_a_merge(rule: MergeAll, one_list: bool)
         expected = reset_batch_norm_(average_soup(before, matrix[member]), batches)
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [RepairMerges, ResetBatchNormAfterMerges])
+def test_a_copy_of_one_member_is_left_as_it_is(kind: type[RepairMerges]) -> None:
+    parents, batches = make_parents("batch norm"), make_batches("batch norm")
+    before = copy.deepcopy(parents)
+    population = Population(parents)
+    rows = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]], dtype=torch.float64)
+    Averager(population, Mix(rows, every_steps=1), around=kind(lambda member: list(batches))).step()
+    for member in (0, 1):
+        assert_same_bits(population[member].state_dict(), before[1].state_dict())
+    soup = average_soup(before, rows[2])
+    assert any(not torch.equal(soup.state_dict()[name], value) for name, value in population[2].state_dict().items())
 
 
 def count_passes(one_list: bool, rule: MergeAll) -> int:

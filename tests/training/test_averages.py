@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, small_training
+from papa import Population
+from papa.align import aligned_soups
 from papa.checkpoint import CheckpointWriter, load_checkpoint
 from papa.repair import reset_batch_norm_
-from papa.rules import MergeAll
-from papa.soup import average_soup
+from papa.rules import Independent, MergeAll
+from papa.soup import average_soup, greedy_soup
 from papa.training import Hook, Training, TrajectoryAverage, harvest
 from papa.training.state import expected_states, load_state_, member_states, state_of
 
@@ -17,19 +19,49 @@ from papa.training.state import expected_states, load_state_, member_states, sta
 def test_averages_are_scored_with_batch_norm_of_their_own() -> None:
     training = small_training(companion=TrajectoryAverage(start=0.3))
     training.run()
+    assert training.data.test is not None
+    as_it_is = greedy_soup(
+        training.companion.networks,  # type: ignore[union-attr]
+        lambda network: training.evaluate([network], training.data.validation)[0][0],
+    )
+    members_before, (greedy_before,) = as_it_is.members, training.evaluate([as_it_is.network], training.data.test)[0]
     outcome = harvest(training, num_batch_norm_batches=3).trajectory
     assert outcome is not None
     networks = training.companion.networks  # type: ignore[union-attr]
     batches = training.plain_batches(3)
     soup = average_soup(networks)
     reset_batch_norm_(soup, batches)
-    assert training.data.test is not None
     (expected,), _ = training.evaluate([soup], training.data.test)
     assert outcome.test is not None
     assert outcome.test.average_soup.loss == pytest.approx(expected.loss, rel=1e-5)
     result = outcome.to_json()
     assert len(result["test"]["members"]) == 3
-    assert set(result["greedy_as_it_is"]) == {"test", "members"}
+    assert result["greedy_as_it_is"] == {"test": greedy_before.score, "members": sorted(members_before)}
+    assert result["aligned"] is None
+
+
+def test_averages_of_independent_members_have_aligned_soups_too() -> None:
+    training = small_training(
+        companion=TrajectoryAverage(start=0.3), rule=Independent(), num_repair_batches=2, num_epochs=2
+    )
+    training.run()
+    outcome = harvest(training, align_soups=True, num_align_batches=None, num_batch_norm_batches=3)
+    assert outcome.trajectory is not None
+    assert outcome.trajectory.aligned is not None
+    networks = training.companion.networks  # type: ignore[union-attr]
+    expected = aligned_soups(
+        Population(networks),  # whose BatchNorm was re-estimated
+        lambda network: training.evaluate([network], training.data.validation)[0][0],
+        training.plain_batches(None),
+        by="activations",
+        repair_batches=training.plain_repair_batches(),
+    )
+    assert training.data.test is not None
+    (score,), _ = training.evaluate([expected.average], training.data.test)
+    found = outcome.trajectory.to_json()["aligned"]
+    assert found["test"]["average_soup"] == score.score
+    assert outcome.aligned is not None
+    assert outcome.aligned.to_json() != found  # those of the members themselves
 
 
 def test_a_training_without_averages_has_none() -> None:

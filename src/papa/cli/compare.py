@@ -29,7 +29,8 @@ Trains a recipe with several methods and seeds, prints them side by side and wri
 Runs that are already there are not run again; broken ones are continued.
 On SIGINT (Ctrl-C) or SIGTERM the runs under way save, and it leaves with code 75: the same command goes on.
 A run that fails does not stop the others; it is named at the end.
---budget full is the paper's setting, mini takes about ten minutes a run on two CPU cores, smoke takes seconds.
+--budget full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores,
+smoke takes seconds.
 
 examples:
   papa compare digits

@@ -19,6 +19,7 @@ from papa.process import settle
 from papa.recipes import BUDGETS
 from papa.recipes.tables import TABLES, Table, find_table
 from papa.report import table_page
+from papa.report.reading import read_events
 from papa.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for, run
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
@@ -42,9 +43,9 @@ class ReproduceOptions(ManyOptions):
     """Options of `papa reproduce`."""
 
     budget: str = "full"
-    """full is the paper's setting, mini takes about ten minutes a run on two CPU cores, smoke takes seconds."""
-    seeds: str = "1"
-    """Which seeds, separated by commas."""
+    """full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores, smoke takes seconds."""
+    seeds: str | None = None
+    """Which seeds, separated by commas; None for as many as the paper has, with budget full, else for 1."""
     rows: str | None = None
     """Which rows, separated by commas; None for all."""
     out: Path | None = None
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         table=table,
         rows=table.pick(None if options.rows is None else split_names("--rows", options.rows, known)),
         budget=options.budget,
-        seeds=tuple(split_numbers("--seeds", options.seeds)),
+        seeds=_seeds(options, table),
         data_root=options.data_root,
     )
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
@@ -95,10 +96,26 @@ def main(arguments: Sequence[str]) -> int:
     print_table(head, rows)
     report = out / f"{table.kind}-{table.label}.html"
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(report, table_page(f"{table.name}: {table.title}", _words(request), head, rows, _runs(jobs, out)))
+    drawn = outcomes.results if table.kind == "figure" else {}
+    page = table_page(
+        f"{table.name}: {table.title}",
+        _words(request),
+        head,
+        rows,
+        _runs(jobs, out),
+        list(drawn.values()),
+        [read_events(path / "metrics.jsonl") for path in drawn],
+    )
+    write_atomically(report, page)
     print(f"runs: {out / 'runs'}\nreport: {report}")
     outcomes.check()
     return 0
+
+
+def _seeds(options: ReproduceOptions, table: Table) -> tuple[int, ...]:
+    if options.seeds is not None:
+        return tuple(split_numbers("--seeds", options.seeds))
+    return table.seeds if options.budget == "full" else (1,)
 
 
 def _words(request: Request) -> str:

@@ -24,7 +24,7 @@ USAGE = """usage: papa run RECIPE [OPTIONS]
 
 Trains one population and writes its networks, scores and report.
 `papa ls` lists the recipes; `papa run RECIPE --help` lists every option.
---budget full is the paper's setting, mini takes about ten minutes on two CPU cores, smoke takes seconds.
+--budget full is the paper's setting, mini takes ten to twenty minutes on two CPU cores, smoke takes seconds.
 On SIGINT (Ctrl-C) or SIGTERM it finishes the step, saves and leaves with code 75; a second signal ends it at once.
 
 examples:

@@ -10,8 +10,13 @@ import torch
 from papa.config import Config
 from papa.rules import HALF_LIFE_SHARE
 
-EVERY_EPOCH: dict[str, Any] = {"every_epochs": 1.0, "align_every_epochs": 1.0, "mutation_every_epochs": 1.0}
-"""What happens every few epochs of a long training happens every epoch of a short one."""
+SHORT: dict[str, Any] = {
+    "every_epochs": 1.0,
+    "align_every_epochs": 1.0,
+    "mutation_every_epochs": 1.0,
+    "align_batches": 10,
+}
+"""What happens every few epochs of a long training happens every epoch of a short one, and looks at less data."""
 
 
 def mini(
@@ -22,7 +27,7 @@ def mini(
     max_train: int = 8_000,
     half_life: float = HALF_LIFE_SHARE,
 ) -> Config:
-    """About ten minutes on two CPU cores.
+    """Ten to twenty minutes on two CPU cores.
 
     What the paper says in epochs and steps of its long training is scaled to the short one: a push with a half-life
     of 690 steps would never bring members together in 3,000.
@@ -40,7 +45,7 @@ def mini(
         data=replace(config.data, max_train=max_train),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=epochs, precision=fast_precision(), channels_last=True),
-        average=replace(config.average, alpha=None, half_life=half_life, **EVERY_EPOCH),
+        average=replace(config.average, alpha=None, half_life=half_life, **SHORT),
     )
 
 
@@ -59,5 +64,5 @@ def smoke(config: Config, *, width: int | None, batch_size: int = 16, num_batche
         data=replace(config.data, max_train=num_images, max_test=batch_size, validation=0.25),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=2, batch_size=batch_size),
-        average=replace(config.average, every_steps=1, probe_steps=1, **EVERY_EPOCH),
+        average=replace(config.average, every_steps=1, probe_steps=1, **SHORT),
     )

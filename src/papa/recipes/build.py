@@ -89,7 +89,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         device=(group or Local()).place(find_device(config.device)),
         numerics=numerics_for(config),
         eval_batch_size=task.eval_batch_size,
-        num_repair_batches=config.average.repair,
+        num_repair_batches=_num_repair_batches(config),
         sick=config.average.sick,
         apply=task.apply,
         merging=merging_for(config),
@@ -98,6 +98,12 @@ def build(config: Config, group: Group | None = None) -> Training:
         companion=companion_for(config),
         group=group,
     )
+
+
+def _num_repair_batches(config: Config) -> int:
+    """Independent members are never merged: what is repaired are their soups."""
+    own = config.average.repair_soups if config.method == "independent" else None
+    return config.average.repair if own is None else own
 
 
 def hooks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> list[Hook]:

@@ -25,7 +25,9 @@ def ablation(budget: str) -> Config:
         data=DataConfig(name="cifar100"),
         model=ModelConfig(name="resnet18"),
         train=TrainConfig(epochs=300, batch_size=64, schedule="multistep", milestones=(0.5, 0.75)),
-        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5),
+        average=AverageConfig(
+            alpha=0.99, every_steps=10, every_epochs=5.0, repair=5, align_soups=True, align_batches=None
+        ),
         diversity=DiversityConfig(grid="ablation"),
     )
     return _shrunk(config, budget)

@@ -61,6 +61,7 @@ def _recipe(row: _Row) -> Recipe:
         table="summary_table",
         make=lambda budget: finetune(row, budget),
         paper=paper.main(row.name, "default", row.members),
+        paper_soups="repaired",
     )
 
 

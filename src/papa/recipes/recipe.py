@@ -11,7 +11,7 @@ from papa.errors import ConfigError, did_you_mean
 
 BUDGETS = {
     "full": "the paper's setting",
-    "mini": "about ten minutes on two CPU cores",
+    "mini": "ten to twenty minutes on two CPU cores",
     "smoke": "seconds: to see that everything works",
 }
 
@@ -37,8 +37,8 @@ class Recipe:
     """The paper's scores by (method, grid, members)."""
     paper_details: Mapping[tuple[str, str, int], PaperDetails] = field(default_factory=dict)
     """What else the paper tells of these scores, such as the score of each class, by the same."""
-    paper_soups: str = "repaired"
-    """Which soups of independent members the paper's are: `repaired`, or `aligned` (and repaired)."""
+    paper_soups: str | None = None
+    """Which soups of independent members the paper's are: `repaired`, `aligned` (and repaired); None for plain ones."""
     default_budget: str = "full"
 
     def config(self, budget: str | None = None) -> Config:

@@ -43,7 +43,9 @@ def cifar(row: _Row, budget: str) -> Config:
         data=DataConfig(name=row.data),
         model=ModelConfig(name=row.model),
         train=TrainConfig(epochs=300, batch_size=64, lr=0.1, min_lr=1e-4, weight_decay=1e-4),
-        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5, align_soups=True),
+        average=AverageConfig(
+            alpha=0.99, every_steps=10, every_epochs=5.0, repair=5, align_soups=True, align_batches=None
+        ),
         diversity=DiversityConfig(grid="default"),
     )
     if budget == "mini":
@@ -65,13 +67,13 @@ def cifar_long(row: _Row, budget: str) -> Config:
 
 
 def imagenet(budget: str) -> Config:
-    """90 epochs of ResNet-50, three members; merges every epoch, without REPAIR."""
+    """90 epochs of ResNet-50, three members; merges every epoch. REPAIR is for soups of independent members alone."""
     config = Config(
         members=3,
         data=DataConfig(name="imagenet", image_size=224),
         model=ModelConfig(name="timm:resnet50"),
         train=TrainConfig(epochs=90, batch_size=256, precision="bfloat16", channels_last=True),
-        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=1.0, repair=0),
+        average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=1.0, repair=0, repair_soups=5),
         diversity=DiversityConfig(grid="imagenet"),
     )
     if budget == "mini":
@@ -116,5 +118,6 @@ RECIPES = (
         table="summary_table",
         make=imagenet,
         paper=paper.main("imagenet-resnet50", "imagenet", 3),
+        paper_soups="repaired",
     ),
 )

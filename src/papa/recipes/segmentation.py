@@ -44,6 +44,7 @@ RECIPES = (
         make=lambda budget: unet("vaihingen", budget),
         paper=paper_segmentation.average_f1(),
         paper_details=paper_segmentation.details(),
+        paper_soups="repaired",
     ),
     Recipe(
         name="aerial-unet",

@@ -94,11 +94,14 @@ def _distinct_children(
 ) -> Iterator[tuple[int, Tensor]]:
     """Index and row of each distinct child held here, to be repaired; the others then become copies.
 
-    Children that were merged alike and see the same batches are the same: one repair serves them all.
+    Children that were merged alike and see the same batches are the same: one repair serves them all. A copy of
+    one member, itself or another, needs none.
     """
     first: dict[tuple[int, tuple[float, ...]], int] = {}
     for index, member in enumerate(population.members):
         row = matrix[member]
+        if int(row.count_nonzero()) == 1:
+            continue
         twin = first.setdefault((id(batches[index]), tuple(row.tolist())), index)
         if twin == index:
             yield index, row

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from papa.report.fields import entries, number, numbers, part
@@ -270,22 +271,22 @@ def _side_by_side(groups: Mapping[str, Sequence[tuple[int, Mapping[str, Any]]]],
 def _method_curves(
     groups: Mapping[str, Sequence[tuple[int, Mapping[str, Any]]]], metrics: Sequence[Sequence[Event]]
 ) -> list[Figure | None]:
-    def lines(key: str) -> list[Line]:
+    """A line for each method: what its members' mean was at the end of each epoch, and what each merge did to it."""
+
+    def lines(kind: str, value_of: Callable[[Event], float | None]) -> list[Line]:
         found = []
         for label, runs in groups.items():
             by_epoch: dict[float, list[float]] = {}
-            for index, _ in runs:
-                for event in metrics[index]:
-                    epoch, value = number(event.get("epoch")), _mean(numbers(event.get(key)))
-                    if event.get("event") == "epoch" and epoch is not None and value is not None:
-                        by_epoch.setdefault(epoch, []).append(value)
-            curve = [(epoch, statistics.fmean(values)) for epoch, values in sorted(by_epoch.items())]
-            found.append(Line(label, curve))
+            for event in (event for index, _ in runs for event in metrics[index] if event.get("event") == kind):
+                epoch, value = number(event.get("epoch")), value_of(event)
+                if epoch is not None and value is not None:
+                    by_epoch.setdefault(epoch, []).append(value)
+            found.append(Line(label, [(epoch, statistics.fmean(values)) for epoch, values in sorted(by_epoch.items())]))
         return found
 
-    return [
+    epochs = [
         _line_figure(
-            lines(key),
+            lines("epoch", partial(_mean_under, key)),
             name=f"compare-{name}",
             title=title,
             caption="The mean over the members of all runs of a method.",
@@ -298,3 +299,20 @@ def _method_curves(
             ("distances", "distance-to-mean", "Members' distance to the mean", "distance"),
         )
     ]
+    merges = [
+        _line_figure(
+            lines("merge", partial(_change, key=key)),
+            name=f"compare-change-{key}",
+            title=f"Change of members' score by each merge, {when}",
+            caption="The mean over the members of all runs of a method, compared with just before the merge.",
+            x_label="epoch",
+            y_label="change of score",
+            has_zero=True,
+        )
+        for key, when in (("after", "just after it"), ("later", "some steps later"))
+    ]
+    return [*epochs, *merges]
+
+
+def _mean_under(key: str, event: Event) -> float | None:
+    return _mean(numbers(event.get(key)))

@@ -63,7 +63,13 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
 
 
 def table_page(
-    title: str, words: str, head: Sequence[str], rows: Sequence[Sequence[str]], runs: Sequence[tuple[str, str]]
+    title: str,
+    words: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    runs: Sequence[tuple[str, str]],
+    results: Sequence[Mapping[str, Any]] = (),
+    metrics: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> str:
     """The page of a table of the paper: its numbers beside ours, and where the runs behind them are.
 
@@ -73,9 +79,12 @@ def table_page(
         head: the names of the columns.
         rows: the cells.
         runs: each row's name and the directory of a run behind it.
+        results: for a figure of the paper, what each run's `result.json` holds.
+        metrics: and what its `metrics.jsonl` holds, of which the figure is drawn.
     """
     parts = [
         markup.paragraph(words),
+        markup.section("While they trained", markup.figures_markup(compare_figures(results, metrics)["curves"])),
         markup.section("The paper's numbers and ours", markup.table(head, rows, stacks=True)),
         markup.section("Runs", markup.table(("row", "directory"), runs, wrap_last=True) if runs else ""),
     ]

@@ -26,8 +26,8 @@ from papa.soup import After, average_soup
 from papa.training.loop import Training
 from papa.training.probes import probe_source
 
-NUM_BATCHES = 5
-"""How many batches REPAIR looks at where the training does not say."""
+NUM_BATCHES, NUM_LINE_BATCHES = 5, 10
+"""How many batches REPAIR looks at, in a soup where the training does not say, and at each point of a line."""
 NUM_EXAMPLES, BATCH_SIZE = 256, 32
 """How many examples features are compared on; features take more memory than networks, so a few at a time."""
 
@@ -78,7 +78,7 @@ class Analysis:
         }
 
 
-def analyse(training: Training, *, num_members: int = 5, num_align_batches: int = 10) -> Analysis | None:
+def analyse(training: Training, *, num_members: int = 5, num_align_batches: int | None = 10) -> Analysis | None:
     """Compare the members of a trained population with each other; nothing is changed.
 
     Members are looked at where they live, their units permuted meanwhile and put back exactly; features travel,
@@ -87,7 +87,7 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     Args:
         training: whose population it is.
         num_members: how many members are compared at most.
-        num_align_batches: how many batches of training data units are matched on.
+        num_align_batches: how many batches of training data units are matched on; None for all there are.
 
     Returns:
         What they share; None for fewer than two members.
@@ -96,25 +96,26 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     members = population.present[:num_members]
     if len(members) < 2:
         return None
-    inputs = training.plain_batches(max(num_align_batches, NUM_BATCHES))
-    repair_inputs = inputs[: training.num_repair_batches or NUM_BATCHES]
+    inputs = training.plain_batches(num_align_batches)
+    repair_inputs = training.plain_batches(training.num_repair_batches or NUM_BATCHES)
+    line_inputs = training.plain_batches(NUM_LINE_BATCHES)
     groups = exchangeable(population[0], inputs[0])
     row, pair = soup_row(population.size, members), (members[0], members[1])
     held_out = list(training.prepared(probe_source(training, 1000)))
 
     def lines(name: str) -> dict[str, Curve]:
-        repair = repair_between(population, pair, inputs)
+        repair = repair_between(population, pair, line_inputs)
         return {
             name or "plain": line_between(training, pair, held_out),
             f"{name} and repaired" if name else "repaired": line_between(training, pair, held_out, repair),
         }
 
-    plain, matched = similarity_of(population, members, average_soup(population, row), inputs), None
+    plain, matched = similarity_of(population, members, average_soup(population, row), line_inputs), None
     curves = lines("")
     if groups is not None:
         with matched_to_first(population, members, inputs, groups):
             after = repair_between(population, members, repair_inputs)
-            matched = similarity_of(population, members, average_soup(population, row, after=after), inputs)
+            matched = similarity_of(population, members, average_soup(population, row, after=after), line_inputs)
             curves |= lines("aligned")
     names = ("plain", "aligned", "repaired", "aligned and repaired")
     return Analysis(plain, matched, {name: curves[name] for name in names if name in curves}, pair)

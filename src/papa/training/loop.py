@@ -385,11 +385,15 @@ class Training:
             for number, batch in enumerate(self._fixed_batches(self.num_repair_batches))
         ]
 
-    def plain_batches(self, num_batches: int) -> list[Tensor]:
-        """Training images without augmentation, the same on every call; those that REPAIR looks at come first."""
+    def plain_batches(self, num_batches: int | None) -> list[Tensor]:
+        """Training images without augmentation, the same on every call; those that REPAIR looks at come first.
+
+        Args:
+            num_batches: how many at most; None for all that are whole.
+        """
         return list(self.stream_plain_batches(num_batches))
 
-    def stream_plain_batches(self, num_batches: int) -> Iterator[Tensor]:
+    def stream_plain_batches(self, num_batches: int | None) -> Iterator[Tensor]:
         """The same, one at a time."""
         for inputs, _ in self._fixed_batches(num_batches):
             yield self._formatted(self.prepare(inputs))
@@ -398,7 +402,7 @@ class Training:
         """The batches REPAIR looks at, without augmentation."""
         return self.plain_batches(self.num_repair_batches)
 
-    def _fixed_batches(self, num_batches: int) -> Iterator[Batch]:
+    def _fixed_batches(self, num_batches: int | None) -> Iterator[Batch]:
         order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
         whole = order[: len(order) // self.batch_size * self.batch_size]
         for indices in torch.split(whole, self.batch_size)[:num_batches]:

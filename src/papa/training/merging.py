@@ -30,8 +30,8 @@ class Merging:
     not. The optimizers' state moves with the units."""
     align_every_epochs: float = 5.0
     """How often, for rules that average more often than that and do not merge."""
-    num_align_batches: int = 10
-    """How many batches of training data units are matched on."""
+    num_align_batches: int | None = 10
+    """How many batches of training data units are matched on; None for all there are."""
     mutation: float = 0.0
     """Add noise of this standard deviation, divided by the generation, to members after averaging; 0 for not."""
     mutation_every_epochs: float = 5.0

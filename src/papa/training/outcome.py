@@ -75,7 +75,7 @@ def harvest(
     *,
     align_soups: bool = False,
     analysis: bool = False,
-    num_align_batches: int = 10,
+    num_align_batches: int | None = 10,
     num_batch_norm_batches: int = 100,
 ) -> Outcome:
     """Make the soups of a trained population and score everything on validation and test data.
@@ -84,7 +84,7 @@ def harvest(
         training: a training that has run.
         align_soups: where soups are repaired, also make them of members whose units were matched.
         analysis: also see what members share.
-        num_align_batches: how many batches of training data units are matched on.
+        num_align_batches: how many batches of training data units are matched on; None for all there are.
         num_batch_norm_batches: how many batches BatchNorm is re-estimated on, in averages of trajectories.
     """
     validation, test = training.data.validation, training.data.test
@@ -93,7 +93,9 @@ def harvest(
     repaired = repaired_soups(training) if wants_soups else None
     aligned = aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None
     shared = _analysed(training, num_align_batches) if analysis else None
-    trajectory = harvest_trajectory(training, num_batch_norm_batches)
+    trajectory = harvest_trajectory(
+        training, num_batch_norm_batches, align_soups=wants_soups and align_soups, num_align_batches=num_align_batches
+    )
     average = average_soup(training.population)
     greedy = greedy_soup(training.population, lambda network: training.evaluate([network], validation)[0][0])
 
@@ -118,7 +120,7 @@ def harvest(
     )
 
 
-def _analysed(training: Training, num_align_batches: int) -> Analysis | None:
+def _analysed(training: Training, num_align_batches: int | None) -> Analysis | None:
     """A training that is done is not lost because its members cannot be compared."""
     try:
         return analyse(training, num_align_batches=num_align_batches)

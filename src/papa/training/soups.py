@@ -11,6 +11,7 @@ from papa.align import aligned_soups
 from papa.data.source import Source
 from papa.evaluate import Evaluation
 from papa.group import gathered
+from papa.population import Population
 from papa.repair import goals_of, layer_moments, repair_toward_
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.analysis import exchangeable
@@ -36,12 +37,15 @@ class Soups:
     def to_json(self) -> dict[str, Any]:
         """As `result.json` holds it."""
         parts = {"validation": self.validation, "test": self.test}
-        scores = {
-            part: {"average_soup": pair[0].score, "greedy_soup": pair[1].score}
-            for part, pair in parts.items()
-            if pair is not None
-        }
+        scores = {part: _pair_to_json(*pair) for part, pair in parts.items() if pair is not None}
         return {**scores, "greedy_members": sorted(self.greedy_members)}
+
+
+def _pair_to_json(average: Evaluation, greedy: Evaluation) -> dict[str, Any]:
+    scores: dict[str, Any] = {"average_soup": average.score, "greedy_soup": greedy.score}
+    if average.details:
+        scores["details"] = {"average_soup": average.details, "greedy_soup": greedy.details}
+    return scores
 
 
 def repaired_soups(training: Training) -> Soups:
@@ -61,25 +65,33 @@ def repaired_soups(training: Training) -> Soups:
     return _scored(training, average, greedy)
 
 
-def aligned_and_repaired_soups(training: Training, num_align_batches: int = 10) -> Soups | None:
+def aligned_and_repaired_soups(
+    training: Training, num_align_batches: int | None = 10, population: Population | None = None
+) -> Soups | None:
     """Average and greedy soup of members matched, best first, to the soup of those before them, and repaired.
 
     As the paper does for VGG and ResNet-18 on CIFAR. All processes must call it.
 
+    Args:
+        training: whose data and scores.
+        num_align_batches: how many batches of training data units are matched on; None for all there are.
+        population: whose soups; None for the training's own.
+
     Returns:
         The soups; None, with a warning, where it cannot be told which units are exchangeable.
     """
-    inputs = training.plain_batches(max(num_align_batches, training.num_repair_batches))
-    groups = exchangeable(training.population[0], inputs[0])
+    population = training.population if population is None else population
+    inputs = training.plain_batches(num_align_batches)
+    groups = exchangeable(population[0], inputs[0])
     if groups is None:
         return None
     soups = aligned_soups(
-        training.population,
+        population,
         lambda network: training.evaluate([network], training.data.validation)[0][0],
         inputs,
         by="activations",
         groups=groups,
-        repair_batches=inputs[: training.num_repair_batches],
+        repair_batches=training.plain_repair_batches(),
     )
     return _scored(training, soups.average, soups.greedy)
 

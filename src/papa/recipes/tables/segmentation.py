@@ -22,6 +22,7 @@ def _table(label: str) -> Table:
                 for kind, scores in paper.class_f1(label, method).items()
                 for name, value in scores.items()
             },
+            part="repaired" if method == "independent" else "test",
         )
         for method in paper.SCORES[label]
     ]

@@ -26,7 +26,8 @@ class Row:
     spread: Mapping[str, float] = field(default_factory=dict)
     """The paper's standard deviations, where it gives them."""
     part: str = "test"
-    """Where in a result its columns are: `test`; or `aligned`, `repaired` or `trajectory` for such networks."""
+    """Where in a result its columns are: `test`; `aligned`, `repaired`, `trajectory` or `trajectory.aligned` for such
+    networks; or `plain` for the similarity of features as they are, without matching."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class Table:
     """table or figure."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What all its runs need switched on to give these numbers, by the config's dotted names."""
+    seeds: tuple[int, ...] = (1,)
+    """The paper's."""
 
     @property
     def name(self) -> str:
@@ -66,13 +69,20 @@ def number(result: Mapping[str, Any], row: Row, column: str) -> float | None:
 
     Columns are the keys of a result's scores (`mean`, `min`, `max`, `ensemble`, `average_soup`, `greedy_soup`), or
     `greedy_size` for how many members are in the greedy soup, `members.2` and `soup.2` for the cosine similarity at
-    the second layer, and `details.average_soup.F1 cars` for one of the details of a score.
+    the second layer, `details.average_soup.F1 cars` for one of the details of a score, and `greedy_as_it_is` for the
+    greedy soup of averages along trajectories whose BatchNorm is not re-estimated. Soups are the row's own kind of
+    soups, or there is no number; means and ensembles are those of the members.
     """
     kind, _, rest = column.partition(".")
     if kind == "greedy_size":
-        return float(len(_part(result, row).get("greedy_members") or result["greedy_members"]))
+        members = _part(result, row).get("greedy_members")
+        return None if members is None else float(len(members))
+    if kind == "greedy_as_it_is":
+        value = ((result.get("trajectory") or {}).get(kind) or {}).get("test")
+        return None if value is None else float(value)
     if kind in ("members", "soup"):
-        values = (result.get("similarity") or {}).get(kind) or ()
+        similarity = result.get("similarity") or {}
+        values = (similarity.get("plain") or {} if row.part == "plain" else similarity).get(kind) or ()
         layer = int(rest) - 1
         return 100.0 * values[layer] if layer < len(values) else None
     scores = _scores(result, row)
@@ -85,12 +95,19 @@ def number(result: Mapping[str, Any], row: Row, column: str) -> float | None:
 
 
 def _part(result: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
-    part: Mapping[str, Any] = (result if row.part == "test" else result.get(row.part)) or {}
+    part = result
+    for name in () if row.part in ("test", "plain") else row.part.split("."):
+        part = part.get(name) or {}
     return part
 
 
 def _scores(result: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
-    """The row's own networks' scores; what only the members have (their mean, the ensemble) is theirs."""
-    shared = result.get("test") or result.get("validation") or {}
-    part = _part(result, row)
-    return {**shared, **(part.get("test") or part.get("validation") or {})}
+    """The row's own networks' scores; soups of another kind are never shown in their place."""
+    whole = result if row.part.partition(".")[0] != "trajectory" else result.get("trajectory") or {}
+    own, members = (part.get("test") or part.get("validation") or {} for part in (_part(result, row), whole))
+    details = {**_without_soups(members.get("details") or {}), **(own.get("details") or {})}
+    return {**_without_soups(members), **own, "details": details}
+
+
+def _without_soups(scores: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in scores.items() if not name.endswith("_soup")}

@@ -153,6 +153,8 @@ def test_a_compare_page_shows_methods_single_runs_and_the_papers_numbers_beside_
         "compare-validation-score",
         "compare-training-loss",
         "compare-distance-to-mean",
+        "compare-change-after",
+        "compare-change-later",
     ]
 
 

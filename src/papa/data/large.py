@@ -1,28 +1,23 @@
-"""Images too large to keep decoded: read when they are needed, by worker processes that work ahead."""
+"""Images too large to keep decoded: read when they are needed, by threads that work ahead."""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from papa.data.decode import Pixels, in_threads, num_cores, pillow, read_image, read_size, resize_and_crop, to_pixels
 from papa.data.files import ImageFiles
-from papa.errors import ConfigError, DataError
+from papa.errors import ConfigError
 from papa.streams import stream
-
-if TYPE_CHECKING:
-    pass
 
 MAX_WORKERS = 8
 CROP_SHARE = 0.875
@@ -37,13 +32,12 @@ class DecodedFolder:
 
     `batch` gives what networks are evaluated on: the shorter side resized to `image_size / 0.875` (bilinear), and the
     middle square. `stream` gives what they are trained on: a random part of each image, resized, and mirrored half of
-    the time, decoded ahead by worker processes.
+    the time, decoded ahead by threads.
 
     Args:
         files: the images and their classes. A sample of them is opened at once, to tell damaged files before training.
         image_size: the side of the squares handed out.
-        num_workers: processes that decode for each stream, 0 for none; by default one per core, at most 8. Threads
-            decode where no process may be started.
+        num_workers: threads that decode ahead, 0 for none; by default one per core, at most 8.
     """
 
     def __init__(self, files: ImageFiles, *, image_size: int, num_workers: int | None = None) -> None:
@@ -81,14 +75,28 @@ class DecodedFolder:
             seed: of the random parts and flips.
             start: the number of the first batch, for a stream that goes on where another was stopped.
         """
-        requests = ((number, indices.numpy()) for number, indices in enumerate(index_batches, start=start))
-        # A daemon, as papa's own workers are, may start threads but no processes.
-        decode = _by_threads if multiprocessing.current_process().daemon else _by_processes
-        for result in decode(_RandomParts(self, seed), requests, self.num_workers):
-            if isinstance(result, DataError):
-                raise result
-            pixels, places = result
-            yield torch.from_numpy(pixels), self.targets[torch.from_numpy(places)]
+        requests = enumerate(index_batches, start=start)
+
+        def decoded(request: tuple[int, Tensor]) -> tuple[Tensor, Tensor]:
+            number, indices = request
+            pixels = self.random_batch(indices.numpy(), seed=seed, number=number)
+            return torch.from_numpy(pixels), self.targets[indices]
+
+        if not self.num_workers:
+            yield from map(decoded, requests)
+            return
+        # Threads, not processes: decoding lets go of the interpreter, and nothing can outlive the run or catch its
+        # signals. All streams share them.
+        pool = _threads(self.num_workers)
+        ahead = deque(pool.submit(decoded, request) for request in islice(requests, self.num_workers + 1))
+        try:
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(pool.submit(decoded, request) for request in islice(requests, 1))
+                yield batch
+        finally:
+            for future in ahead:
+                future.cancel()
 
     def random_batch(self, places: npt.NDArray[np.int64], *, seed: int, number: int) -> Pixels:
         """A random part of each image, as batch `number` of the stream of this seed."""
@@ -133,53 +141,10 @@ def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[i
     return left, top, left + box_width, top + box_height
 
 
-_Request: TypeAlias = tuple[int, npt.NDArray[np.int64]]
-_Result: TypeAlias = tuple[Pixels, npt.NDArray[np.int64]] | DataError
-
-
-class _RandomParts(Dataset[_Result]):
-    """What a worker process is asked for: a whole batch by its number and indices."""
-
-    def __init__(self, source: DecodedFolder, seed: int) -> None:
-        self.source, self.seed = source, seed
-
-    def __getitem__(self, request: _Request) -> _Result:
-        number, places = request
-        try:
-            return self.source.random_batch(places, seed=self.seed, number=number), places
-        except DataError as error:
-            return error  # as a value: the loader would bury the message in a worker's traceback
-
-
-def _by_processes(parts: _RandomParts, requests: Iterator[_Request], num_workers: int) -> Iterator[_Result]:
-    # Arrays go through a pipe, which costs little beside decoding; tensors would need room in /dev/shm.
-    return iter(
-        DataLoader(
-            parts,
-            batch_size=None,
-            sampler=requests,
-            num_workers=num_workers,
-            collate_fn=_as_it_is,
-            generator=torch.Generator(),  # else the loader draws a seed of its own from the caller's generator
-        )
-    )
-
-
-def _by_threads(parts: _RandomParts, requests: Iterator[_Request], num_workers: int) -> Iterator[_Result]:
-    pool = ThreadPoolExecutor(max(1, num_workers))
-    try:
-        ahead = deque(pool.submit(parts.__getitem__, request) for request in islice(requests, 2 * num_workers + 1))
-        while ahead:
-            result = ahead.popleft().result()
-            ahead.extend(pool.submit(parts.__getitem__, request) for request in islice(requests, 1))
-            yield result
-    finally:
-        pool.shutdown(cancel_futures=True)
+@cache
+def _threads(num_workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_workers, thread_name_prefix="papa-decode")
 
 
 def _check(path: str) -> None:
     read_size(path)
-
-
-def _as_it_is(value: object) -> object:
-    return value

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from helpers import small_config
 from papa.checkpoint import checkpoints
-from papa.config import Config
+from papa.config import Config, TrajectoryConfig
 from papa.errors import ConfigError, RunError, StoppedError
 from papa.launch import Saving, execute, listening, useful_workers
 from papa.recipes import find
@@ -133,6 +133,27 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert not RunDirectory(tmp_path / "broken").is_finished
     execute(config, tmp_path / "broken", resume=True)
     assert_same_run(whole, tmp_path / "broken")
+
+
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+def test_averages_along_trajectories_survive_a_kill_after_an_epoch(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(trajectory=TrajectoryConfig(kind=kind, start=0.3, decay=0.9, batch_norm_batches=2))
+    whole = execute(config, tmp_path / "whole", workers=1)
+
+    def kill(self: Recorder, training: Training) -> None:
+        if training.step == 2 * training.length.steps_per_epoch:
+            self.writer.settle()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "after_step", kill)
+        with pytest.raises(Killed):
+            execute(config, tmp_path / "broken", workers=1)
+    assert RunDirectory(tmp_path / "broken").latest_checkpoint() is not None
+    resumed = execute(config, tmp_path / "broken", workers=1, resume=True)
+    assert resumed["trajectory"] == whole["trajectory"] is not None
 
 
 @pytest.mark.parametrize("workers_after", [1, 2])
@@ -260,7 +281,7 @@ def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path) -> None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    asker = threading.Thread(target=ask_once_it_trains)
+    asker = threading.Thread(target=ask_once_it_trains, daemon=True)
     asker.start()
     with pytest.raises(StoppedError, match="stopped at step"):
         execute(long, path, workers=2)

@@ -105,3 +105,23 @@ def test_stopped_and_resumed_averages_are_those_of_a_run_never_stopped(
     for one, other in zip(again.companion.networks, whole.companion.networks, strict=True):  # type: ignore[union-attr]
         assert_same_bits(one.state_dict(), other.state_dict())
     assert any(torch.is_floating_point(tensor) for tensor in again.companion.networks[0].state_dict().values())  # type: ignore[union-attr]
+
+
+class Poison(Hook):
+    """Makes a member sick at a step."""
+
+    def after_step(self, training: Training) -> None:
+        if training.step == 7:
+            with torch.no_grad():
+                next(training.population[1].parameters()).fill_(torch.nan)
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_the_average_of_a_member_that_was_sick_begins_anew(decay: float | None) -> None:
+    average = TrajectoryAverage(decay=decay, every_steps=1)
+    training = small_training(companion=average, rule=MergeAll(every_steps=4))
+    training.run([Poison()])
+    assert [event["member"] for event in training.sick] == [1]
+    for network in average.networks:
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in network.state_dict().values())
+    assert average.num_averaged(1) < average.num_averaged(0)

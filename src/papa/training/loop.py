@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from papa.align import AlignMerges
 from papa.averager import Around, Averager, Averaging, chain
-from papa.data.source import Data, Source, Subset, as_source, batches_of, hold_out, stream_batches
+from papa.data.source import Data, Source, Subset, as_source, hold_out, stream_batches
 from papa.errors import ConfigError, DataError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
@@ -100,6 +100,10 @@ class Companion(Protocol):
 
     def after_step(self, training: Training) -> None:
         """After a step and all that belongs to it."""
+        ...
+
+    def forget_(self, index: int, model: nn.Module) -> None:
+        """Begin anew with a member held here: it was sick, and is what is given now."""
         ...
 
     def member_state(self, index: int) -> dict[str, Tensor]:
@@ -279,12 +283,12 @@ class Training:
         ):  # member_step seeds the global generators, which are the caller's
             while self.step < self.length.num_steps:
                 self._one_step(hooks)
-                if self.step % self.length.steps_per_epoch == 0:
-                    record = self._finish_epoch()
+                record = self._finish_epoch() if self.step % self.length.steps_per_epoch == 0 else None
+                if self.companion is not None:
+                    self.companion.after_step(self)  # before hooks, which may save
+                if record is not None:
                     for hook in hooks:
                         hook.on_epoch(self, record)
-                if self.companion is not None:
-                    self.companion.after_step(self)
                 for hook in hooks:
                     hook.after_step(self)
         if self.engine is not None:
@@ -405,8 +409,9 @@ class Training:
     def _fixed_batches(self, num_batches: int | None) -> Iterator[Batch]:
         order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
         whole = order[: len(order) // self.batch_size * self.batch_size]
-        for indices in torch.split(whole, self.batch_size)[:num_batches]:
-            inputs, targets = self.data.train.batch(indices)
+        for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
+            with global_stream(self.seed, "repair", position=number):
+                inputs, targets = self.data.train.batch(indices)
             yield inputs.to(self.device), targets.to(self.device)
 
     def _formatted(self, inputs: Tensor) -> Tensor:
@@ -440,6 +445,8 @@ class Training:
                 self.scalers[index] = self._make_scaler()
                 if self.engine is not None:
                     self.engine.forget_(index)
+                if self.companion is not None:
+                    self.companion.forget_(index, self.population[index])
             self.sick.append(sickness.to_json())
             self.tell(sickness.to_json())
 
@@ -498,7 +505,10 @@ class Training:
 
     def prepared(self, source: Source, batch_size: int | None = None) -> Iterator[Batch]:
         """All examples of a source as networks take them, without augmentation."""
-        for inputs, targets in batches_of(source, batch_size or self.eval_batch_size):
+        size = batch_size or self.eval_batch_size
+        for number, indices in enumerate(torch.split(torch.arange(len(source), device="cpu"), size)):
+            with global_stream(self.seed, "evaluate", position=number):  # for datasets with random transforms
+                inputs, targets = source.batch(indices)
             yield self._formatted(self.prepare(inputs.to(self.device))), targets.to(self.device)
 
 

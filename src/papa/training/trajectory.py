@@ -57,8 +57,15 @@ class TrajectoryAverage:
 
     def begin(self, training: Training) -> None:
         """Make the averages, as copies of the members."""
+        self._averages = [self._average_of(model) for model in training.population]
+
+    def _average_of(self, model: nn.Module) -> AveragedModel:
         average = None if self.decay is None else get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
-        self._averages = [AveragedModel(model, multi_avg_fn=average) for model in training.population]
+        return AveragedModel(model, multi_avg_fn=average)
+
+    def forget_(self, index: int, model: nn.Module) -> None:
+        """Begin a member's average anew: what it went through before it was sick counts no more."""
+        self._averages[index] = self._average_of(model)
 
     def after_step(self, training: Training) -> None:
         """Take the members' weights into the averages when it is time."""

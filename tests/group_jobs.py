@@ -201,3 +201,37 @@ def train_with_a_sick_member(group: Group, policy: str) -> dict[str, Any]:
         "scores": [*scores, outcome.validation.average_soup.score, outcome.validation.ensemble.score],
         "states": group.gather([net.state_dict() for net in training.population]),
     }
+
+
+def disagree_on_scores(group: Group) -> Any:
+    """Scores that differ between ranks by less than a score means, around a tie."""
+    members = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in group.share(SIZE)]
+    population = Population(members, group)
+    ranks = iter(range(100))
+
+    def score(network: nn.Module) -> float:
+        return 1.0 + (-1e-9 if group.leads else 1e-9) * (next(ranks) + 1)
+
+    batches = [torch.ones(8, 4)]
+    chosen = [greedy_soup(population, score).members]
+    groups = symmetries(population[0], batches[0])
+    chosen += [aligned_soups(population, score, batches, by="weights", groups=groups).greedy.members]
+    return group.gather([chosen] * len(group.share(SIZE)))
+
+
+def reassign_a_buffer(group: Group) -> list[list[float]]:
+    """A buffer that a forward pass replaced, on the slower of two ranks, without anybody looking for sick members."""
+    net = nn.BatchNorm1d(4)
+    population = Population([net], group)
+    averager = Averager(population, Push(alpha=0.0, every_steps=1), measure=False, sick=None)
+    if not group.leads:
+        refresh = population.refresh_
+
+        def slowly() -> None:
+            time.sleep(0.5)
+            refresh()
+
+        population.refresh_ = slowly  # type: ignore[method-assign]
+    net.running_mean = torch.full((4,), 10.0 if group.leads else 20.0)
+    averager.step()
+    return group.gather([net.running_mean.tolist()])

@@ -125,7 +125,7 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     for index in order[1:]:
         candidate = [*chosen, index]
         pot.fill_(mixing.soup_row(pot.size, candidate))
-        result, _ = reading(score(pot.network), f"the soup of members {candidate}")
+        result = pot.agreed(reading(score(pot.network), f"the soup of members {candidate}")[0])
         kept = result >= best
         trials.append(Trial(tuple(candidate), result, kept))
         if kept:
@@ -171,6 +171,10 @@ class Pot:
         self._fill(row)
         if self.after is not None:
             self.after(self.network, row)
+
+    def agreed(self, score: float) -> float:
+        """One score for all processes, which may differ in the last digit and must choose alike."""
+        return self.group.highest(score)[0]
 
     def ranked(self, score: Score) -> tuple[list[tuple[float, float]], list[int]]:
         """Every member's score and loss, and the members that are present, best first."""

@@ -88,3 +88,13 @@ def test_an_accelerator_for_each_rank() -> None:
     assert group.place(torch.device("cuda")) == torch.device("cuda:1")
     assert group.place(torch.device("cuda:0")) == torch.device("cuda:0")
     assert group.place(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_ranks_whose_scores_differ_in_the_last_digits_choose_alike() -> None:
+    found = start_workers(group_jobs.disagree_on_scores, 2, group_jobs.SIZE)
+    assert all(chosen == found[0] for chosen in found)
+
+
+def test_a_buffer_that_was_replaced_is_home_before_rows_are_mixed() -> None:
+    first, second = start_workers(group_jobs.reassign_a_buffer, 2, 2)
+    assert first == second == [15.0] * 4

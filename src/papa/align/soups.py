@@ -84,6 +84,7 @@ def aligned_soups(
         for member in order[1:]:
             candidate = kitchen.joined(greedy, member)
             result, _ = reading(score(kitchen.served(candidate)), f"the soup of members {candidate.members}")
+            result = kitchen.pot.agreed(result)
             trials.append(Trial(tuple(candidate.members), result, result >= best))
             if result >= best:
                 greedy, best = candidate, result

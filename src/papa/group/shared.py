@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.errors import ConfigError, MemberError
+from papa.group.notes import notes_of_all
 from papa.group.plainly import plainly
 from papa.product import column_blocks, combine_rows, mix_blocks_, squared_distances_by_block
 
@@ -108,9 +109,8 @@ class Shared:
 
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
         """Every rank compares all ranks' facts, so all raise together."""
-        everyone: list[dict[str, str]] = [{}] * self.num_ranks
         with plainly("comparing notes"):
-            dist.all_gather_object(everyone, dict(facts))
+            everyone = notes_of_all(dict(facts))
         check_all_same(everyone, cure=cure)
 
     def _agree_on_path(self, num_bytes: int) -> str:
@@ -170,10 +170,9 @@ class Shared:
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank's share of the blocks, added up in block order."""
         host = self._published(rows)
-        parts: list[Tensor] = [torch.empty(0)] * self.num_ranks
         mine = squared_distances_by_block(self._my_blocks(host))
         with plainly("comparing notes"):
-            dist.all_gather_object(parts, mine)
+            parts = notes_of_all(mine)
         return torch.cat(parts).sum(dim=0)
 
     def _my_blocks(self, rows: Tensor) -> list[Tensor]:
@@ -183,9 +182,8 @@ class Shared:
 
     def gather(self, values: list[T]) -> list[T]:
         """Every rank's values, in member order."""
-        parts: list[list[T]] = [[]] * self.num_ranks
         with plainly("comparing notes"):
-            dist.all_gather_object(parts, values)
+            parts = notes_of_all(values)
         return [value for part in parts for value in part]
 
     def highest(self, *values: float) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from papa import mixing
 from papa.errors import ConfigError, MemberError, did_you_mean
 from papa.group.background import Background
 from papa.group.exchange import Wires, blocks_of
+from papa.group.notes import notes_of_all
 from papa.group.plainly import plainly
 from papa.group.reduce import AllReduced, Differences, Mean, mean_chunks
 from papa.group.shared import balanced_share, check_all_same, highest_of
@@ -116,10 +117,8 @@ class Spread:
         return self._wires
 
     def _everyones(self, value: T) -> list[T]:
-        values: list[T] = [value] * self.num_ranks
         with plainly("comparing notes"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return notes_of_all(value, self._group)
 
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
         """Every rank compares all ranks' facts, so all raise together."""
@@ -154,9 +153,8 @@ class Spread:
         """Values of each process's shard of a member, added up in rank order."""
         if self._data is None:
             return values
-        parts: list[Tensor] = [values] * dist.get_world_size(self._data)
         with plainly("adding up shards"):
-            dist.all_gather_object(parts, values, group=self._data)
+            parts = notes_of_all(values, self._data)
         return torch.stack(parts).sum(dim=0)
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:

@@ -69,6 +69,9 @@ def build(config: Config, group: Group | None = None) -> Training:
         group: the processes that hold the population; None for this one alone.
     """
     config.check()
+    device = (group or Local()).place(find_device(config.device))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where what other processes send arrives
     images = images_for(config)
     pipeline = pipeline_for(config, images)
     task = task_for(config, images)
@@ -86,7 +89,7 @@ def build(config: Config, group: Group | None = None) -> Training:
         augment=augments_for(config, pipeline),
         prepare=pipeline.prepare,
         seed=config.seed,
-        device=(group or Local()).place(find_device(config.device)),
+        device=device,
         numerics=numerics_for(config),
         eval_batch_size=task.eval_batch_size,
         num_repair_batches=_num_repair_batches(config),
@@ -231,7 +234,7 @@ def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
 
 def augments_for(config: Config, pipeline: ImagePipeline) -> list[Augment] | None:
     """Each member's way from raw images to what it trains on; None where nothing happens but `prepare`."""
-    if not pipeline.draws and grid_for(config) == PLAIN:
+    if not pipeline.draws and config.diversity.grid != "dart" and grid_for(config) == PLAIN:
         return None
     if config.diversity.per_batch:
         drawn = partial(draw_policy_per_batch, grid_for(config))

@@ -332,3 +332,14 @@ class TestState:
         state = Averager(population, Push(), [sgd(network) for network in population]).state_dict()
         with pytest.raises(MixingError, match="the state is of 2 optimizers, this averager has 0"):
             Averager(population, Push()).load_state_dict(state)
+
+
+def test_a_state_from_before_a_member_was_dropped_brings_it_back() -> None:
+    averager = Averager(Population(make_networks("linear", 3)), MergeAll(every_steps=1))
+    before = averager.state_dict()
+    averager.population.dropped = frozenset({2})
+    after = averager.state_dict()
+    averager.load_state_dict(before)
+    assert averager.population.present == (0, 1, 2)
+    averager.load_state_dict(after)
+    assert averager.population.present == (0, 1)

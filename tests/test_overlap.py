@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers import assert_same_bits, make_networks, small_training, snapshot
 from papa import Averager, MergeAll, Population, Push
-from papa.errors import MixingError
+from papa.errors import MemberError, MixingError
 from papa.training import Hook, Training
 from papa.training.state import load_state_, member_states, state_of
 
@@ -190,3 +190,14 @@ def test_a_training_saved_right_after_keeps_it_too(policy: str) -> None:
     assert resumed.population.dropped == whole.population.dropped
     for one, other in zip(whole.population, resumed.population, strict=True):
         assert_same_bits(snapshot(one), snapshot(other))
+
+
+def test_another_memory_order_while_a_push_is_under_way_is_told() -> None:
+    nets = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)) for _ in range(2)]
+    averager = Averager(Population(nets), Push(alpha=0.5, every_steps=4, delay=2))
+    for _ in range(5):
+        averager.step()
+    for net in nets:
+        net.to(memory_format=torch.channels_last)
+    with pytest.raises(MemberError, match="brought into another memory order while a push was under way"):
+        averager.step()

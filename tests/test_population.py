@@ -657,3 +657,10 @@ class TestCombined:
     def test_bad_weights_are_refused(self, weights: list[float]) -> None:
         with pytest.raises(MixingError):
             Population(make_networks("linear", 3)).combined(weights)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda population: pickle.loads(pickle.dumps(population))])
+def test_copies_know_who_was_dropped(copied: Callable[[Population], Population]) -> None:
+    population = Population(make_networks("linear", 3))
+    population.dropped = frozenset({1})
+    assert copied(population).present == (0, 2)

@@ -215,6 +215,7 @@ class Averager:
         if self.health is not None:
             return self.health.check_(self.num_steps_taken, distances, moment.lr_ratio)
         if not self._delay:
+            self.population.refresh_()  # where rows meet in one mapping, nobody may still be bringing numbers home
             check_one_ratio(*self.population.group.highest(moment.lr_ratio, -moment.lr_ratio))
         return ()
 
@@ -295,7 +296,7 @@ class Averager:
         self.num_averagings = int(state["num_averagings"])
         self._highest_lrs = lrs
         self._sick_at_begin = tuple(Sickness(**sickness) for sickness in state.get("sick_at_begin", ()))
-        self.population.dropped = frozenset(state.get("dropped", self.population.dropped))
+        self.population.dropped = frozenset(state.get("dropped", ()))
         self.load_in_flight(state.get("in_flight", [({}, {})] * len(self.population)))
 
     def in_flight(self) -> list[InFlight]:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from papa.errors import MemberError
 from papa.population import Population
 from papa.product import column_blocks
 
@@ -31,24 +32,33 @@ class PushUnderWay:
         due: the step after which it lands.
         snapshot: the rows of the members held here when it was begun, by dtype.
         wait: waits for the mean of all rows of that moment.
+        strides: the memory order of the tensors in these rows.
         bytes_before: what the group had sent by then.
     """
 
     def __init__(
-        self, keep: float, due: int, snapshot: Rows, wait: Callable[[], Rows], *, bytes_before: int = 0
+        self,
+        keep: float,
+        due: int,
+        snapshot: Rows,
+        wait: Callable[[], Rows],
+        *,
+        strides: tuple[tuple[int, ...], ...],
+        bytes_before: int = 0,
     ) -> None:
         self.keep = keep
         self.due = due
         self.bytes_before = bytes_before
         self.squared_distances: Tensor | None = None
-        self._rows = snapshot
+        self._rows, self._strides = snapshot, strides
         self._wait: Callable[[], Rows] | None = wait
 
     @staticmethod
     def begin(population: Population, keep: float, due: int) -> PushUnderWay:
         """Take the copies and begin with the mean."""
         before = population.group.bytes_sent
-        return PushUnderWay(keep, due, *population.begin_mean(), bytes_before=before)
+        snapshot, wait = population.begin_mean()
+        return PushUnderWay(keep, due, snapshot, wait, strides=population.strides, bytes_before=before)
 
     def corrections(self, population: Population) -> Rows:
         """What will be added to the rows held here, once the mean is there; by dtype."""
@@ -69,6 +79,11 @@ class PushUnderWay:
         """Add the corrections to the members held here."""
         corrections = self.corrections(population)
         population.refresh_()
+        if population.strides != self._strides:
+            raise MemberError(
+                "members were brought into another memory order while a push was under way: convert them before "
+                "training, or between pushes"
+            )
         for dtype, rows in population.rows_here().items():
             rows.add_(corrections[dtype])
         population.mark_changed_()
@@ -88,7 +103,14 @@ class PushUnderWay:
             for dtype, here in population.rows_here().items()
         }
         numbers = states[0][1]
-        push = PushUnderWay(numbers["keep"], numbers["due"], rows, dict, bytes_before=population.group.bytes_sent)
+        push = PushUnderWay(
+            numbers["keep"],
+            numbers["due"],
+            rows,
+            dict,
+            strides=population.strides,
+            bytes_before=population.group.bytes_sent,
+        )
         push.squared_distances = torch.tensor([one["square"] for _, one in states], dtype=torch.float64)
         push._wait = None
         return push

@@ -100,12 +100,15 @@ class Population:
         return f"Population({rows} x {type(self._models[0]).__name__}, {columns:,} columns, {self.matrix.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Population:
-        return Population([copy.deepcopy(model, memo) for model in self._models], self.group, average=self._average)
+        models = [copy.deepcopy(model, memo) for model in self._models]
+        twin = Population(models, self.group, average=self._average)
+        twin.dropped = self.dropped
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.group, Local):
             raise MemberError("a population over several processes cannot be pickled: save its members")
-        return _rebuild, (self._models, self._average)
+        return _rebuild, (self._models, self._average, self.dropped)
 
     @property
     def size(self) -> int:
@@ -337,5 +340,7 @@ class Vessel:
         torch.clear_autocast_cache()
 
 
-def _rebuild(models: list[nn.Module], average: dict[str, bool]) -> Population:
-    return Population(models, Local(), average=average)
+def _rebuild(models: list[nn.Module], average: dict[str, bool], dropped: frozenset[int]) -> Population:
+    population = Population(models, Local(), average=average)
+    population.dropped = dropped
+    return population

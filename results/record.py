@@ -29,7 +29,7 @@ ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "de
 """What of its environment does; neither the command, which names directories, nor when it was."""
 OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
 """What of a configuration a command leaves to the machine."""
-OF_A_PUSH = ("average.alpha", "average.half_life", "average.half_life_scale")
+OF_A_PUSH = ("average.alpha", "average.half_life")
 """What of it nothing but a push looks at."""
 DIGITS = 6
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from papa.config import AverageConfig, Config, DataConfig, TrainConfig
+from papa.config import AverageConfig, Config, DataConfig, DiversityConfig, TrainConfig
 from papa.errors import ConfigError
 from papa.recipes import BUDGETS, RECIPES
 
@@ -31,7 +31,9 @@ def test_every_problem_is_told_at_once() -> None:
             align_every_epochs=0.0,
             align_batches=0,
             probe_steps=0,
+            repair_soups=-1,
         ),
+        diversity=DiversityConfig(grid="dart", per_batch=True),
     )
     with pytest.raises(ConfigError) as caught:
         config.check()
@@ -51,6 +53,8 @@ def test_every_problem_is_told_at_once() -> None:
         "--average.align-every-epochs is 0.0, expected more than 0",
         "--average.align-batches is 0, expected at least 1",
         "--average.probe-steps is 0, expected at least 1",
+        "--average.repair-soups is -1, expected at least 0",
+        "--diversity.grid is dart, whose members have one policy each: leave out --diversity.per-batch",
         "--average.stop is 1, expected at least --average.start (5)",
     ):
         assert part in message

@@ -78,7 +78,7 @@ def test_a_signal_stops_all_runs_and_the_same_call_goes_on(tmp_path: Path, num_p
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    asker = threading.Thread(target=ask_once_one_trains)
+    asker = threading.Thread(target=ask_once_one_trains, daemon=True)
     asker.start()
     with pytest.raises(StoppedError, match="of 3 runs done, and saved; the same command without --overwrite goes on"):
         execute_all(jobs, num_parallel=num_parallel)

@@ -51,7 +51,6 @@ ROOMS = [
     "launch_many",
     "reproduce",
     "cli",
-    "integrations",
 ]
 """From the foundation up: a module imports only from rooms before its own, or from its own."""
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from papa import Independent, MergeAll, Population, Push, train
 from papa.checkpoint import CheckpointWriter, Expected, load_checkpoint
-from papa.config import Config
+from papa.config import AverageConfig, Config
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.launch import execute
 from papa.recipes import find
 from papa.schedules import cosine
-from papa.training import FrozenBody, Hook, Numerics, Stacked, Training
+from papa.training import FrozenBody, Hook, Merging, Numerics, Stacked, Training
 from papa.training.state import load_state_, member_states, state_of
 
 
@@ -341,6 +341,11 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
         build(linear, stacked=True, make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=next(rates)))
     with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which has no gradient scaler"):
         config_of(engine="stacked", precision="float16").check()
+    with pytest.raises(ConfigError, match="state, which would have to move with units that are matched"):
+        build(linear, stacked=True, merging=Merging(align="weights"))
+    aligned = replace(config_of(engine="stacked"), average=AverageConfig(alpha=0.9, align="weights"))
+    with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which cannot match units"):
+        aligned.check()
     with pytest.raises(ConfigError, match=r"--train\.engine is stackd: did you mean stacked\?"):
         config_of(engine="stackd").check()
 

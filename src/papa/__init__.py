@@ -12,7 +12,7 @@ from papa.evaluate import Evaluation, evaluate
 from papa.files import soup_files
 from papa.interpolate import interpolate
 from papa.population import Population
-from papa.repair import repair_, reset_batch_norm_
+from papa.repair import RepairMerges, repair_, reset_batch_norm_
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
 from papa.similarity import feature_similarity
 from papa.soup import GreedySoup, average_soup, greedy_soup
@@ -35,6 +35,7 @@ __all__ = [
     "PapaError",
     "Population",
     "Push",
+    "RepairMerges",
     "Rule",
     "__version__",
     "align_",

@@ -343,6 +343,10 @@ def _problems(config: Config) -> typing.Iterator[str]:
         yield f"--train.clip-norm is {train.clip_norm}, expected more than 0"
     if train.engine == "stacked" and train.precision == "float16":
         yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
+    if config.diversity.grid == "dart" and config.diversity.per_batch:
+        yield "--diversity.grid is dart, whose members have one policy each: leave out --diversity.per-batch"
+    if train.engine == "stacked" and average.align != "none":
+        yield f"--train.engine is stacked, which cannot match units (--average.align {average.align}): use loop"
     if not 0 < config.data.validation < 1:
         yield f"--data.validation is {config.data.validation}, expected a share between 0 and 1"
     if config.data.window is not None and config.data.overlap >= config.data.window:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -12,6 +11,11 @@ from pathlib import Path
 from types import TracebackType
 
 from papa.errors import RunError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: the process number in the file has to do
+    fcntl = None  # type: ignore[assignment]
 
 
 class Lock:
@@ -55,9 +59,10 @@ class Lock:
                     os.close(handle)
 
     def _take(self, handle: int) -> None:
+        has_flock = fcntl is not None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_flock = True
+            if has_flock:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise RunError(f"{self._in_use_by(*_holder(handle))}: wait until it ends, or stop it") from None

@@ -254,7 +254,7 @@ def _is_repaired(item: tuple[str, Any]) -> bool:
     name, value = item
     if name not in ("test", "validation"):
         return name == "greedy_members"
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, dict) and all(_is_number(score) for key, score in value.items() if key != "details")
 
 
 def _is_number(value: Any) -> bool:

@@ -24,6 +24,9 @@ def test_event_files_lie_in_the_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert main(["run", "digits", *SHORT, "--train.epochs", "1", "--tensorboard", "--out", str(out)]) == 0
     assert len(list((out / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    (out / "result.json").unlink()
+    assert main(["resume", str(out), "--tensorboard"]) == 0
+    assert len(list((out / "tensorboard").glob("events.out.tfevents.*"))) == 2
     assert (out / "result.json").exists()
 
 

@@ -147,7 +147,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    asker = threading.Thread(target=ask_once_one_trains)
+    asker = threading.Thread(target=ask_once_one_trains, daemon=True)
     asker.start()
     assert main(arguments) == STOPPED
     asker.join()

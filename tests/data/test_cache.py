@@ -68,12 +68,14 @@ def test_batches_are_gathered(tmp_path: Path) -> None:
     assert torch.equal(inputs, torch.from_numpy(pixels()[[6, 0, 6]]))
     assert targets.tolist() == [0, 0, 0]
     inputs.zero_()
-    load(tmp_path, Maker())
+    assert torch.equal(load(tmp_path, Maker()).inputs, torch.from_numpy(pixels()))
 
 
 def test_writing_to_a_mapped_image_changes_no_file(tmp_path: Path) -> None:
     load(tmp_path, Maker()).inputs.zero_()
-    load(tmp_path, Maker())
+    again = Maker()
+    assert torch.equal(load(tmp_path, again).inputs, torch.from_numpy(pixels()))
+    assert again.calls == 0
 
 
 def test_pickling_sends_the_place_not_the_pixels(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ LAYOUTS: dict[str, Callable[[State, Path], Path]] = {
     "model_state_dict": torch_layout(lambda state: {"model_state_dict": state, "optimizer": {"state": {}}}),
     "ema": torch_layout(lambda state: {"ema": state}),
     "module prefix": torch_layout(lambda state: {"state_dict": {f"module.{k}": v for k, v in state.items()}}),
+    "a compiled model": torch_layout(lambda state: {"model": {f"_orig_mod.{k}": v for k, v in state.items()}}),
+    "a compiled model in parallel": torch_layout(lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()}),
     "an averaged model": torch_layout(averaged_model),
     "values that are no tensors": torch_layout(lambda state: {**state, "version": 3, "name": "net"}),
 }

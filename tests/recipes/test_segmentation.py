@@ -90,6 +90,13 @@ def test_workers_and_interruptions_change_no_bit(root: Path, tmp_path: Path, mon
     assert_same_run(tmp_path / "one", tmp_path / "broken")
 
 
+def test_a_finished_run_of_independent_members_is_taken_as_it_is(root: Path, tmp_path: Path) -> None:
+    config = small_config(root, method="independent")
+    result = execute(config, tmp_path, workers=1)
+    assert "F1 dark" in result["repaired"]["test"]["details"]["average_soup"]
+    assert execute(config, tmp_path, workers=1, resume=True) == read_json(tmp_path / "result.json")
+
+
 def test_the_result_tells_scores_by_class(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--data.root", str(root), "--workers", "1", "--out", str(tmp_path / "run")]
     assert main(["run", "aerial-unet", "--budget", "smoke", *options]) == 0

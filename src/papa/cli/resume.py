@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from papa.cli.arguments import SavingOptions, speaks
-from papa.cli.progress import Progress
-from papa.cli.run import print_run
+from papa.cli.run import onlookers, print_run
 from papa.config import Config
 from papa.errors import ConfigError
 from papa.launch import execute
@@ -35,7 +34,10 @@ class ResumeOptions(SavingOptions):
     """Options of `papa resume`."""
 
     workers: int | None = None
-    """How many processes hold the members; None for as many as help. The result does not depend on it."""
+    """How many processes hold the members; None for as many as help. The result does not depend on it, but for the
+    stacked engine's rounding."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write event files for TensorBoard too, into the run's directory tensorboard/."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         workers=options.workers,
         resume=True,
         saving=options.saving,
-        watch=partial(Progress, f"{config.recipe} {config.method} seed {config.seed}"),
+        watch=onlookers(config, run.path, tensorboard=options.tensorboard),
     )
     if speaks():
         print_run(result, run)

@@ -46,7 +46,8 @@ class RunOptions(SavingOptions):
     out: Path | None = None
     """Where the run's files go; by default runs/RECIPE[-BUDGET]-METHOD-seedN."""
     workers: int | None = None
-    """How many processes hold the members; None for as many as help. The result does not depend on it."""
+    """How many processes hold the members; None for as many as help. The result does not depend on it, but for the
+    stacked engine's rounding."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a run that is there."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -61,16 +62,11 @@ def main(arguments: Sequence[str]) -> int:
     if recipe is None:
         return 0
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
-    if options.tensorboard:
-        check_tensorboard()
     settle()
     config = options.config
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:
         config = config_to_resume(config, recipe.config(take_budget(rest)[0]), path)
-    onlookers: list[Watch] = [partial(Progress, f"{config.recipe} {config.method} seed {config.seed}")]
-    if options.tensorboard:
-        onlookers.append(partial(EventFiles, path / "tensorboard"))
     result = execute(
         config,
         path,
@@ -78,11 +74,20 @@ def main(arguments: Sequence[str]) -> int:
         overwrite=options.overwrite,
         resume=options.resume,
         saving=options.saving,
-        watch=partial(Together, *onlookers),
+        watch=onlookers(config, path, tensorboard=options.tensorboard),
     )
     if speaks():
         print_run(result, RunDirectory(path))
     return 0
+
+
+def onlookers(config: Config, path: Path, *, tensorboard: bool) -> Watch:
+    """Who looks on while a run trains: the progress shown, and event files where they are asked for."""
+    progress = partial(Progress, f"{config.recipe} {config.method} seed {config.seed}")
+    if not tensorboard:
+        return progress
+    check_tensorboard()
+    return partial(Together, progress, partial(EventFiles, path / "tensorboard"))
 
 
 def print_run(result: dict[str, Any], run: RunDirectory) -> None:

@@ -80,7 +80,7 @@ class Memory:
     def get(self, key: str) -> Evaluation | None:
         """The score of a candidate, when it is known."""
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or entry["score"] is None:  # JSON has no infinity: such a candidate is scored again
             return None
         return Evaluation(entry["score"], math.nan if entry["loss"] is None else entry["loss"])
 

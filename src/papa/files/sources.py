@@ -24,6 +24,8 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 STATE_KEYS = ("state_dict", "model_state_dict", "model", "ema")
 """Where a PyTorch file may keep its state dict, in the order they are looked for."""
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "module.")
+"""What may stand before every name, from the outside in: a compiled model may be wrapped, and may wrap one."""
 WHOLE_NAMES = ("model.safetensors", "pytorch_model.bin")
 """The checkpoint of a directory that is not sharded."""
 INDEX_SUFFIX = ".index.json"
@@ -338,8 +340,10 @@ def _listing(value: Mapping[Any, Any]) -> str:
 
 
 def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the `module.` that data parallel and averaged models put before them."""
+    """Names without what data parallel, averaged and compiled models put before them."""
     kept = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
-    if kept and all(name.startswith("module.") for name in kept):
-        return {name.removeprefix("module."): tensor for name, tensor in kept.items()}
-    return dict(tensors)
+    is_wrapped = False
+    for prefix in WRAPPER_PREFIXES:
+        if kept and all(name.startswith(prefix) for name in kept):
+            kept, is_wrapped = {name.removeprefix(prefix): tensor for name, tensor in kept.items()}, True
+    return kept if is_wrapped else dict(tensors)

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from papa.checkpoint import json_text
+from papa.checkpoint.files import flush_directory
 from papa.errors import SoupError
 from papa.files.header import NAMES, TensorInfo, header_bytes
 from papa.files.sources import INDEX_SUFFIX, bytes_of
@@ -140,11 +141,7 @@ def _commit(output: Output, written: Sequence[Path]) -> None:
         output.file.unlink(missing_ok=True)
     for file in (output.sidecar, *written):
         os.replace(partial_of(file), file)
-    handle = os.open(output.file.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush_directory(output.file.parent)
 
 
 def plan_shards(tensors: Mapping[str, TensorInfo], most_bytes: int) -> list[dict[str, TensorInfo]]:

@@ -20,7 +20,7 @@ from papa.models.head import head_modules
 
 FilePath: TypeAlias = str | os.PathLike[str]
 
-_NESTED_UNDER = ("state_dict", "model")
+_NESTED_UNDER = ("state_dict", "model_state_dict", "model", "ema")
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # DistributedDataParallel and torch.compile put these before every key
 _NUM_DIFFERENCES_SHOWN = 10
 
@@ -42,7 +42,7 @@ def load_weights_(model: nn.Module, path: FilePath) -> list[str]:
     Args:
         model: changed in place, and only when everything fits.
         path: a `.safetensors` file, or one that `torch.load(weights_only=True)` reads: a state dict, by itself or under
-            `state_dict` or `model`.
+            `state_dict`, `model_state_dict`, `model` or `ema`.
 
     Returns:
         The names of the classifier's tensors that the file could not fill. Everything else was filled.

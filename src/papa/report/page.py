@@ -228,7 +228,7 @@ def _time(result: Mapping[str, Any]) -> str:
     averagings = number(result.get("num_averagings"))
     words = [f"{averagings:.0f} averagings." if averagings is not None else ""]
     words += [f"{_size(size)} communicated." if size is not None else ""]
-    words += [f"{spent:.2f} seconds spent communicating." if spent is not None else ""]
+    words += [f"{spent:.2f} seconds spent averaging." if spent is not None else ""]
     return said + (markup.paragraph(" ".join(filter(None, words))) if any(words) else "")
 
 

@@ -50,6 +50,11 @@ class Stacked:
                 "the stacked engine has no gradient scaler, which float16 needs: train in bfloat16 or float32, or "
                 "with the loop engine"
             )
+        if training.merging.align is not None:
+            raise ConfigError(
+                "the stacked engine keeps the optimizers' state, which would have to move with units that are matched: "
+                "train with the loop engine, or without alignment"
+            )
         self.training = training
         self.optimizer = StackedOptimizer(training.population, training.optimizers)
         self._steps: dict[tuple[Any, ...], tuple[list[str], list[str], Recorded]] = {}

@@ -31,6 +31,8 @@ OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
 """What of a configuration a command leaves to the machine."""
 OF_A_PUSH = ("average.alpha", "average.half_life")
 """What of it nothing but a push looks at."""
+OF_A_MERGE = ("average.every_epochs",)
+"""What nothing but a merge does."""
 DIGITS = 6
 
 
@@ -82,7 +84,11 @@ def check_config(found: Any, config: Config, where: str) -> None:
 
     Options that are newer than the run are not compared, nor those that its method does not look at.
     """
-    unseen = (*OF_THE_MACHINE, *(OF_A_PUSH if config.method != "papa" else ()))
+    unseen = {*OF_THE_MACHINE}
+    unseen |= {*OF_A_PUSH} if config.method != "papa" else set()
+    unseen |= {*OF_A_MERGE} if config.method in ("papa", "independent") else set()
+    unseen |= {"average.align_every_epochs"} if config.average.align == "none" else set()
+    unseen |= {"average.mutation_every_epochs"} if not config.average.mutation else set()
     told = dict(flat(json.loads(json_text(config.to_json()))))
     different = [
         f"{name} is {value!r}, its command says {told[name]!r}"

@@ -104,6 +104,21 @@ STUDIES = (
         ),
     ),
     Study(
+        name="merges",
+        title="How often to merge",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, five members, merged every third of an epoch or every epoch",
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods papa-all,papa-2 --seeds 1,2,3 --analysis"
+                    " --average.every-epochs 1 --parallel 2 --data.root DATA --out runs/merges/every-epoch",
+                ),
+                beside=(MAIN_CIFAR10,),
+                render=of_methods("papa-all", "papa-2"),
+            ),
+        ),
+    ),
+    Study(
         name="sizes",
         title="Fewer members",
         tables=(

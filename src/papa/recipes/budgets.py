@@ -10,13 +10,10 @@ import torch
 from papa.config import Config
 from papa.rules import HALF_LIFE_SHARE
 
-SHORT: dict[str, Any] = {
-    "every_epochs": 1.0,
-    "align_every_epochs": 1.0,
-    "mutation_every_epochs": 1.0,
-    "align_batches": 10,
-}
-"""What happens every few epochs of a long training happens every epoch of a short one, and looks at less data."""
+ALIGN_BATCHES = 10
+"""On how much data units are matched, where all of it would take too long."""
+CADENCES = ("every_epochs", "align_every_epochs", "mutation_every_epochs")
+"""What happens every few epochs."""
 
 
 def mini(
@@ -29,8 +26,8 @@ def mini(
 ) -> Config:
     """Ten to twenty minutes on two CPU cores.
 
-    What the paper says in epochs and steps of its long training is scaled to the short one: a push with a half-life
-    of 690 steps would never bring members together in 3,000.
+    What the paper says in epochs and steps of its long training keeps its share of the short one: a push with a
+    half-life of 690 steps would never bring members together in 3,000, nor would four merges.
 
     Args:
         config: the full setting.
@@ -39,13 +36,15 @@ def mini(
         max_train: how many images at most.
         half_life: of the push, as a share of training.
     """
+    shorter = epochs / config.train.epochs
+    cadences: dict[str, Any] = {name: getattr(config.average, name) * shorter for name in CADENCES}
     return replace(
         config,
         members=min(config.members, 5),
         data=replace(config.data, max_train=max_train),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=epochs, precision=fast_precision(), channels_last=True),
-        average=replace(config.average, alpha=None, half_life=half_life, **SHORT),
+        average=replace(config.average, alpha=None, half_life=half_life, align_batches=ALIGN_BATCHES, **cadences),
     )
 
 
@@ -58,11 +57,12 @@ def fast_precision() -> str:
 def smoke(config: Config, *, width: int | None, batch_size: int = 16, num_batches: int = 2) -> Config:
     """A few steps, to see that everything works."""
     num_images = round(batch_size * num_batches / (1.0 - 0.25)) + 1
+    cadences: dict[str, Any] = dict.fromkeys(CADENCES, 1.0)
     return replace(
         config,
         members=min(config.members, 2),
         data=replace(config.data, max_train=num_images, max_test=batch_size, validation=0.25),
         model=replace(config.model, width=width),
         train=replace(config.train, epochs=2, batch_size=batch_size),
-        average=replace(config.average, every_steps=1, probe_steps=1, **SHORT),
+        average=replace(config.average, every_steps=1, probe_steps=1, align_batches=ALIGN_BATCHES, **cadences),
     )

@@ -343,3 +343,11 @@ def test_a_state_from_before_a_member_was_dropped_brings_it_back() -> None:
     assert averager.population.present == (0, 1, 2)
     averager.load_state_dict(after)
     assert averager.population.present == (0, 1)
+
+
+def test_optimizers_of_other_networks_are_refused() -> None:
+    nets = make_networks("linear", 2)
+    optimizers = [optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    Averager(Population(nets), Push(alpha=0.9), optimizers)
+    with pytest.raises(MixingError, match="optimizer 0 trains no parameter of any member held here"):
+        Averager(Population(copy.deepcopy(nets)), Push(alpha=0.9), optimizers)

@@ -142,3 +142,8 @@ def test_batches_without_examples_are_refused() -> None:
     empty = (torch.empty(0, 2), torch.empty(0, dtype=torch.long))
     with pytest.raises(DataError, match="there was no batch to evaluate on: the data is empty"):
         evaluate(nn.Linear(2, 2), [empty])
+
+
+def test_accuracy_is_not_for_numbers() -> None:
+    with pytest.raises(DataError, match=r"torch\.float32; expected a score for each class"):
+        accuracy(torch.zeros(5, 1), torch.zeros(5))

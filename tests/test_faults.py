@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from helpers import permissions_count, small_config
+from helpers import assert_same_bits, permissions_count, small_config
 from papa.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, member_state
 from papa.errors import RunError
 from papa.group import Local
@@ -212,3 +215,65 @@ def test_nothing_depends_on_what_the_clock_says(whole: Path, tmp_path: Path, mon
     assert run.latest_checkpoint() == newest
     execute(config, tmp_path / "back", resume=True)
     assert_same_run(whole, tmp_path / "back")
+
+
+def in_a_session(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
+    """The command line as a terminal or a scheduler starts it: it and all it starts get each signal."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "papa", *arguments], start_new_session=True, text=True, env=environment, **streams
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_run_saves_it(number: signal.Signals, tmp_path: Path) -> None:
+    options = ("--members", "2", "--workers", "2", "--train.epochs", "500")
+    process = in_a_session("run", "digits", *options, "--out", str(tmp_path / "run"), stderr=subprocess.PIPE)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    _, said = process.communicate()
+    assert process.returncode == 75, said
+    assert "and saved; continue with: papa resume" in said
+    assert RunDirectory(tmp_path / "run").latest_checkpoint() is not None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full on this system")
+def test_progress_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
+    options = ("--members", "2", "--workers", "1", "--train.epochs", "2", "--out", str(tmp_path / "run"))
+    with open("/dev/full", "w") as full:
+        assert in_a_session("run", "digits", *options, stderr=full, stdout=subprocess.DEVNULL).wait() == 0
+        assert RunDirectory(tmp_path / "run").is_finished
+        said = in_a_session("ls", stdout=full, stderr=subprocess.PIPE)
+        assert "cannot write what there is to say: No space left on device" in said.communicate()[1]
+        assert said.returncode == 2
+
+
+def test_somebody_elses_files_are_neither_called_a_run_nor_removed(tmp_path: Path) -> None:
+    theirs = {"config.json": '{"model_type": "bert"}', "report.html": "mine"}
+    for name, text in theirs.items():
+        (tmp_path / name).write_text(text)
+    for overwrite in (False, True):
+        with pytest.raises(RunError, match=r"holds config\.json, report\.html, but no run of papa: choose another"):
+            execute(small_config(), tmp_path, workers=1, overwrite=overwrite)
+    assert {name: (tmp_path / name).read_text() for name in theirs} == theirs
+
+
+def test_a_run_whose_checkpoints_are_gone_says_so_and_begins_anew(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path, workers=1)
+    run = RunDirectory(tmp_path)
+    before = load_file(run.average_soup)
+    run.result.unlink()
+    shutil.rmtree(run.checkpoints)
+    told: list[str] = []
+
+    class Listening(Hook):
+        def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+            told.append(event["text"])
+
+    execute(config, tmp_path, workers=1, resume=True, watch=lambda: contextlib.nullcontext(Listening()))
+    assert told == [f"there is no checkpoint in {run.checkpoints}: beginning with the first step"]
+    assert_same_bits(load_file(run.average_soup), before)
+    assert run.latest_checkpoint() is not None

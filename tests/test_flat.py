@@ -180,3 +180,13 @@ def test_buffers_that_are_not_averaged_may_differ_in_shape() -> None:
         net.register_buffer("seen", torch.zeros(size, dtype=torch.long))
     Population(nets).mix_(mixing.merge_all(2))
     assert [len(net.seen) for net in nets] == [1, 2]
+
+
+def test_an_empty_buffer_stays_out_and_may_be_resized() -> None:
+    networks = [nn.Linear(2, 2) for _ in range(2)]
+    for network in networks:
+        network.register_buffer("seen", torch.tensor([]))
+    population = Population(networks)
+    assert "seen" in population.not_averaged
+    networks[0].seen.resize_(3)
+    population.mix_([[0.5, 0.5], [0.5, 0.5]])

@@ -97,8 +97,8 @@ class Averager:
     Args:
         population: whose members are averaged.
         rule: which matrix, and when.
-        optimizers: the members' optimizers (or one for all), read for the learning rate that scales `Push`. Without
-            them, and without passing `lr_ratio` to `step`, a push is not scaled.
+        optimizers: the members' optimizers (or one for all), read for the learning rate that scales `Push`: that of
+            the first parameter group. Without them, and without passing `lr_ratio` to `step`, a push is not scaled.
         num_steps: how many steps training has in all; merges then leave out the last.
         around: makes a context for each averaging from population, matrix and moment, such as
             `papa.repair.RepairMerges` or `papa.AlignMerges`; several with `papa.averager.chain`.
@@ -139,6 +139,7 @@ class Averager:
         self.num_averagings = 0
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._highest_lrs = [0.0] * len(self._optimizers)
+        _check_owners(population, self._optimizers)
         if sick == "restart" and isinstance(rule, Independent):
             sick = "drop"
         self.health = None if sick is None else Health(population, self._optimizers, policy=sick, symptom=symptom)
@@ -339,6 +340,18 @@ class Averager:
             for rows, push in states
         ]
         self._under_way = PushUnderWay.resumed(pushes, self.population) if numbers else None
+
+
+def _check_owners(population: Population, optimizers: Sequence[Optimizer]) -> None:
+    """Raise where an optimizer trains nothing of the population: its learning rate would say nothing about it."""
+    ours = {id(parameter) for model in population for parameter in model.parameters()}
+    for number, optimizer in enumerate(optimizers):
+        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if theirs and not any(id(parameter) in ours for parameter in theirs):
+            raise MixingError(
+                f"optimizer {number} trains no parameter of any member held here: make optimizers of the population's "
+                "own members"
+            )
 
 
 def _plain_facts(rule: Rule) -> dict[str, str]:

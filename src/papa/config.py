@@ -329,9 +329,9 @@ def _problems(config: Config) -> typing.Iterator[str]:
             yield f"--{option} is {number}, expected at least {least}"
     if not 0 <= config.model.frozen < 1:
         yield f"--model.frozen is {config.model.frozen}, expected a share of training from 0 to below 1"
-    if train.lr <= 0:
-        yield f"--train.lr is {train.lr}, expected more than 0"
-    if not 0 <= train.min_lr <= train.lr:
+    if not 0 < train.lr < math.inf:
+        yield f"--train.lr is {train.lr}, expected a number of more than 0"
+    elif not 0 <= train.min_lr <= train.lr:
         yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
     if not 0 <= train.momentum < 1:
         yield f"--train.momentum is {train.momentum}, expected 0 to below 1"

@@ -56,10 +56,12 @@ class Evaluation(NamedTuple):
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """The percentage of examples whose highest output is the target class."""
-    if outputs.dim() < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+    is_whole = not (targets.is_floating_point() or targets.is_complex())
+    if outputs.dim() < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape or not is_whole:
         raise DataError(
             f"accuracy got outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}, "
-            "expected a score for each class and a class for each example: pass a metric of your own for other tasks"
+            f"{targets.dtype}; expected a score for each class and a class for each example: pass a metric of your own "
+            "for other tasks"
         )
     return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
 

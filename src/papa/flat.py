@@ -120,7 +120,8 @@ def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tenso
     if is_parameter or isinstance(owner, _NormBase):
         return True
     return (
-        key not in owner._non_persistent_buffers_set
+        tensor.numel() > 0  # it may be resized by the first forward pass
+        and key not in owner._non_persistent_buffers_set
         and key not in power_iteration_vectors(owner)
         and bool(torch.isfinite(tensor).all())
     )

@@ -129,7 +129,10 @@ def _heard(stop: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def listening(stop: Any) -> Iterator[None]:
-    """Note the first SIGINT or SIGTERM in `stop.value`; leave at once on the second."""
+    """Note the first SIGINT, SIGTERM or SIGHUP in `stop.value`; leave at once on the second.
+
+    Who ignores SIGHUP, as under `nohup`, goes on ignoring it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may listen
         return
@@ -139,7 +142,10 @@ def listening(stop: Any) -> Iterator[None]:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         stop.value = number
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        heard.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield
     finally:
@@ -283,8 +289,8 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _continue(config: Config, run: RunDirectory, training: Training) -> list[str]:
-    """Go on from the newest checkpoint that is whole; returns what was wrong with newer ones."""
-    group, damaged = training.group, []
+    """Go on from the newest checkpoint that is whole; returns what people should know about how."""
+    group, damaged, notices = training.group, [], []
     for _, path in reversed(checkpoints(run.checkpoints)):
         metrics, error = _load_(config, path, training)
         # One process's file may be damaged and another's not: all take the same checkpoint.
@@ -297,12 +303,14 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
             listing = "\n".join(f"  {error}" for _, error in damaged)
             raise RunError(f"no checkpoint of {run.path} can be read; start anew with --overwrite:\n{listing}")
         metrics = None
+        notices.append(f"there is no checkpoint in {run.checkpoints}: beginning with the first step")
     if group.leads:
+        run.make_directories()
         run.rewind_metrics(metrics)
         for path, _ in damaged:
             discard(path)
     group.wait()
-    return [f"{error}; continuing from step {training.step}" for _, error in damaged]
+    return [*notices, *(f"{error}; continuing from step {training.step}" for _, error in damaged)]
 
 
 def _load_(config: Config, path: Path, training: Training) -> tuple[Any, str | None]:

@@ -156,7 +156,8 @@ class Recorder(Hook):
         self._failures_in_a_row += 1
         training.tell({"event": "checkpoint-failed", "step": failure.step, "error": failure.error})
         if self._failures_in_a_row > 1:
-            raise RunError(f"twice in a row a checkpoint failed; {_told(failure)}. The last good one is untouched")
+            there = ". The last good one is untouched" if self.run.latest_checkpoint() is not None else ""
+            raise RunError(f"twice in a row a checkpoint failed; {_told(failure)}{there}")
 
     def _log(self, training: Training, event: Mapping[str, Any]) -> None:
         if not training.group.leads:

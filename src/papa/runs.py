@@ -76,6 +76,7 @@ class RunDirectory:
     def create(self, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Begin a run here; one that is here already is refused, or removed when told to overwrite."""
         if self.holds_run:
+            self._check_ours()
             if not overwrite:
                 state = "a finished run" if self.is_finished else "an unfinished run"
                 raise RunError(
@@ -83,17 +84,26 @@ class RunDirectory:
                     "or replace it with --overwrite"
                 )
             self._remove()
+        self.make_directories()
+        write_json(self.config, dict(config))
+        write_atomically(self.metrics, "")
+
+    def make_directories(self) -> None:
+        """Make what is not there of the run's directories."""
         try:
             self.members.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make the directory {self.path}: {error.strerror or error}") from error
-        write_json(self.config, dict(config))
-        write_atomically(self.metrics, "")
+
+    def _check_ours(self) -> None:
+        """Raise unless what is here is a run of papa: a directory without papa's config is somebody else's."""
+        if not (self.config.exists() and _is_config(read_object(self.config))):
+            there = ", ".join(sorted(file.name for file in self.files if file.exists()))
+            raise RunError(f"{self.path} holds {there}, but no run of papa: choose another --out")
 
     def _remove(self) -> None:
         """Remove a run, and nothing that a run does not write."""
-        self.read_config()  # a directory without a papa config is somebody else's
         written = [file for file in self.files if not file.is_dir()]
         written += [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
         written += self.checkpoints.glob(".step-*.partial")
@@ -208,6 +218,12 @@ def is_metrics_state(value: Any) -> bool:
         and isinstance(value.get("sha256"), str)
         and isinstance(value.get("unwritten"), str)
     )
+
+
+def _is_config(value: Mapping[str, Any]) -> bool:
+    """Whether this may be the config of a run; whether it is a good one, `papa.config` knows."""
+    parts = all(isinstance(value.get(name), dict) for name in ("data", "model", "train", "average"))
+    return parts and isinstance(value.get("recipe"), str) and isinstance(value.get("method"), str)
 
 
 def _is_result(result: Mapping[str, Any]) -> bool:

@@ -415,3 +415,14 @@ def test_progress_ends_at_the_size_of_the_soup(tmp_path: Path) -> None:
 def test_sizes_that_are_none(size: Any) -> None:
     with pytest.raises(ConfigError, match="expected such as 5GB"):
         parse_size(size)
+
+
+def test_a_file_with_nan_is_named(tmp_path: Path) -> None:
+    one, other = good(tmp_path)
+    bad = save({"w": torch.tensor([1.0, torch.nan])}, tmp_path / "bad.safetensors")
+    with pytest.raises(SoupError, match=r"'w' of the mean has NaN: leave .*bad\.safetensors out"):
+        papa.soup_files([one, other, bad], tmp_path / "soup.safetensors")
+    assert not (tmp_path / "soup.safetensors").exists()
+    papa.soup_files(
+        [one, other, bad], tmp_path / "soup.safetensors", weights=[0.5, 0.5, 0]
+    )  # left out, whatever is in it

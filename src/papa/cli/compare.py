@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import ManyOptions, parse, speaks, split_names, split_numbers, take_budget, take_recipe
+from papa.cli.arguments import ManyOptions, parse, speaks, split_names, split_numbers, take_recipe
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
@@ -101,9 +101,9 @@ def _show(outcomes: Outcomes, out: Path) -> None:
 def parse_options(recipe: Recipe, arguments: Sequence[str]) -> tuple[CompareOptions, Path]:
     """The options after the recipe's name, and where the runs go."""
     options, name = parse(lambda config: CompareOptions(config=config), recipe, arguments, command="compare")
-    default = recipe.config(take_budget(arguments)[0])
-    if (options.config.method, options.config.seed) != (default.method, default.seed):
-        raise ConfigError("papa compare takes --methods and --seeds, found --method or --seed")
+    for argument in arguments:
+        if argument.split("=")[0] in ("--method", "--seed"):
+            raise ConfigError(f"papa compare takes --methods and --seeds, found {argument}")
     return options, options.out or Path("runs") / f"compare-{name}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -38,8 +40,8 @@ examples:
   papa run digits --help
   papa soup a.safetensors b.safetensors -o soup.safetensors
 
-exit codes: 0 all went well; 2 used wrongly, or could not go on; 75 stopped by SIGINT or SIGTERM, and saved;
-130 and 143 ended at once by a second SIGINT or SIGTERM
+exit codes: 0 all went well; 2 used wrongly, or could not go on; 75 stopped by SIGINT, SIGTERM or SIGHUP, and saved;
+130, 143 and 129 ended at once by a second one
 """
 
 STOPPED = 75
@@ -50,19 +52,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code, see `HELP`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except StoppedError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {error}", markup=False, style="yellow")
+        _say(str(error), style="yellow")
         return STOPPED
     except PapaError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {error}", markup=False, style="red")
+        _say(str(error), style="red")
         return 2
     except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _hush()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _hush()
+        _say(f"cannot write what there is to say: {error.strerror}", style="red")
+        return 2
     except KeyboardInterrupt:
-        Console(stderr=True).print("papa: interrupted")
+        _say("interrupted")
         return 130
+
+
+def _say(words: str, *, style: str | None = None) -> None:
+    """On standard error, where somebody may listen."""
+    with contextlib.suppress(OSError):
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {words}", markup=False, style=style)
+
+
+def _hush() -> None:
+    """Let what is still to be written go nowhere, so that ending does not fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

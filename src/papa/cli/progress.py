@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -43,13 +43,23 @@ class Progress(Hook):
 
     def __enter__(self) -> Progress:
         if self._has_display:
-            self._live.start()
+            with self._silently():
+                self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        with self._silently():
+            self._live.stop()
+
+    @contextlib.contextmanager
+    def _silently(self) -> Iterator[None]:
+        """Nobody may be there to read, or there is no room for it: that is no reason to stop training."""
+        try:
+            yield
+        except OSError:
+            self._console.quiet = True
 
     def on_start(self, training: Training) -> None:
         """Learn how long it will be."""
@@ -65,7 +75,8 @@ class Progress(Hook):
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
         """One line above the display, or on its own where there is none."""
-        self._console.print(Text(f"papa: {told(event)}", style="yellow"), soft_wrap=True)
+        with self._silently():
+            self._console.print(Text(f"papa: {told(event)}", style="yellow"), soft_wrap=True)
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         """What the epoch ended with."""
@@ -76,7 +87,8 @@ class Progress(Hook):
         self.after_step(training)
         if not self._has_display and int(NUM_LINES * standing.share) > self._lines:
             self._lines = int(NUM_LINES * standing.share)
-            self._console.print(standing_line(standing), markup=False, soft_wrap=True)
+            with self._silently():
+                self._console.print(standing_line(standing), markup=False, soft_wrap=True)
 
 
 class Together(Hook):

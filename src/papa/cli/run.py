@@ -14,6 +14,7 @@ from papa.cli.arguments import SavingOptions, parse, speaks, take_budget, take_r
 from papa.cli.progress import Progress, Together, told
 from papa.cli.tables import print_table
 from papa.config import Config
+from papa.errors import ConfigError
 from papa.launch import Watch, execute
 from papa.process import settle
 from papa.report import COLUMNS, details_table, run_rows
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     if recipe is None:
         return 0
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
+    if options.overwrite and options.resume:
+        raise ConfigError("--overwrite removes the run that --resume would continue: give one of them")
     settle()
     config = options.config
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"

@@ -105,7 +105,18 @@ class Mean:
                 piece = self._piece.get(count, dtype)
                 self._read(checkpoint, name, start, piece)
                 total.add_(piece, alpha=weight)
+            if len(used) > 1 and bool(torch.isnan(total).any()):
+                raise SoupError(f"'{name}' of the mean has NaN: {self._with_nan(used, name, start, count)}")
             yield total
+
+    def _with_nan(self, used: Sequence[tuple[Checkpoint, float]], name: str, start: int, count: int) -> str:
+        """Which checkpoint it comes from."""
+        for checkpoint, _ in used:
+            piece = self._piece.get(count, wide(checkpoint.tensors[name].dtype))
+            self._read(checkpoint, name, start, piece)
+            if bool(torch.isnan(piece).any()):
+                return f"leave {checkpoint.path} out, which has it there"
+        return "infinite numbers of opposite signs meet there"
 
     def blocks_as(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         """The same, stored in another dtype; numbers that it cannot hold are a `SoupError`."""

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +26,9 @@ from papa.process import settle
 
 PATIENCE = datetime.timedelta(days=7)
 """How long a worker waits for the others: one may have an epoch more to train. Deaths are noticed by the parent."""
+
+FOR_THE_PARENT = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+"""Signals that a terminal or a scheduler sends to all processes, and that the parent passes on in its own way."""
 
 SECONDS_FOR_THE_CAUSE = 10.0
 """How long the parent waits for the reason why a worker lost the others: they may still be about to tell."""
@@ -42,6 +46,7 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
         arguments: given to every one.
     """
     context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # which the first worker would start, letting signals through again
     with tempfile.TemporaryDirectory(prefix="papa-") as directory:
         workers = []
         for rank in range(num_workers):
@@ -66,7 +71,7 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
     """Workers inherit that interrupts and requests to end do not reach them: those are for the parent to pass on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
     try:
         yield
     finally:
@@ -124,6 +129,7 @@ def _work(
     job: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)  # as inherited, but for a tracker started meanwhile
     settle()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Workers of one machine talk over loopback, whatever the machine's name resolves to.

@@ -425,4 +425,4 @@ def test_a_file_with_nan_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "soup.safetensors").exists()
     papa.soup_files(
         [one, other, bad], tmp_path / "soup.safetensors", weights=[0.5, 0.5, 0]
-    )  # left out, whatever is in it
+    )  # left out

@@ -423,6 +423,4 @@ def test_a_file_with_nan_is_named(tmp_path: Path) -> None:
     with pytest.raises(SoupError, match=r"'w' of the mean has NaN: leave .*bad\.safetensors out"):
         papa.soup_files([one, other, bad], tmp_path / "soup.safetensors")
     assert not (tmp_path / "soup.safetensors").exists()
-    papa.soup_files(
-        [one, other, bad], tmp_path / "soup.safetensors", weights=[0.5, 0.5, 0]
-    )  # left out
+    papa.soup_files([one, other, bad], tmp_path / "soup.safetensors", weights=[0.5, 0.5, 0])  # left out

@@ -351,3 +351,15 @@ def test_optimizers_of_other_networks_are_refused() -> None:
     Averager(Population(nets), Push(alpha=0.9), optimizers)
     with pytest.raises(MixingError, match="optimizer 0 trains no parameter of any member held here"):
         Averager(Population(copy.deepcopy(nets)), Push(alpha=0.9), optimizers)
+
+
+def test_a_first_group_that_is_never_trained_is_told() -> None:
+    nets = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
+    optimizers = [
+        optim.SGD([{"params": net[0].parameters(), "lr": 0.0}, {"params": net[1].parameters(), "lr": 0.1}])
+        for net in nets
+    ]
+    averager = Averager(Population(nets), Push(alpha=0.9, every_steps=1), optimizers)
+    with pytest.warns(UserWarning, match="has a learning rate of 0 and scales pushes to nothing"):
+        averager.step()
+    assert averager.step(lr_ratio=1.0).alpha == 0.9  # type: ignore[union-attr]

@@ -113,3 +113,15 @@ def test_bad_input_is_named(nets: list[nn.Module]) -> None:
         interpolate(*nets, make_batches(), num_points=1)
     with pytest.raises(DataError, match="the data is empty"):
         interpolate(*nets, [])
+
+
+def test_batches_that_can_be_read_once_are_kept() -> None:
+    first, second = (nn.Linear(4, 2) for _ in range(2))
+    batches = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(2)]
+    assert interpolate(first, second, iter(batches)) == interpolate(first, second, batches)
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2)]
+    soups = [average_soup(nets) for _ in range(2)]
+    inputs = [batch for batch, _ in batches]
+    repair_(soups[0], nets, inputs)
+    repair_(soups[1], nets, (batch for batch in inputs))
+    assert torch.equal(soups[0][0].weight, soups[1][0].weight)

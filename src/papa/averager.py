@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
@@ -263,6 +264,12 @@ class Averager:
             group = optimizer.param_groups[0]
             # One-cycle schedules start low and call the peak max_lr; all others call their base initial_lr.
             base = float(group.get("max_lr", group.get("initial_lr", highest_lr)))
+            if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
+                warnings.warn(
+                    "the first parameter group of an optimizer has a learning rate of 0 and scales pushes to nothing, "
+                    "though others train: put another group first, or pass averager.step(lr_ratio=...)",
+                    stacklevel=4,
+                )
             ratios.append(_clamped(float(group["lr"]) / base) if base > 0.0 else 0.0)
         for member, ratio in enumerate(ratios):
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):

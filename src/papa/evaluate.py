@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,11 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
             "for other tasks"
         )
     return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
+
+
+def rereadable(batches: Any) -> Any:
+    """Batches that are read more than once: as they are, or kept in memory where they can only be read once."""
+    return list(batches) if isinstance(batches, Iterator) else batches
 
 
 def call(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from papa.align import Symmetries, align_
 from papa.errors import DataError
-from papa.evaluate import Apply, Batch, Loss, Metric, accuracy, call, evaluate
+from papa.evaluate import Apply, Batch, Loss, Metric, accuracy, call, evaluate, rereadable
 from papa.repair import goals_of, layer_moments, repair_toward_
 from papa.soup import After, average_soup
 
@@ -116,6 +116,7 @@ def curve_of(
     """
     if num_points < 2:
         raise DataError(f"num_points is {num_points}, expected at least 2: both ends of the line")
+    batches = rereadable(batches)
     coefficients = tuple(number / (num_points - 1) for number in range(num_points))
     points = [evaluate(network(t), batches, loss=loss, metric=metric, apply=apply) for t in coefficients]
     return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from papa.data import Arrays, Examples, Streaming, Subset, as_source, batches_of, hold_out, stream_batches
 from papa.errors import DataError
@@ -92,3 +94,28 @@ def test_datasets_and_pairs_become_sources() -> None:
         as_source((torch.zeros(0, 2), torch.zeros(0)))
     with pytest.raises(DataError, match="inputs have 2 rows, targets 3"):
         Arrays(torch.zeros(2), torch.zeros(3))
+
+
+class OneByOne(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            [{"x": torch.zeros(2), "y": 1}] * 4,
+            "an example of list is a dict of 2, expected a pair of inputs and target",
+        ),
+        ([(torch.zeros(2), 1, 2)] * 4, "an example of list is a tuple of 3, expected a pair"),
+        (
+            [({"ids": torch.zeros(2)}, 1)] * 4,
+            "an example of list is a tuple of 2, expected a pair of inputs and target",
+        ),
+        (OneByOne(), "data is a OneByOne, which can only be read in its own order"),
+    ],
+)
+def test_examples_of_another_form_are_told(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        as_source(data).batch(torch.arange(2))

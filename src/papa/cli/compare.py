@@ -13,15 +13,17 @@ import tyro
 from papa.checkpoint import write_atomically
 from papa.cli.arguments import ManyOptions, parse, speaks, split_names, split_numbers, take_recipe
 from papa.cli.progress import Progress
+from papa.cli.run import NEVER_AVERAGED
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
-from papa.errors import ConfigError
+from papa.errors import ConfigError, RunError
 from papa.launch import Watch
 from papa.launch_many import Outcomes, execute_all
 from papa.process import settle
 from papa.recipes import Recipe
 from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
 from papa.report.reading import read_events
+from papa.runs import RunDirectory
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     if recipe is None:
         return 0
     options, out = parse_options(recipe, rest)
+    if RunDirectory(out).config.exists():
+        raise RunError(f"{out} holds a run by itself: choose another --out for several")
     settle()
     jobs = jobs_of(options, out)
     outcomes = execute_all(
@@ -94,7 +98,7 @@ def _show(outcomes: Outcomes, out: Path) -> None:
         print_table(head, details)
     for result in results:
         if result["method"] != "independent" and not result["num_averagings"]:
-            print(f"{result['method']}, seed {result['seed']}: training was over before averaging was due")
+            print(f"{result['method']}, seed {result['seed']}: {NEVER_AVERAGED}")
     print(f"report: {out / 'report.html'}")
 
 

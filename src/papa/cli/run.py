@@ -21,6 +21,8 @@ from papa.report import COLUMNS, details_table, run_rows
 from papa.report.tensorboard import EventFiles, check_tensorboard
 from papa.runs import RunDirectory
 
+NEVER_AVERAGED = "training was over before averaging was due"
+
 USAGE = """usage: papa run RECIPE [OPTIONS]
 
 Trains one population and writes its networks, scores and report.
@@ -118,5 +120,7 @@ def print_result(result: dict[str, Any]) -> None:
     if details:
         print()
         print_table(head, details)
+    if result["method"] != "independent" and not result["num_averagings"]:
+        print(NEVER_AVERAGED)
     for event in result.get("sick") or []:
         print(told(event))

@@ -52,7 +52,8 @@ class SoupOptions(KitchenOptions):
     """Add checkpoints best first, as long as the score does not fall. Interrupted, it goes on with what it has."""
     score: str | None = None
     """How to score: a command in which {} stands for a safetensors file; the last number it prints counts, higher is
-    better. Without it, the recipe's validation data or the factory's score."""
+    better. It is run as it is, not by a shell: for pipes and the like say sh -c '...'. Without it, the recipe's
+    validation data or the factory's score."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Permute each network's units to match the first's, by activations. For networks trained apart."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from papa.errors import DataError
 from papa.streams import stream
@@ -70,7 +70,16 @@ class Examples:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """As many `dataset[i]` as there are indices."""
-        inputs, targets = default_collate([self.dataset[index] for index in indices.tolist()])
+        found = default_collate([self.dataset[index] for index in indices.tolist()])
+        is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+        if not is_pair or not all(isinstance(part, Tensor) for part in found):
+            example = self.dataset[int(indices[0])]
+            parts = f" of {len(example)}" if isinstance(example, (tuple, list, dict)) else ""
+            raise DataError(
+                f"an example of {type(self.dataset).__name__} is a {type(example).__name__}{parts}, expected a pair of "
+                "inputs and target, each a tensor or a number: wrap the dataset in one that gives such pairs"
+            )
+        inputs, targets = found
         return inputs, targets
 
 
@@ -119,6 +128,11 @@ def as_source(data: Any) -> Source:
         source: Source = Arrays(*data)
     elif isinstance(data, Source):
         source = data
+    elif isinstance(data, IterableDataset):
+        raise DataError(
+            f"data is a {type(data).__name__}, which can only be read in its own order: members need an order each, so "
+            "give a dataset with __len__ and __getitem__"
+        )
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = Examples(data)
     else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from papa.errors import DataError
+from papa.evaluate import rereadable
 from papa.group import Group, Local, gathered
 from papa.mixing import check_row, soup_row
 from papa.population import Population
@@ -110,6 +111,7 @@ def repair_(
     if row.shape != (size,):
         raise DataError(f"weights have shape {tuple(row.shape)}, expected ({size},): one for each parent")
     check_row(row, subject="the row of parents' weights")
+    batches = rereadable(batches)
     theirs = [batches] * len(parents) if parent_batches is None else parent_batches
     if len(theirs) != len(parents):
         raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")

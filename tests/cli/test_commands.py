@@ -141,3 +141,37 @@ def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[st
         main(["run", "digits", "--train.epoch", "3"])
     assert caught.value.code == 2
     assert "--train.epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "digits", "--out", ""], "--out is empty: is a variable not set?"),
+        (["run", "digits", "--overwrite", "--resume"], "--overwrite removes the run that --resume would continue"),
+        (["run", "digits", "--train.lr", "inf"], "--train.lr is inf, expected a number of more than 0"),
+        (["run", "digits", "--train.lr", "nan"], "--train.lr is nan, expected a number of more than 0"),
+        (["compare", "digits", "--method", "papa"], "papa compare takes --methods and --seeds, found --method"),
+        (["compare", "digits", "--seed=1"], "papa compare takes --methods and --seeds, found --seed=1"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_does_not_move_into_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--members", "2", "--train.epochs", "1", "--workers", "1", "--out", str(tmp_path)]
+    assert main(["run", "digits", "--average.every-steps", "500", *short]) == 0
+    assert "training was over before averaging was due" in capsys.readouterr().out
+    before = (tmp_path / "report.html").read_bytes()
+    assert main(["compare", "digits", *short]) == 2
+    assert "holds a run by itself: choose another --out for several" in capsys.readouterr().err
+    assert (tmp_path / "report.html").read_bytes() == before

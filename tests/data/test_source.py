@@ -97,6 +97,9 @@ def test_datasets_and_pairs_become_sources() -> None:
 
 
 class OneByOne(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
     def __len__(self) -> int:
         return 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -96,6 +97,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"papa {__version__}")
         return 0
     name, *rest = arguments
+    for option, value in itertools.pairwise(rest):
+        if option in ("--out", "-o") and not value:
+            raise ConfigError(f"{option} is empty: is a variable not set?")
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name}: {did_you_mean(name, COMMANDS)}")
     module = importlib.import_module(f"papa.cli.{name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -154,9 +153,6 @@ def soup_files(
     steps = Steps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
     cook = Cook(checkpoints, output.workshop, dtype=stored, kitchen=place, steps=steps)
     scorer = Scorer(cook, score) if greedy else None
-    for checkpoint in checkpoints:
-        if any(os.path.samefile(file, output.file) for file in checkpoint.files if output.file.exists()):
-            raise SoupError(f"{output.file} is one of the checkpoints to average: choose another output")
     output.check(overwrite=overwrite)
     try:
         digests = [digest_of(checkpoint, full=full_digests or greedy) for checkpoint in checkpoints]

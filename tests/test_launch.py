@@ -319,7 +319,7 @@ def test_a_directory_in_use_is_refused_and_left_as_it_was(tmp_path: Path) -> Non
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "mine.pt").write_text("precious")
-    with pytest.raises(RunError, match="holds no run of papa"):
+    with pytest.raises(RunError, match="holds checkpoint, but no run of papa"):
         execute(small_config(), tmp_path, overwrite=True)
     shutil.move(tmp_path / "checkpoint", tmp_path / "aside")
     execute(small_config(), tmp_path)

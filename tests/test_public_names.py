@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "PapaError",
     "Population",
     "Push",
+    "RepairMerges",
     "Rule",
     "__version__",
     "align_",

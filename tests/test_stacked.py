@@ -335,7 +335,11 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match=r"cannot step LBFGS, expected one of SGD, Adam, AdamW, RMSprop"):
         build(linear, stacked=True, make_optimizer=lambda net: torch.optim.LBFGS(net.parameters()))
     with pytest.raises(ConfigError, match="trains a tensor that is no parameter of the member"):
-        build(linear, stacked=True, make_optimizer=lambda net: torch.optim.SGD([torch.zeros(2)], lr=0.1))
+        build(
+            linear,
+            stacked=True,
+            make_optimizer=lambda net: torch.optim.SGD([*net.parameters(), torch.zeros(2)], lr=0.1),
+        )
     rates = iter((0.1, 0.1, 0.2))
     with pytest.raises(ConfigError, match="the optimizer of member 2 has other settings than that of member 0"):
         build(linear, stacked=True, make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=next(rates)))

@@ -503,6 +503,22 @@ class TestWhatIsAveraged:
         networks = [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)) for _ in range(2)]
         self.check_that_buffers_stay(networks, ["parametrizations.weight.0._u", "parametrizations.weight.0._v"])
 
+    def test_the_base_of_an_orthogonal_matrix_stays(self) -> None:
+        first = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6, bias=False))
+        networks = [copy.deepcopy(first) for _ in range(2)]
+        with torch.no_grad():
+            for seed, network in enumerate(networks):
+                noise = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
+                network.parametrizations.weight.original.add_(noise)
+        population = Population(networks)
+        assert "parametrizations.weight.0.base" in population.not_averaged
+        population.mix_([[0.5, 0.5], [0.5, 0.5]])
+        for network in population:
+            torch.testing.assert_close(network.weight @ network.weight.T, torch.eye(6), rtol=0, atol=1e-5)
+        others = [nn.utils.parametrizations.orthogonal(nn.Linear(6, 6)) for _ in range(2)]
+        with pytest.warns(UserWarning, match="orthogonal parametrizations with different bases"):
+            Population(others)
+
     def test_vectors_of_the_spectral_norm_hook_stay(self) -> None:
         networks = [nn.utils.spectral_norm(nn.Linear(4, 3)) for _ in range(2)]
         self.check_that_buffers_stay(networks, ["weight_u", "weight_v"])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,16 +102,19 @@ def reshard_(model: nn.Module) -> None:
             reshard()
 
 
-def power_iteration_vectors(module: nn.Module) -> set[str]:
-    """The names of a module's spectral-norm vectors, which mean nothing when averaged."""
+def frames_of(module: nn.Module) -> set[str]:
+    """The names of buffers in which a constraint on weights is expressed, and whose average means nothing: the vectors
+    of a spectral norm, the base of an orthogonal matrix."""
     if type(module).__name__ == "_SpectralNorm":
         return {"_u", "_v"}
+    if type(module).__name__ == "_Orthogonal":
+        return {"base"}
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ == "SpectralNorm"]
     return {f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")}  # type: ignore[attr-defined]
 
 
 def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tensor: Tensor) -> bool:
-    """Parameters always; buffers when persistent, of floating point, finite and not a power-iteration vector.
+    """Parameters always; buffers when persistent, of floating point, finite and not the frame of a constraint.
 
     Running statistics of normalisation layers are averaged whatever their values: a member that diverged must not
     take them away from the others.
@@ -122,7 +126,7 @@ def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tenso
     return (
         tensor.numel() > 0  # it may be resized by the first forward pass
         and key not in owner._non_persistent_buffers_set
-        and key not in power_iteration_vectors(owner)
+        and key not in frames_of(owner)
         and bool(torch.isfinite(tensor).all())
     )
 
@@ -145,9 +149,26 @@ def plan(models: list[nn.Module], average: Mapping[str, bool]) -> Layout:
         if all(is_averaged for _, is_averaged in (slots[name] for slots in wanted))
     ]
     _check_apart(models, {slot.name for slot in averaged})
+    _warn_of_bases(models)
     if not averaged:
         raise MemberError("members have no floating-point tensor: there is nothing to average")
     return _arrange(averaged, _device_of(models))
+
+
+def _warn_of_bases(models: Sequence[nn.Module]) -> None:
+    """Orthogonal matrices are trained relative to a base: between members, only those with one base have a mean."""
+    bases = [_bases_of(model) for model in models]
+    if any(not torch.equal(own, first) for other in bases[1:] for own, first in zip(other, bases[0], strict=True)):
+        warnings.warn(
+            "members have orthogonal parametrizations with different bases, whose average means nothing: start members "
+            "from the same weights, or use orthogonal(..., use_trivialization=False)",
+            stacklevel=5,
+        )
+
+
+def _bases_of(model: nn.Module) -> list[Tensor]:
+    modules = [module for module in model.modules() if type(module).__name__ == "_Orthogonal"]
+    return [base for module in modules for name, base in module.named_buffers(recurse=False) if name == "base"]
 
 
 def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dict[str, tuple[Slot, bool]]:

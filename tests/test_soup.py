@@ -308,3 +308,8 @@ class TestErrors:
     def test_weights_that_make_no_mean(self, weights: list[float], error: type[PapaError], message: str) -> None:
         with pytest.raises(error, match=message):
             average_soup(one_hot_states(2), weights)
+
+
+def test_whole_numbers_and_others_under_one_name_are_refused() -> None:
+    with pytest.raises(SoupError, match=r"state dict 1 has 'a' as torch\.float32, state dict 0 as torch\.int64"):
+        average_soup([{"a": torch.ones(2, dtype=torch.int64)}, {"a": torch.ones(2)}])

@@ -281,6 +281,12 @@ def _check_states(states: list[StateDict]) -> None:
                 "a soup needs networks of one architecture"
             )
         for key, value in first.items():
+            kinds = [_is_number(one) for one in (state[key], value) if isinstance(one, Tensor)]
+            if len(set(kinds)) > 1:
+                raise SoupError(
+                    f"state dict {index} has '{key}' as {state[key].dtype}, state dict 0 as {value.dtype}: only one of "
+                    "them can be averaged"
+                )
             found, expected = _shape_of(state[key]), _shape_of(value)
             if found != expected:
                 raise SoupError(

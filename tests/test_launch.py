@@ -18,10 +18,11 @@ from helpers import small_config
 from papa.checkpoint import checkpoints
 from papa.config import Config, TrajectoryConfig
 from papa.errors import ConfigError, RunError, StoppedError
-from papa.launch import Saving, execute, listening, useful_workers
+from papa.launch import Saving, execute, useful_workers
 from papa.recipes import find
 from papa.recorder import Recorder
 from papa.runs import RunDirectory
+from papa.signals import listening
 from papa.training import Hook, Training
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import platform
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +36,7 @@ from papa.recipes.picture import prediction_picture
 from papa.recorder import Recorder
 from papa.report import run_page
 from papa.runs import RunDirectory, fold_merges, is_metrics_state
+from papa.signals import heard
 from papa.training import Hook, Training, harvest
 from papa.training.state import expected_states, load_state_
 
@@ -108,49 +105,12 @@ def execute(
         raise ConfigError(
             f"--workers is {num_workers}, expected 1 to {config.members}: a worker holds at least one of the members"
         )
-    with run.lock(), _heard(stop) as stop:
+    with run.lock(), heard(stop) as stop:
         arguments = (config, path, overwrite, resume, saving, watch, stop)
         if num_workers == 1:
             return _job(Local(), *arguments)
         result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
         return result
-
-
-@contextlib.contextmanager
-def _heard(stop: Any) -> Iterator[Any]:
-    """What notes signals: the given one, to which somebody else listens, or a new one."""
-    if stop is not None:
-        yield stop
-        return
-    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # one number that all processes see
-    with listening(stop):
-        yield stop
-
-
-@contextlib.contextmanager
-def listening(stop: Any) -> Iterator[None]:
-    """Note the first SIGINT, SIGTERM or SIGHUP in `stop.value`; leave at once on the second.
-
-    Who ignores SIGHUP, as under `nohup`, goes on ignoring it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may listen
-        return
-
-    def note(number: int, _: FrameType | None) -> None:
-        if stop.value:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        stop.value = number
-
-    heard = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        heard.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _execute_under_torchrun(
@@ -179,7 +139,7 @@ def _execute_under_torchrun(
     if resume and is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
-    with run.lock() if group.leads else contextlib.nullcontext(), _heard(stop) as stop:
+    with run.lock() if group.leads else contextlib.nullcontext(), heard(stop) as stop:
         begun = partial(write_json, run.torchrun, processes.names)
         return _job(group, config, path, overwrite, resume, saving, watch, stop, begun)
 

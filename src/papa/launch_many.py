@@ -14,7 +14,8 @@ from typing import Any
 from papa.config import Config
 from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.group import Group, rank_of_torchrun, start_workers
-from papa.launch import Saving, Watch, execute, listening
+from papa.launch import Saving, Watch, execute
+from papa.signals import listening
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from papa import flat
+from papa.binding import BoundMember
 from papa.errors import MemberError, MixingError
 from papa.group import Group, Local, as_group
 from papa.mixing import check_row, check_rows, soup_row
@@ -76,7 +77,7 @@ class Population:
         }
         self._first_row = first = self.group.first_row(len(self), self._layout.device)
         self._bound = [
-            flat.BoundMember(
+            BoundMember(
                 model,
                 self._layout,
                 {dtype: rows[first + index] for dtype, rows in self.matrices.items()},

@@ -97,9 +97,8 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"papa {__version__}")
         return 0
     name, *rest = arguments
-    for option, value in itertools.pairwise(rest):
-        if option in ("--out", "-o") and not value:
-            raise ConfigError(f"{option} is empty: is a variable not set?")
+    if "--out=" in rest or any(pair in (("--out", ""), ("-o", "")) for pair in itertools.pairwise(rest)):
+        raise ConfigError("--out is empty: is a variable not set?")
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name}: {did_you_mean(name, COMMANDS)}")
     module = importlib.import_module(f"papa.cli.{name}")

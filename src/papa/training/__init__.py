@@ -2,10 +2,10 @@
 
 from papa.training.entry import sgd, train
 from papa.training.freezing import FrozenBody
-from papa.training.loop import Augment, Training
+from papa.training.loop import Augment, Companion, Hook, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
-from papa.training.parts import Companion, Engine, EpochRecord, Hook, Length, Numerics
+from papa.training.parts import Engine, EpochRecord, Length, Numerics
 from papa.training.probes import MergeProbes
 from papa.training.scores import Scores
 from papa.training.stacked import Stacked

@@ -13,10 +13,10 @@ from torch.optim import SGD, Optimizer
 from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
-from papa.training.loop import Augment, Training
+from papa.training.loop import Augment, Companion, Hook, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
-from papa.training.parts import Companion, Engine, Hook, Numerics
+from papa.training.parts import Engine, Numerics
 
 
 def sgd(model: nn.Module) -> Optimizer:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from papa.models import freeze_all_but_head_, unfreeze_
-from papa.training.loop import Training
-from papa.training.parts import Hook
+from papa.training.loop import Hook, Training
 
 
 class FrozenBody(Hook):

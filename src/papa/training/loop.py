@@ -6,14 +6,14 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa.align import AlignMerges
-from papa.averager import Around, Averager, chain
+from papa.averager import Around, Averager, Averaging, chain
 from papa.data.source import Data, Source, Subset, as_source, hold_out, stream_batches
 from papa.errors import ConfigError, DataError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
@@ -25,7 +25,7 @@ from papa.schedules import Schedule
 from papa.selection import Mutation
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
 from papa.training.merging import Merging, repair_around
-from papa.training.parts import Companion, Engine, EpochRecord, Hook, Length, Numerics
+from papa.training.parts import Engine, EpochRecord, Length, Numerics
 
 Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
 """From raw inputs, targets and a generator to what a network trains on."""
@@ -37,6 +37,52 @@ REPAIR_SEED = 666
 
 MOST_BAD_LOSSES = 3
 """A member whose loss was not finite for so many steps in a row is sick, whatever its weights."""
+
+
+class Hook:
+    """What may be told of a training while it runs. Override what you need."""
+
+    def on_start(self, training: Training) -> None:
+        """Before the first step, or the first after a resume."""
+
+    def before_step(self, training: Training) -> None:
+        """Before members take a step."""
+
+    def on_averaging(self, training: Training, averaging: Averaging) -> None:
+        """After members were averaged."""
+
+    def after_step(self, training: Training) -> None:
+        """After a step and all that belongs to it: its averaging, the end of its epoch."""
+
+    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+        """After an epoch."""
+
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        """After something out of the ordinary, such as a checkpoint that could not be written."""
+
+
+class Companion(Protocol):
+    """Something that goes along with each member and is saved with it, such as an average of its trajectory."""
+
+    def begin(self, training: Training) -> None:
+        """Before the first step, or before a checkpoint is loaded."""
+        ...
+
+    def after_step(self, training: Training) -> None:
+        """After a step and all that belongs to it."""
+        ...
+
+    def forget_(self, index: int, model: nn.Module) -> None:
+        """Begin anew with a member held here: it was sick, and is what is given now."""
+        ...
+
+    def member_state(self, index: int) -> dict[str, Tensor]:
+        """What belongs to a member held here, by name; always of the same form."""
+        ...
+
+    def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `member_state` gave."""
+        ...
 
 
 class Training:

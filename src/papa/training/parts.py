@@ -1,19 +1,13 @@
-"""Who takes part in a training besides the members: who looks on, goes along, or takes the steps; and its settings."""
+"""What a training is told and tells: its length, its numerics, another way to take steps, the record of an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
-from papa.averager import Averaging
 from papa.evaluate import Evaluation
-
-if TYPE_CHECKING:
-    from papa.training.loop import Training
 
 
 @dataclass(frozen=True)
@@ -44,52 +38,6 @@ class EpochRecord:
     """All members together on the validation data."""
     distances: list[float]
     """Each member's distance to the mean."""
-
-
-class Hook:
-    """What may be told of a training while it runs. Override what you need."""
-
-    def on_start(self, training: Training) -> None:
-        """Before the first step, or the first after a resume."""
-
-    def before_step(self, training: Training) -> None:
-        """Before members take a step."""
-
-    def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """After members were averaged."""
-
-    def after_step(self, training: Training) -> None:
-        """After a step and all that belongs to it: its averaging, the end of its epoch."""
-
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        """After an epoch."""
-
-    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
-        """After something out of the ordinary, such as a checkpoint that could not be written."""
-
-
-class Companion(Protocol):
-    """Something that goes along with each member and is saved with it, such as an average of its trajectory."""
-
-    def begin(self, training: Training) -> None:
-        """Before the first step, or before a checkpoint is loaded."""
-        ...
-
-    def after_step(self, training: Training) -> None:
-        """After a step and all that belongs to it."""
-        ...
-
-    def forget_(self, index: int, model: nn.Module) -> None:
-        """Begin anew with a member held here: it was sick, and is what is given now."""
-        ...
-
-    def member_state(self, index: int) -> dict[str, Tensor]:
-        """What belongs to a member held here, by name; always of the same form."""
-        ...
-
-    def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `member_state` gave."""
-        ...
 
 
 class Engine(Protocol):

@@ -15,8 +15,8 @@ from papa.errors import ConfigError
 from papa.population import Population
 from papa.rules import Independent, Moment
 from papa.streams import stream
-from papa.training.loop import Training
-from papa.training.parts import EpochRecord, Hook
+from papa.training.loop import Hook, Training
+from papa.training.parts import EpochRecord
 
 Event: TypeAlias = dict[str, Any]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from papa.checkpoint import json_text, read_json, write_atomically
 from papa.cli.compare import jobs_of, parse_options
-from papa.config import Config
+from papa.config import Config, idle_options
 from papa.errors import RunError
 from papa.recipes import find
 from papa.report.fields import flat
@@ -29,10 +29,6 @@ ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "de
 """What of its environment does; neither the command, which names directories, nor when it was."""
 OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
 """What of a configuration a command leaves to the machine."""
-OF_A_PUSH = ("average.alpha", "average.half_life")
-"""What of it nothing but a push looks at."""
-OF_A_MERGE = ("average.every_epochs",)
-"""What nothing but a merge does."""
 DIGITS = 6
 
 
@@ -84,9 +80,7 @@ def check_config(found: Any, config: Config, where: str) -> None:
 
     Options that are newer than the run are not compared, nor those that its method does not look at.
     """
-    unseen = {*OF_THE_MACHINE}
-    unseen |= {*OF_A_PUSH} if config.method != "papa" else set()
-    unseen |= {*OF_A_MERGE} if config.method in ("papa", "independent") else set()
+    unseen = {*OF_THE_MACHINE, *idle_options(config.method)}
     unseen |= {"average.align_every_epochs"} if config.average.align == "none" else set()
     unseen |= {"average.mutation_every_epochs"} if not config.average.mutation else set()
     told = dict(flat(json.loads(json_text(config.to_json()))))

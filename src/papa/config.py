@@ -32,6 +32,21 @@ REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights")
 ENGINES = ("loop", "stacked")
+OF_PUSHES = frozenset(
+    f"average.{name}"
+    for name in (
+        "alpha",
+        "half_life",
+        "every_steps",
+        "scale_by_lr",
+        "delay",
+        "align_every_epochs",
+        "mutation_every_epochs",
+    )
+)
+"""Options that nothing but a push looks at."""
+OF_MERGES = frozenset({"average.every_epochs"})
+"""Options that nothing but a merge looks at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +264,20 @@ class Config:
     def from_json(value: dict[str, Any]) -> Config:
         """From what `to_json` gave; unknown and missing fields are a `ConfigError`."""
         return typing.cast(Config, _from_json(Config, value, "config"))
+
+
+def idle_options(method: str) -> frozenset[str]:
+    """The options of averaging, by their dotted names, that make no difference to a method.
+
+    Example:
+        >>> sorted(idle_options("papa"))
+        ['average.every_epochs']
+        >>> "average.alpha" in idle_options("papa-all")
+        True
+    """
+    pushes = frozenset[str]() if method == "papa" else OF_PUSHES
+    merges = OF_MERGES if method in ("papa", "independent") else frozenset[str]()
+    return pushes | merges
 
 
 def _from_json(kind: Any, value: Any, where: str) -> Any:

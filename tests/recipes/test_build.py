@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.augment import DART_POLICIES, draw_policies
-from papa.config import METHODS, AverageConfig, Config, DiversityConfig
+from papa.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
 from papa.recipes.build import (
     GRIDS,
     build,
@@ -111,6 +111,30 @@ def test_digits_takes_steps_under_every_method(method: str) -> None:
     training = build(config)
     training.run()
     assert training.step == training.length.num_steps
+
+
+@pytest.mark.parametrize("method", ["independent", "papa", "papa-all", "papa-2"])
+def test_what_a_method_does_not_look_at_changes_no_bit(method: str) -> None:
+    smoke = find("digits").config("smoke")
+    average = replace(smoke.average, alpha=0.5, half_life=None, align="activations", mutation=0.01)
+    others = {
+        "alpha": 0.9,
+        "every_steps": 4,
+        "scale_by_lr": False,
+        "delay": 2,
+        "align_every_epochs": 0.5,
+        "mutation_every_epochs": 0.5,
+        "every_epochs": 0.5,
+    }
+    names = {option.removeprefix("average.") for option in idle_options(method)} & set(others)
+    assert len(names) == len(idle_options(method) - {"average.half_life"})
+    ends = []
+    for changes in ({}, {name: others[name] for name in names}):
+        training = build(replace(smoke, method=method, members=2, average=replace(average, **changes)))
+        training.run()
+        ends.append([network.state_dict() for network in training.population])
+    for found, expected in zip(*ends, strict=True):
+        assert_same_bits(found, expected)
 
 
 def test_options_of_merging_reach_the_training() -> None:

@@ -23,6 +23,17 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged() -> None:
     assert list(groups_of([few, many, make_result("papa-all")])) == ["papa, members 2", "papa, members 10", "papa-all"]
 
 
+def test_options_that_a_method_does_not_look_at_keep_no_runs_apart() -> None:
+    runs = []
+    for method in ("papa", "papa-all"):
+        for half_life in (0.02, 0.003):
+            run = make_result(method)
+            run["config"] = {**run["config"], "average": {"half_life": half_life}}
+            runs.append(run)
+    found = {label: len(group) for label, group in groups_of(runs).items()}
+    assert found == {"papa, average.half_life 0.02": 1, "papa, average.half_life 0.003": 1, "papa-all": 2}
+
+
 def test_runs_of_several_recipes_are_named_by_them() -> None:
     other = {**make_result(), "recipe": "cifar10-vgg11"}
     assert list(groups_of([make_result(), other])) == ["digits papa", "cifar10-vgg11 papa"]

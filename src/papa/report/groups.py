@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from papa.config import idle_options
 from papa.report.fields import flat, text
 
 BESIDE_THE_POINT = ("recipe", "method", "seed", "device", "analysis", "data.root")
@@ -25,10 +26,11 @@ def groups_of(results: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int,
     groups: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
     for index, (recipe, method) in enumerate(names):
         others = [configs[other] for other, name in enumerate(names) if name == (recipe, method)]
+        beside = {*BESIDE_THE_POINT, *idle_options(method)}
         told = [
             f"{key} {text(configs[index].get(key))}"
             for key in dict.fromkeys(key for config in others for key in config)
-            if key not in BESIDE_THE_POINT and any(config.get(key) != configs[index].get(key) for config in others)
+            if key not in beside and any(config.get(key) != configs[index].get(key) for config in others)
         ]
         label = ", ".join([f"{recipe} {method}" if has_recipes else method, *told])
         groups.setdefault(label, []).append((index, results[index]))

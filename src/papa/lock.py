@@ -33,6 +33,19 @@ class Lock:
         self._handle = -1
         self._made: list[Path] = []
 
+    @property
+    def seems_held(self) -> bool:
+        """Whether a process seems to hold it, without taking it; what processes of other hosts do cannot be seen."""
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            host, pid = _holder(handle)
+        finally:
+            os.close(handle)
+        return pid is None or host != socket.gethostname() or _is_alive(pid)
+
     def __enter__(self) -> Lock:
         directory = self.path.parent
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]

@@ -73,6 +73,12 @@ class RunDirectory:
         """Whether the run here came to its end."""
         return self.result.exists()
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether a run was begun here, is not finished, and no process works on it."""
+        # Asked again at the end: it may have finished between the first two questions.
+        return not self.is_finished and not self.lock().seems_held and self.holds_run and not self.is_finished
+
     def create(self, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Begin a run here; one that is here already is refused, or removed when told to overwrite."""
         if self.holds_run:

@@ -1,7 +1,9 @@
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ CONFIG = {"recipe": "digits", "method": "papa", "seed": 7, "train": {"epochs": 4
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    """A run that is being trained."""
     directory = RunDirectory(tmp_path / "run")
-    directory.create(CONFIG)
-    return directory
+    with directory.lock():
+        directory.create(CONFIG)
+        yield directory
 
 
 def append(run: RunDirectory, *events: dict[str, Any], end: str = "\n") -> None:
@@ -84,6 +88,31 @@ def test_once_shows_where_an_unfinished_run_stands(run: RunDirectory, capsys: py
     assert main(["watch", str(run.path), "--once"]) == 0
     shown = capsys.readouterr().out
     assert "digits papa seed 7: epoch 2/4, losses 0.5000 1.5000, mean score 52.50, ensemble 65.00" in shown
+
+
+def test_a_run_that_was_broken_off_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(CONFIG)
+    append(run, make_epoch(2))
+    words = f"nobody is training it: papa resume {run.path} goes on"
+    follower = Follower(run)
+    follower.look()
+    assert (follower.standing.halt, follower.standing.seconds_left) == (words, None)
+    assert main(["watch", str(run.path), "--once"]) == 0
+    assert words in capsys.readouterr().out
+    with run.lock():
+        follower.look()
+        assert follower.standing.halt is None
+    process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    holders = {"dead": (socket.gethostname(), int(process.stdout)), "elsewhere": ("another-host", 1)}
+    for name, (host, pid) in holders.items():
+        (run.path / ".lock").write_text(json.dumps({"host": host, "pid": pid}))
+        follower.look()
+        assert (follower.standing.halt is not None) == (name == "dead")
+    (run.path / ".lock").unlink()
+    write_json(run.result, make_result())
+    follower.look()
+    assert follower.standing.halt is None
 
 
 def test_a_finished_run_ends_with_its_table(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,8 @@ class Standing:
     seconds_left: float | None = None
     notes: list[str] = field(default_factory=list)
     """What went wrong on the way."""
+    halt: str | None = None
+    """Why nothing moves, and what to do about it."""
 
     @property
     def share(self) -> float:
@@ -60,6 +62,8 @@ def standing_line(standing: Standing) -> str:
             parts.append(f"{name} {value:.{digits}f}")
     if standing.seconds_left:
         parts.append(f"{duration(standing.seconds_left)} left")
+    if standing.halt:
+        parts.append(standing.halt)
     return f"{standing.title}: {', '.join(parts)}"
 
 
@@ -75,7 +79,8 @@ def standing_view(standing: Standing) -> RenderableType:
     parts: list[RenderableType] = [Text(standing.title, style="bold"), bar]
     if standing.losses:
         parts.append(_members_table(standing))
-    parts += [Text(note, style="yellow") for note in standing.notes[-3:]]
+    notes = [*standing.notes[-3:], *([standing.halt] if standing.halt else [])]
+    parts += [Text(note, style="yellow") for note in notes]
     return Group(*parts)
 
 

@@ -24,7 +24,8 @@ from papa.runs import RunDirectory
 USAGE = """usage: papa watch DIR [--once] [--every SECONDS]
 
 Follows a run from another terminal until it has finished: members' losses, scores and distances, and the time left.
-A directory that is not there yet is waited for. Stop with Ctrl-C; the run goes on.
+A directory that is not there yet is waited for, and so is a run that was broken off, until it is resumed. Stop with
+Ctrl-C; the run goes on.
 
   --once            show where the run stands, and stop
   --every SECONDS   how often to look, 1 by default
@@ -79,14 +80,15 @@ def _watch(options: WatchOptions) -> None:
             return
     console = Console(highlight=False)
     live = Live(console=console, get_renderable=lambda: standing_view(follower.standing), transient=not options.once)
-    shown = 0
+    shown: tuple[int, str | None] | None = None
     try:
         while not run.is_finished:
             follower.look()
             if follower.has_begun and console.is_terminal and not live.is_started:
                 live.start()
-            if follower.has_begun and not console.is_terminal and (follower.standing.epoch != shown or options.once):
-                shown = follower.standing.epoch
+            stands = (follower.standing.epoch, follower.standing.halt)
+            if follower.has_begun and not console.is_terminal and stands != shown:
+                shown = stands
                 print(standing_line(follower.standing), *follower.standing.notes, sep="\n", flush=True)
             if options.once:
                 return
@@ -139,7 +141,9 @@ class Follower:
             self._read_config()
         for event in parse_events(self._new_lines()):
             self._take(event)
-        self.standing.seconds_left = self._clock.seconds_left(self.standing.share)
+        is_halted = self.run.is_left_alone
+        self.standing.halt = f"nobody is training it: papa resume {self.run.path} goes on" if is_halted else None
+        self.standing.seconds_left = None if is_halted else self._clock.seconds_left(self.standing.share)
 
     def _read_config(self) -> None:
         config = read_run(self.run.path).result.get("config")

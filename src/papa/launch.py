@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,7 @@ from papa._version import __version__
 from papa.checkpoint import (
     CheckpointWriter,
     DamagedError,
-    checkpoints,
     discard,
-    load_checkpoint,
     read_object,
     write_atomically,
     write_json,
@@ -35,10 +33,11 @@ from papa.recipes.build import build, find_device, hooks_for, policies_for, size
 from papa.recipes.picture import prediction_picture
 from papa.recorder import Recorder
 from papa.report import run_page
+from papa.report.fields import flat
 from papa.runs import RunDirectory, fold_merges, is_metrics_state
 from papa.signals import heard
 from papa.training import Hook, Training, harvest
-from papa.training.state import expected_states, load_state_
+from papa.training.saving import resume_
 
 Watch: TypeAlias = Callable[[], AbstractContextManager[Hook]]
 """Makes something that looks on while the leading process trains."""
@@ -127,7 +126,7 @@ def _execute_under_torchrun(
         raise ConfigError(f"--workers is {workers}, but torchrun says how many there are: leave it out")
     processes, run = Torchrun(config.average.exchange), RunDirectory(path)
     group = processes.group(config.members)
-    facts = {**_flat(config.to_json()), "out": path, "papa": __version__, "torch": torch.__version__}
+    facts = {**dict(flat(config.to_json())), "out": path, "papa": __version__, "torch": torch.__version__}
     facts |= {"overwrite": overwrite, "resume": resume}
     group.check_same({name: str(fact) for name, fact in facts.items()}, cure="start all with the same options")
     _check_shared(path, group)
@@ -229,62 +228,38 @@ def _job(
 
 
 def _check_same(config: Config, found: Config, path: Path) -> None:
-    asked, there = _flat(config.to_json()), _flat(found.to_json())
+    there = dict(flat(found.to_json()))
     differences = [
-        f"{key} is {there[key]!r}, asked for {value!r}" for key, value in asked.items() if there[key] != value
+        f"{key} is {there[key]!r}, asked for {value!r}" for key, value in flat(config.to_json()) if there[key] != value
     ]
     if differences:
         listing = "\n".join(f"  {difference}" for difference in differences)
         raise RunError(f"{path} holds a run of another configuration; nothing was changed:\n{listing}")
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, part in value.items():
-        if isinstance(part, dict):
-            flat.update(_flat(part, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = part
-    return flat
-
-
 def _continue(config: Config, run: RunDirectory, training: Training) -> list[str]:
     """Go on from the newest checkpoint that is whole; returns what people should know about how."""
-    group, damaged, notices = training.group, [], []
-    for _, path in reversed(checkpoints(run.checkpoints)):
-        metrics, error = _load_(config, path, training)
-        # One process's file may be damaged and another's not: all take the same checkpoint.
-        errors = [other for other in group.gather([error] * len(training.members)) if other is not None]
-        if not errors:
-            break
-        damaged.append((path, errors[0]))
-    else:
-        if damaged:
-            listing = "\n".join(f"  {error}" for _, error in damaged)
+    found, notices = resume_(training, run.checkpoints, partial(_check_state, config)), []
+    if found.state is None:
+        if found.damaged:
+            listing = "\n".join(f"  {error}" for error in found.damaged.values())
             raise RunError(f"no checkpoint of {run.path} can be read; start anew with --overwrite:\n{listing}")
-        metrics = None
         notices.append(f"there is no checkpoint in {run.checkpoints}: beginning with the first step")
-    if group.leads:
+    if training.group.leads:
         run.make_directories()
-        run.rewind_metrics(metrics)
-        for path, _ in damaged:
+        run.rewind_metrics(None if found.state is None else found.state["metrics"])
+        for path in found.damaged:
             discard(path)
-    group.wait()
-    return [*notices, *(f"{error}; continuing from step {training.step}" for _, error in damaged)]
+    training.group.wait()
+    return [*notices, *(f"{error}; continuing from step {training.step}" for error in found.damaged.values())]
 
 
-def _load_(config: Config, path: Path, training: Training) -> tuple[Any, str | None]:
-    """Go on from this process's part of a checkpoint; returns the state of the metrics, or what is damaged."""
-    try:
-        checkpoint = load_checkpoint(path, expected_states(training), num_members=config.members)
-        found, state, metrics = (checkpoint.state.get(part) for part in ("config", "training", "metrics"))
-        if not isinstance(found, dict) or not isinstance(state, dict) or not is_metrics_state(metrics):
-            raise DamagedError(f"{path} has a manifest without config, training or metrics: it was altered or damaged")
-        _check_same(config, Config.from_json(found), path)
-        load_state_(training, checkpoint.step, state, checkpoint.members)
-    except DamagedError as error:
-        return None, str(error)
-    return metrics, None
+def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint is one of this run."""
+    found = state.get("config")
+    if not isinstance(found, dict) or not is_metrics_state(state.get("metrics")):
+        raise DamagedError(f"{path} has a manifest without config or metrics: it was altered or damaged")
+    _check_same(config, Config.from_json(found), path)
 
 
 def _train(

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from papa.cli import main
+from papa.recipes import find
 
 SHORT = ["--train.epochs", "1", "--train.batch-size", "64", "--members", "2"]
 
@@ -55,8 +56,16 @@ def test_run_prints_the_table_and_where_the_files_are(tmp_path: Path, capsys: py
     assert "mean [min, max]" in capsys.readouterr().out
     assert main(["resume", str(out)]) == 0
     assert "mean [min, max]" in capsys.readouterr().out
-    assert main(["run", "digits", "--members", "3", "--out", str(out), "--resume"]) == 2
-    assert "members is 2, asked for 3" in capsys.readouterr().err
+    usual = find("digits").config().members
+    for options, difference in (
+        (["digits", "--members", "3"], "members is 2, asked for 3"),
+        (["digits", "--members", str(usual)], f"members is 2, asked for {usual}"),
+        (["cifar10-vgg11"], "recipe is 'digits', asked for 'cifar10-vgg11'"),
+        (["digits", "--budget", "smoke"], "train.epochs is "),
+    ):
+        assert main(["run", *options, "--out", str(out), "--resume"]) == 2
+        assert difference in capsys.readouterr().err
+    assert main(["run", "digits", "--members", "2", "--out", str(out), "--resume"]) == 0
 
 
 def test_compare_puts_methods_side_by_side_and_skips_what_is_done(

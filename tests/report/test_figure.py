@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papa.report.figure import DotFigure, Line, LineFigure, padded, spread, thinned, ticks
+from papa.report.figures import compare_figures
 from papa.report.svg import DARK, LIGHT, NUM_COLOURS, standalone_svg, svg
+from report_samples import make_epoch, make_result
 
 finite = st.floats(min_value=-1e100, max_value=1e100)
 
@@ -64,6 +66,21 @@ def test_lines_differ_in_more_than_colour() -> None:
     lines = [Line(f"member {j}", [(1, 1), (2, 2)]) for j in range(18)]
     drawn = re.findall(r'<polyline class="line (dash\d)".*?/><path class="\w+" (.*?)/></g>', svg(line_figure(*lines)))
     assert len(drawn) == len(set(drawn)) == 18
+
+
+def test_a_method_has_one_colour_in_all_figures_of_a_page() -> None:
+    results = [make_result(method) for method in ("independent", "papa")]
+    merged = {"event": "merge", "epoch": 1, "before": [50.0], "after": [40.0]}
+    figures = compare_figures(results, [[make_epoch(1)], [make_epoch(1), merged]])["curves"]
+    scores, change = (
+        next(figure for figure in figures if figure.name == name)
+        for name in ("compare-validation-score", "compare-change-after")
+    )
+    drawn = {figure.name: re.findall(r'<g class="(c\d)"><title>([\w-]+)<', svg(figure)) for figure in (scores, change)}
+    assert drawn == {
+        "compare-validation-score": [("c0", "independent"), ("c1", "papa")],
+        "compare-change-after": [("c1", "papa")],
+    }
 
 
 def test_values_far_from_all_others_are_written_at_the_edge() -> None:

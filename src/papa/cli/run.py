@@ -17,7 +17,10 @@ from papa.config import Config
 from papa.errors import ConfigError
 from papa.launch import Watch, execute
 from papa.process import settle
+from papa.recipes import Recipe
+from papa.recipes.change import changed
 from papa.report import COLUMNS, details_table, run_rows
+from papa.report.fields import flat
 from papa.report.tensorboard import EventFiles, check_tensorboard
 from papa.runs import RunDirectory
 
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     config = options.config
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:
-        config = config_to_resume(config, recipe.config(take_budget(rest)[0]), path)
+        config = config_to_resume(config, recipe, rest, path)
     result = execute(
         config,
         path,
@@ -103,14 +106,27 @@ def print_run(result: dict[str, Any], run: RunDirectory) -> None:
         print(f"a picture:   {run.picture}")
 
 
-def config_to_resume(asked: Config, default: Config, path: Path) -> Config:
-    """The config of the run that is there when nothing was asked for; else what was asked for, to be compared."""
+def config_to_resume(asked: Config, recipe: Recipe, arguments: Sequence[str], path: Path) -> Config:
+    """The config of the run that is there, with whatever the arguments name; to be compared with it.
+
+    Args:
+        asked: what the arguments say where there is no run.
+        recipe: the one they name.
+        arguments: what came after it.
+        path: where the run is.
+    """
     run = RunDirectory(path)
     if not run.holds_run:
         if speaks():
             print(f"nothing to resume in {path}: starting anew")
         return asked
-    return Config.from_json(run.read_config()) if asked == default else asked
+    usual = dict(flat(recipe.config().to_json()))
+    named = {"recipe": recipe.name} | {
+        key: value for key, value in flat(recipe.config(take_budget(arguments)[0]).to_json()) if value != usual[key]
+    }
+    there = changed(Config.from_json(run.read_config()), named)
+    options, _ = parse(lambda _: RunOptions(config=there), recipe, arguments, command="run")
+    return options.config
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ class Line:
     """`member` (a colour and a marker of its own), `mean` or `ensemble` (strong)."""
     band: Sequence[tuple[float, float, float]] = ()
     """Where it is a mean: x, lowest and highest of what it is a mean of."""
+    place: int | None = None
+    """Which colour and marker it has; None for those of its place in the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)

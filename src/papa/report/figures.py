@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
 
 
 def _line_figure(lines: Sequence[Line], **words: Any) -> LineFigure | None:
-    """A figure of the lines that have points; None when none has."""
-    drawn = [line for line in lines if line.points]
+    """A figure of the lines that have points, each in the colour it has when all do; None when none has."""
+    drawn = [replace(line, place=place) for place, line in enumerate(lines) if line.points]
     return LineFigure(lines=drawn, **words) if drawn else None
 
 

@@ -60,7 +60,7 @@ def standalone_svg(figure: Figure) -> str:
 
 def _lines(figure: LineFigure) -> str:
     members_first = sorted(figure.lines, key=lambda line: line.look != "member")
-    looks = [(line, _look(line, number)) for number, line in enumerate(members_first)]
+    looks = [(line, _look(line, place)) for place, line in enumerate(members_first)]
     xs = [x for line in figure.lines for x, _ in line.points]
     ys = [y for line in figure.lines for _, y in line.points]
     ys += [y for line in figure.lines for _, *ends in line.band for y in ends] + [0.0] * figure.has_zero
@@ -78,8 +78,9 @@ def _lines(figure: LineFigure) -> str:
     return _svg(figure, [*parts, legend], height)
 
 
-def _look(line: Line, number: int) -> tuple[str, int, str]:
+def _look(line: Line, place: int) -> tuple[str, int, str]:
     """Colour class, marker (-1 for none) and the classes of the stroke."""
+    number = place if line.place is None else line.place
     if line.look == "mean":
         return "ink", -1, "line strong"
     if line.look == "ensemble":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from papa.training.loop import Augment, Companion, Hook, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
 from papa.training.parts import Engine, Numerics
+from papa.training.saving import kept
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -55,6 +57,7 @@ def train(
     engine: Callable[[Training], Engine] | None = None,
     companion: Companion | None = None,
     hooks: Sequence[Hook] = (),
+    checkpoints: str | Path | None = None,
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
 
@@ -96,6 +99,9 @@ def train(
         engine: how all members take a step; None for one after the other, `papa.training.Stacked` for all at once.
         companion: what goes along with each member, such as `papa.training.TrajectoryAverage` (SWA, EMA).
         hooks: told of every step, averaging and epoch.
+        checkpoints: a directory for this training alone. Its whole state is saved there at the end of each epoch and
+            every ten minutes, and the same call made again goes on from there, to the same bits; once done, it returns
+            the same outcome. None for not.
 
     Returns:
         The population, its average and greedy soups, and their scores.
@@ -126,5 +132,10 @@ def train(
         companion=companion,
         group=None,
     )
-    training.run(hooks)
+    if checkpoints is None:
+        training.run(hooks)
+    else:
+        with kept(training, Path(checkpoints)) as saver:
+            training.run([*hooks, saver])
+            saver.finish(training)
     return harvest(training)

@@ -63,7 +63,7 @@ class Result:
             >>> Result.from_json(Result(name="push", ratio=1.25, target=1.4).as_json()).ok
             True
         """
-        values = json.loads(line)
+        values = json.loads(line, parse_constant=_refuse)
         if not isinstance(values, dict) or not isinstance(values.get("name"), str):
             raise ValueError(f"expected an object with a name, found {line!r}")
         numbers = {name: values.get(name) for name in ("seconds", "ratio", "megabytes", "target")}
@@ -71,6 +71,10 @@ class Result:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ValueError(f"{name} of {values['name']!r} is {value!r}, expected a number or null")
         return cls(name=values["name"], note=values.get("note"), **numbers)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
@@ -160,12 +164,20 @@ def _peak_resident_bytes(run: Callable[[], object]) -> int:
     return max(0, kilobytes("VmHWM") - before) * 1024
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, for options that say how many."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """The options every benchmark understands."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     options.add_argument("--check", action="store_true", help="exit with status 1 when a target is missed")
-    options.add_argument("--rounds", type=int, default=9, help="how often each contender runs; the best round counts")
+    options.add_argument("--rounds", type=positive, default=9, help="how often each contender runs; the best counts")
     return options
 
 

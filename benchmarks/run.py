@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 
-from _bench import Result
+from _bench import Result, positive
 from papa import __version__
 from papa.checkpoint import write_atomically
 from papa.errors import did_you_mean
@@ -110,9 +110,14 @@ def _our_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def run_script(script: Path, runs: Runs) -> None:
+def run_script(script: Path, runs: Runs, minutes: float) -> None:
     """Run a script once, and note what it says or how it failed."""
-    done = subprocess.run([sys.executable, str(script), "--json"], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * minutes)
+    except subprocess.TimeoutExpired:
+        runs.failures.append(f"not done after {minutes:g} minutes")
+        return
     if done.returncode:
         last_words = done.stderr.strip().splitlines()[-1:] or ["and says nothing"]
         runs.failures.append(f"exit status {done.returncode}: {last_words[0]}")
@@ -122,7 +127,10 @@ def run_script(script: Path, runs: Runs) -> None:
     except ValueError as error:
         runs.failures.append(f"a line that is no result: {error}")
         return
-    if results:
+    names = [result.name for result in results]
+    if len(set(names)) < len(names):
+        runs.failures.append(f"two results with the name {next(name for name in names if names.count(name) > 1)}")
+    elif results:
         runs.results.append(results)
     else:
         runs.failures.append("no results")
@@ -244,6 +252,8 @@ def versions() -> dict[str, str]:
 def chosen_scripts(folder: Path, only: str | None) -> list[Path]:
     """All scripts of a folder by their names, or those that are asked for; raises `ValueError` for an unknown one."""
     scripts = {path.stem: path for path in sorted(folder.glob("[a-z]*.py")) if path.name != Path(__file__).name}
+    if not scripts:
+        raise ValueError(f"--folder is {folder}, where there are no benchmarks")
     names = list(scripts) if only is None else [name.strip() for name in only.split(",")]
     for name in names:
         if name not in scripts:
@@ -255,34 +265,43 @@ def main(arguments: Sequence[str]) -> int:
     """Run what is asked for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks/run", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="scripts to run, by name, separated by commas: push,train")
-    parser.add_argument("--repeats", type=int, default=3, help="how often each script runs")
+    parser.add_argument("--repeats", type=positive, default=3, help="how often each script runs")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long a script may take each time")
     parser.add_argument("--out", type=Path, help="the file to write; standard output when not given")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the scripts are")
     options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats is {options.repeats}, expected at least 1")
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        parser.error(f"--out is {options.out}, expected a file in a directory that is there")
     try:
         scripts = chosen_scripts(options.folder, options.only)
     except ValueError as error:
         parser.error(str(error))
     usage = Usage()
     all_runs = {script: Runs(f"python {options.folder.name}/{script.name} --json") for script in scripts}
-    for repeat in range(options.repeats):  # all scripts once, then all again: a busy hour then hits none thrice
-        for script, runs in all_runs.items():
-            print(f"papa: {script.name}, {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-            run_script(script, runs)
+    is_whole = True
+    try:
+        for repeat in range(options.repeats):  # all scripts once, then all again: a busy hour then hits none thrice
+            for script, runs in all_runs.items():
+                print(f"papa: {script.name}, {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+                run_script(script, runs, options.minutes)
+    except KeyboardInterrupt:
+        is_whole = False
+        for runs in all_runs.values():
+            runs.failures += [] if len(runs.results) == options.repeats else ["broken off"]
     prose = options.folder / PROSE
     page = render(
         list(all_runs.values()),
         command=shlex.join(["benchmarks/run", *arguments]),
         repeats=options.repeats,
         usage=usage,
-        prose=prose.read_text() if prose.exists() else "",
+        prose=prose.read_text() if prose.exists() and options.only is None else "",
     )
     if options.out is None:
         print(page)
     else:
         write_atomically(options.out, page)
+    if not is_whole:
+        return 130
     rows = [row for runs in all_runs.values() for row in summarize(runs.results)]
     return 0 if all(row.middle.ok for row in rows) and not any(runs.failures for runs in all_runs.values()) else 1
 

@@ -169,6 +169,9 @@ def main() -> None:
     options = options_parser.parse_args()
     torch.set_num_threads(1)
     wanted = options.only.split(",")
+    for part in wanted:
+        if not any(part in name for variants in WHAT.values() for name in variants):
+            options_parser.error(f"--only has {part!r}, which is in no setting's name")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), num_train=8_000, num_test=NUM_SCORED)

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 
-from _bench import Parts, Result, finish, parser
+from _bench import Parts, Result, finish, parser, positive
 from papa.config import Config
 from papa.launch import execute
 from papa.process import settle
@@ -170,7 +170,7 @@ def write_images(root: Path, *, num_train: int, num_test: int) -> None:
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.add_argument("--epochs", type=int, default=3, help="how many epochs stand for the whole run")
+    options_parser.add_argument("--epochs", type=positive, default=3, help="how many epochs stand for the whole run")
     options_parser.add_argument("--data-root", type=Path, help="where CIFAR-10 is; noise of its shape when not given")
     options_parser.set_defaults(rounds=1)
     options = options_parser.parse_args()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +13,7 @@ from typing import Any
 
 from papa.cli.arguments import take_budget
 from papa.errors import RunError
+from papa.rules import Push
 from results.record import FOLDER, names_of, read_records, runs_of
 from results.studies import HEADLINE, STUDIES, Study, Table
 from results.tables import headline, prose_number
@@ -59,25 +60,23 @@ def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
 
 
 def _headline_words(found: Mapping[str, list[dict[str, Any]]]) -> str:
-    records = [record for runs in found.values() for record in runs]
-    seeds_of = {name: _listed(record["seed"] for record in runs) for name, runs in found.items()}
-    seeds = " and ".join(f"{seeds} ({name})" for name, seeds in seeds_of.items())
-    if len(set(seeds_of.values())) == 1:
-        seeds = next(iter(seeds_of.values()))
-    members, processors = (
-        _listed(values)
-        for values in (
-            (record["config"]["members"] for record in records),
-            (record["environment"]["processors"] for record in records),
-        )
-    )
-    minutes = fmean(sum(record["seconds"].values()) for record in records) / 60
+    members = _listed(record["config"]["members"] for runs in found.values() for record in runs)
+    minutes = _each(found, lambda runs: f"{fmean(sum(run['seconds'].values()) for run in runs) / 60:.0f}")
+    seeds = _each(found, lambda runs: _listed(run["seed"] for run in runs))
     return (
-        f"Small networks and a part of the training data, so that a population of {members} takes about {minutes:.0f} "
-        f"minutes on {processors} CPU cores; accuracy in percent on the test set, seeds {seeds}, means with standard "
-        "deviations in parentheses. *Gap closed* is where the average soup, one network, stands between the mean of "
-        "independent members (0%) and their ensemble (100%). [RESULTS.md](RESULTS.md) has every run and its command."
+        f"Small networks and a part of the training data: a population of {members} takes {minutes} minutes of one CPU "
+        f"core. Accuracy in percent on the test set, seeds {seeds}, means with standard deviations in parentheses. "
+        "*Gap closed* is where the average soup, one network, stands between the mean of independent members (0%) and "
+        "their ensemble (100%). [RESULTS.md](RESULTS.md) has every run and its command."
     )
+
+
+def _each(found: Mapping[str, list[dict[str, Any]]], tell: Callable[[list[dict[str, Any]]], str]) -> str:
+    """Something about the runs on each data set; once, where it is the same on all."""
+    told = {name: tell(runs) for name, runs in found.items()}
+    if len(set(told.values())) == 1:
+        return next(iter(told.values()))
+    return " and ".join(f"{words} ({name})" for name, words in told.items())
 
 
 def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
@@ -137,7 +136,37 @@ def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
     )
     missing = len(asked) - len(records)
     so_far = f"; {missing} of {len(asked)} runs are still to come" if missing else ""
-    return f"Budget {budgets}; seeds {seeds}; {versions}{so_far}."
+    setting = "; ".join(f"{word} {_listed(found)}" for word, found in _setting(list(records.values())).items())
+    return f"Budget {budgets}; seeds {seeds}; {versions}{so_far}.\n\nThe setting: {setting}."
+
+
+def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What a reader needs to know of how large and how long these trainings are, and how strong their pushes."""
+    told: dict[str, list[str]] = {}
+
+    def tell(word: str, value: Any) -> None:
+        if value is not None:
+            told.setdefault(word, []).append(f"{value:,}" if isinstance(value, int) else f"{value:.3g}")
+
+    for record in records:
+        config, steps = record["config"], record["epochs"][-1]["step"]
+        data, train, average = config["data"], config["train"], config["average"]
+        tell("members", config["members"])
+        tell("width", config["model"]["width"])
+        if data["max_train"] is not None:
+            held_out = round(data["max_train"] * data["validation"])
+            tell("training images", data["max_train"] - held_out)
+            tell("validation images", held_out)
+        tell("epochs", train["epochs"])
+        tell("steps", steps)
+        tell("batches of", train["batch_size"])
+        tell("learning rate", train["lr"])
+        if record["method"] == "papa" and average["half_life"] is not None:
+            half_life = average["half_life"] * steps
+            push = Push(half_life=half_life, every_steps=average["every_steps"])
+            tell("half-life of a push, in steps,", half_life)
+            tell("its alpha", push.effective_alpha)
+    return told
 
 
 def _listed(values: Any) -> str:

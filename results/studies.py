@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from results.tables import Record, against_long, alike, half_lives, main_tables, of_methods, side_by_side
+from results.tables import Record, against_long, alike, half_lives, main_tables, of_methods, rates, side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,15 @@ MAIN_CIFAR100 = (
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
 
 HALF_LIVES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-LENGTHS = (10, 40)
+LENGTHS = (5, 20)
 
 
 def _half_life_commands(epochs: int) -> tuple[str, ...]:
     """A small setting, never pushed, and pushed with each half-life."""
-    setting = f"--seeds 1 --members 4 --data.max-train 4000 --train.epochs {epochs} --data.root DATA"
+    setting = (
+        f"--seeds 1 --members 4 --data.max-train 4000 --data.validation 0.125 --train.epochs {epochs}"
+        " --average.every-steps 2 --data.root DATA"
+    )
     out = f"runs/half-life/{epochs}-epochs"
     return (
         f"papa compare cifar10-vgg11 --budget mini --methods independent {setting} --out {out}",
@@ -70,6 +73,14 @@ def _half_life_commands(epochs: int) -> tuple[str, ...]:
             f" --out {out}-{share}"
             for share in HALF_LIVES
         ),
+    )
+
+
+def _rate_command(recipe: str, rate: float, more: str = "") -> str:
+    """A few independent members, of a seed that no other study uses, with more validation data than usual."""
+    return (
+        f"papa compare {recipe} --budget mini --methods independent --seeds 11 --members 3 --data.validation 0.1"
+        f" --train.lr {rate}{f' {more}' if more else ''} --data.root DATA --out runs/rates/{recipe}-{rate}"
     )
 
 
@@ -104,17 +115,35 @@ STUDIES = (
         ),
     ),
     Study(
-        name="merges",
-        title="How often to merge",
+        name="rates",
+        title="Which learning rate",
         tables=(
             Table(
-                title="CIFAR-10, VGG-11, five members, merged every third of an epoch or every epoch",
-                commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods papa-all,papa-2 --seeds 1,2,3 --analysis"
-                    " --average.every-epochs 1 --parallel 2 --data.root DATA --out runs/merges/every-epoch",
+                title="CIFAR-10, VGG-11, three independent members",
+                commands=tuple(_rate_command("cifar10-vgg11", rate) for rate in (0.01, 0.02, 0.05, 0.1)),
+                render=rates,
+            ),
+            Table(
+                title="CIFAR-100, ResNet-18, three independent members",
+                commands=tuple(
+                    _rate_command("cifar100-resnet18", rate, "--train.epochs 10") for rate in (0.02, 0.05, 0.1, 0.2)
                 ),
-                beside=(MAIN_CIFAR10,),
-                render=of_methods("papa-all", "papa-2"),
+                render=rates,
+            ),
+        ),
+    ),
+    Study(
+        name="high-rate",
+        title="A learning rate that is too high",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, the paper's 0.1 for 20 epochs",
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3"
+                    " --analysis --train.lr 0.1 --train.epochs 20 --average.every-epochs 0.3333333333333333"
+                    " --parallel 2 --data.root DATA --out runs/high-rate/cifar10-vgg11",
+                ),
+                render=main_tables,
             ),
         ),
     ),

@@ -57,35 +57,48 @@ def every_run(records: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """One score less another, seed by seed."""
+    """One score less another, by seed; None where either is not finite."""
 
-    by_seed: tuple[float, ...]
+    by_seed: Mapping[int, float | None]
 
     @property
-    def mean(self) -> float:
+    def values(self) -> list[float] | None:
+        """One for each seed; None where any is missing: a mean over the seeds that went well would be another thing."""
+        found = [value for value in self.by_seed.values() if value is not None]
+        return found if len(found) == len(self.by_seed) else None
+
+    @property
+    def mean(self) -> float | None:
         """Over seeds."""
-        return fmean(self.by_seed)
+        return None if self.values is None else fmean(self.values)
 
     @property
     def deviation(self) -> float | None:
         """The standard deviation over seeds; None for fewer than two."""
-        return stdev(self.by_seed) if len(self.by_seed) > 1 else None
+        return stdev(self.values) if self.values is not None and len(self.values) > 1 else None
 
     @property
-    def is_clear(self) -> bool:
-        """Whether the mean is above two standard deviations; never with fewer than two seeds."""
-        return self.deviation is not None and self.mean > 2 * self.deviation
+    def verdict(self) -> str:
+        """Whether the mean is more than two standard deviations from nothing, and on which side."""
+        if self.mean is None or self.deviation is None:
+            return "not finite" if self.mean is None else "one seed"
+        if abs(self.mean) <= 2 * self.deviation:
+            return "no"
+        return "yes, above" if self.mean > 0 else "yes, below"
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """Ours less theirs for every seed that both have; None where there is none.
+def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Difference | None:
+    """Ours less theirs for every seed that both were run with; None where there is none.
 
     Example:
-        >>> paired({1: 55.0, 2: 56.0, 3: 57.0}, {1: 50.0, 2: 52.0}).by_seed
-        (5.0, 4.0)
+        >>> paired({1: 55.0, 2: 56.0, 3: 57.0}, {1: 50.0, 2: None}).by_seed
+        {1: 5.0, 2: None}
     """
-    seeds = [seed for seed in ours if seed in theirs]
-    return Difference(tuple(ours[seed] - theirs[seed] for seed in seeds)) if seeds else None
+    found: dict[int, float | None] = {}
+    for seed in (seed for seed in ours if seed in theirs):
+        one, other = ours[seed], theirs[seed]
+        found[seed] = None if one is None or other is None else one - other
+    return Difference(found) if found else None
 
 
 def score(key: str, soups: str | None = None) -> Score:
@@ -98,45 +111,54 @@ def score(key: str, soups: str | None = None) -> Score:
     return find
 
 
-def by_seed(records: Sequence[Record], of: Score) -> dict[int, float]:
+def by_seed(records: Sequence[Record], of: Score) -> dict[int, float | None]:
     """A score of some runs, by their seeds."""
-    return {record["seed"]: value for record in records if (value := of(record)) is not None}
+    return {record["seed"]: of(record) for record in records}
 
 
 YARDSTICKS: dict[str, Score] = {
     "mean of independent members": score("mean"),
+    "best of independent members, by test score": score("max"),
+    "ensemble of independent members": score("ensemble"),
     **{
         f"{of_soups('greedy soup of independent members', soups)}": score("greedy_soup", soups)
         for soups in (None, *SOUPS)
     },
 }
-"""What an average soup is to beat."""
+"""What an average soup is compared with."""
 
 
 def differences(records: Sequence[Record]) -> str:
-    """Each method's average soup less what independent members give, seed by seed."""
+    """Each method's average soup less what independent members give, seed by seed.
+
+    Where a repaired or aligned greedy soup is the plain one again, a single member, it has no row of its own.
+    """
     independent = _of_method(records, "independent")
-    rows = [
-        (f"{method}: average soup less {name}", difference)
-        for method in dict.fromkeys(record["method"] for record in records if record["method"] != "independent")
-        for name, yardstick in YARDSTICKS.items()
-        if (difference := _difference(_of_method(records, method), independent, yardstick)) is not None
-    ]
+    rows = []
+    for method in dict.fromkeys(record["method"] for record in records if record["method"] != "independent"):
+        told: list[Difference] = []
+        for name, yardstick in YARDSTICKS.items():
+            if all(yardstick(record) is None for record in independent):
+                continue  # soups that were not made
+            difference = _difference(_of_method(records, method), independent, yardstick)
+            if difference is not None and not ("greedy" in name and difference in told):
+                rows.append((f"{method}: average soup less {name}", difference))
+                told.append(difference)
     return difference_table(rows)
 
 
 def difference_table(rows: Sequence[tuple[str, Difference]]) -> str:
     """Differences by seed, their mean and deviation, and whether the one is above two of the other."""
-    head = ("difference", "by seed", "mean", "standard deviation", "mean above two standard deviations")
+    head = ("difference", "by seed", "mean", "standard deviation", "more than two standard deviations")
     return markdown(
         head,
         [
             (
                 name,
-                ", ".join(f"{value:+.2f}" for value in found.by_seed),
-                f"{found.mean:+.2f}",
+                ", ".join("not finite" if value is None else f"{value:+.2f}" for value in found.by_seed.values()),
+                "" if found.mean is None else f"{found.mean:+.2f}",
                 "" if found.deviation is None else f"{found.deviation:.2f}",
-                "one seed" if found.deviation is None else "yes" if found.is_clear else "no",
+                found.verdict,
             )
             for name, found in rows
         ],
@@ -175,8 +197,19 @@ def half_lives(records: Sequence[Record]) -> str:
         gap = mean_gap_closed(runs, records)
         cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
         rows.append((f"{epochs}", f"{steps}", *told, *cells, "" if gap is None else f"{gap:.0f}%"))
-    head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha of each push")
+    head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha at the full learning rate")
     return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
+
+
+def rates(records: Sequence[Record]) -> str:
+    """How good members are for each learning rate: on the validation data it is chosen by, and on test data."""
+    head = ("learning rate", "mean on validation data", "mean on test data", "ensemble on test data")
+    rows = []
+    for record in sorted(records, key=lambda record: float(record["config"]["train"]["lr"])):
+        validation, test = record["validation"], record["test"]
+        cells = (validation["mean"], test["mean"], test["ensemble"])
+        rows.append((f"{record['config']['train']['lr']:g}", *(_mean([value]) for value in cells)))
+    return markdown(head, rows)
 
 
 def of_common_seeds(records: Sequence[Record]) -> list[Record]:
@@ -195,7 +228,8 @@ def _best_shares(records: Sequence[Record]) -> list[str]:
             if _length(record) == epochs and (value := score("average_soup")(record)) is not None:
                 soups.setdefault(_share(record), []).append(value)
         best = max(soups, key=lambda share: fmean(soups[share]))
-        lines.append(f"- {epochs} epochs: best average soup with a half-life of {best:g} of training.")
+        end = {min(soups): ", the shortest tried", max(soups): ", the longest tried"}.get(best, "")
+        lines.append(f"- {epochs} epochs: best average soup with a half-life of {best:g} of training{end}.")
     return ["\n".join(lines)] if lines else []
 
 
@@ -246,9 +280,9 @@ def headline(recipes: Mapping[str, Sequence[Record]]) -> str:
     head = ("", "method", *COLUMNS, GAP_COLUMN)
     rows: list[tuple[str, ...]] = []
     for name, records in recipes.items():
-        methods = {record["method"] for record in records}
-        _, found = with_gap_closed(records, compare_rows(records))
-        rows += [(name, *row, "")[: len(head)] for row in found if row[0] in methods]
+        head_of_these, found = with_gap_closed(records, compare_rows(records))
+        blanks = ("",) * (len(head) - 1 - len(head_of_these))
+        rows += [(name, *row, *blanks) for row in found]
     return markdown(head, rows)
 
 
@@ -289,8 +323,10 @@ def _columns(found: Sequence[Sequence[float]]) -> list[str]:
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """A mean with its standard deviation, as everywhere in papa; empty where there is no number."""
+    """A mean with its standard deviation, as everywhere in papa; empty where there is no number at all."""
     found = [value for value in values if value is not None]
     if not found:
         return ""
+    if len(found) < len(values):
+        return "not finite"
     return f"{fmean(found):.2f} ({stdev(found):.2f})" if len(found) > 1 else f"{found[0]:.2f}"

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,47 @@ def ratios_along(
     return seen
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_push_that_few_bits_cannot_hold_is_warned_of_and_measured(dtype: torch.dtype) -> None:
+    networks = [network.to(dtype) for network in make_networks("linear", 3)]
+    population = Population(networks)
+    with pytest.warns(UserWarning, match="is lost in the rounding of bfloat16 and float16 weights"):
+        averager = Averager(population, Push(alpha=0.9999, every_steps=1))
+    log = averager.step()
+    assert log is not None
+    assert log.distances_after == tuple(population.distances().tolist())
+    Averager(population, Push(alpha=0.5, every_steps=1))  # no warning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda population: (list(population), Push(alpha=0.9)), "needs a papa.Population, got a list: make one first"),
+        (lambda population: (population, Push), "needs a rule such as .*, got the class Push"),
+        (lambda population: (population, "push"), "needs a rule such as .*, got a str"),
+    ],
+)
+def test_what_is_no_population_or_no_rule_is_refused(arguments: Callable[..., tuple[Any, Any]], message: str) -> None:
+    with pytest.raises(MixingError, match=message):
+        Averager(*arguments(Population(make_networks("linear", 2))))
+
+
+def test_states_of_something_else_are_refused() -> None:
+    averager = Averager(Population(make_networks("linear", 2)), Push(alpha=0.9))
+    with pytest.raises(MixingError, match="the state has no highest_lrs, num_averagings, num_steps_taken"):
+        averager.load_state_dict({})
+    with pytest.raises(MixingError, match=r"the state dropped members \[3\], this population has 2"):
+        averager.load_state_dict({**averager.state_dict(), "dropped": [3]})
+
+
 class TestLearningRateRatio:
+    def test_a_cycle_is_a_share_of_its_peak_once_it_was_seen(self) -> None:
+        def cyclic(optimizer: optim.Optimizer) -> object:
+            return lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=2, step_size_down=2)
+
+        found = ratios_along(cyclic, num_steps=6)
+        assert found[1:] == pytest.approx([1.0, 0.55, 0.1, 0.55, 1.0])
+
     def test_cosine(self) -> None:
         found = ratios_along(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=6))
         assert found == pytest.approx([(1 + math.cos(math.pi * step / 6)) / 2 for step in range(1, 7)], abs=1e-12)

@@ -61,6 +61,18 @@ def test_other_losses_and_metrics() -> None:
     assert found.score == pytest.approx(closeness(network(inputs), targets).item(), rel=1e-5)
 
 
+def test_a_metric_may_return_a_plain_number_but_only_one() -> None:
+    inputs, targets = torch.randn(10, 3), torch.randn(10, 2)
+    network = nn.Linear(3, 2)
+    batches = [(inputs[:6], targets[:6]), (inputs[6:], targets[6:])]
+    loss = nn.functional.mse_loss
+    plain = evaluate(network, batches, loss=loss, metric=lambda found, wanted: -loss(found, wanted).item())
+    tensor = evaluate(network, batches, loss=loss, metric=lambda found, wanted: -loss(found, wanted))
+    assert plain.score == pytest.approx(tensor.score)
+    with pytest.raises(DataError, match=r"returned numbers of shape \(6,\), expected one for a batch: take their mean"):
+        evaluate(network, batches, loss=loss, metric=lambda found, wanted: (found - wanted).square().mean(dim=1))
+
+
 def test_modes_statistics_and_gradients_are_left_as_found() -> None:
     (network,) = make_networks("conv_batch_norm", 1)
     network.train()

@@ -86,7 +86,7 @@ def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
 
 def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name_it() -> None:
     population = poisoned(3, math.inf)
-    with pytest.raises(MemberError, match=r"a sick at step 1 \(member 3: its weights are not finite\)"):
+    with pytest.raises(MemberError, match=r"a member is sick at step 1 \(member 3: its weights are not finite\)"):
         Averager(population, MergeAll(), sick="stop").step()
     with pytest.raises(MemberError, match="all members are sick"):
         Averager(poisoned(0, math.nan, size=1), MergeAll()).step()

@@ -599,6 +599,15 @@ class TestErrors:
         with pytest.raises(MemberError, match="member 2 is the same object as an earlier one: make a module for each"):
             Population([network, nn.Linear(2, 2), network])
 
+    def test_one_network_is_no_population(self) -> None:
+        with pytest.raises(MemberError, match="is made of several modules, got one Sequential: pass a list"):
+            Population(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # type: ignore[arg-type]
+        assert Population(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])).size == 2
+
+    def test_patterns_that_say_nothing(self) -> None:
+        with pytest.raises(MemberError, match=r"`average` is \['head.\*'\], expected patterns and whether to average"):
+            Population([nn.Linear(2, 2)], average=["head.*"])  # type: ignore[arg-type]
+
     def test_members_that_share_a_backbone(self) -> None:
         backbone = nn.Linear(2, 2)
         networks = [nn.Sequential(backbone, nn.Linear(2, 2)) for _ in range(2)]

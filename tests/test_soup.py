@@ -249,14 +249,28 @@ class TestGreedySoup:
     def test_scores_of_minus_infinity_are_scores(self) -> None:
         assert greedy_soup(one_hot_states(2), lambda state: -math.inf).members == (0, 1)
 
-    def test_a_member_that_scores_nan_is_refused(self) -> None:
-        message = "member 1 scored NaN, expected a number, higher is better: check the network's outputs"
-        with pytest.raises(SoupError, match=message):
-            greedy_soup(one_hot_states(2), lambda state: math.nan if state["w"][1] else 1.0)
+    def test_a_member_that_scores_nan_is_left_out(self) -> None:
+        soup = greedy_soup(one_hot_states(3), lambda state: math.nan if state["w"][1] else 1.0)
+        assert soup.members == (0, 2)
+        assert math.isnan(soup.member_scores[1])
+        assert [trial.members for trial in soup.trials] == [(0, 2)]
 
-    def test_a_soup_that_scores_nan_is_refused(self) -> None:
-        with pytest.raises(SoupError, match=r"the soup of members \[0, 1\] scored NaN, expected a number"):
-            greedy_soup(one_hot_states(2), lambda state: math.nan if state["w"].all() else 1.0)
+    def test_a_soup_that_scores_nan_is_left_out(self) -> None:
+        soup = greedy_soup(one_hot_states(2), lambda state: math.nan if state["w"].all() else 1.0)
+        assert (soup.members, soup.score, soup.trials[0].kept) == ((0,), 1.0, False)
+
+    def test_members_that_all_score_nan_are_refused(self) -> None:
+        with pytest.raises(SoupError, match="every member scored NaN, expected numbers, higher is better"):
+            greedy_soup(one_hot_states(2), lambda state: math.nan)
+
+    def test_networks_that_share_a_part_have_a_soup(self) -> None:
+        backbone = nn.Linear(4, 4)
+        heads = [nn.Linear(4, 2) for _ in range(2)]
+        networks = [nn.Sequential(backbone, head) for head in heads]
+        soup = average_soup(networks)
+        assert_close(soup.state_dict()["0.weight"], backbone.state_dict()["weight"])
+        assert_close(soup.state_dict()["1.weight"], ((heads[0].weight + heads[1].weight) / 2).detach())
+        assert next(soup.children()) is not backbone
 
 
 def any_soup(members: Any) -> list[Any]:

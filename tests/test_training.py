@@ -184,6 +184,51 @@ def test_scores_of_one_member_agree_however_they_are_made() -> None:
     assert outcome.greedy.members == (0,)
 
 
+def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
+    rules = []
+
+    class Look(Hook):
+        def on_start(self, training: Training) -> None:
+            rules.append(training.averager.rule)
+
+    inputs = torch.randn(100, 4)
+    for num_epochs, batch_size in ((1, 16), (40, 1)):
+        train(
+            lambda: nn.Linear(4, 2),
+            (inputs, (inputs[:, 0] > 0).long()),
+            num_members=2,
+            num_epochs=num_epochs,
+            batch_size=batch_size,
+            hooks=[Look()],
+        )
+    assert [(rule.every_steps, rule.half_life) for rule in rules] == [(1, 1.0), (10, pytest.approx(0.003 * 40 * 98))]
+
+
+def test_a_hook_may_end_the_training_early() -> None:
+    class Patience(Hook):
+        def on_epoch(self, training: Training, record: EpochRecord) -> None:
+            if record.epoch == 2:
+                training.stop()
+
+    steps = []
+
+    class Count(Hook):
+        def after_step(self, training: Training) -> None:
+            steps.append(training.step)
+
+    inputs = torch.randn(100, 4)
+    outcome = train(
+        lambda: nn.Linear(4, 2),
+        (inputs, (inputs[:, 0] > 0).long()),
+        num_members=2,
+        num_epochs=5,
+        batch_size=14,
+        hooks=[Patience(), Count()],
+    )
+    assert steps == list(range(1, 15))
+    assert outcome.validation.mean >= 0.0
+
+
 def test_the_default_push_brings_members_together_and_its_soup_works() -> None:
     outcome = train(make_net, make_data(1200), num_members=4, num_epochs=8, batch_size=16)
     apart = train(make_net, make_data(1200), num_members=4, num_epochs=8, batch_size=16, rule=Independent())

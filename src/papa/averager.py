@@ -80,6 +80,10 @@ class Averaging:
     """How long training stood still for it in this process."""
 
 
+MOST_ALPHA_OF_FEW_BITS = 0.9
+"""Of a push on weights of 16 bits: a weaker one moves most of them by less than half a bit, which is not at all."""
+
+
 class Averager:
     """Applies a rule to a population when it is due.
 
@@ -122,6 +126,7 @@ class Averager:
         sick: str | None = "restart",
         symptom: Callable[[int], str | None] | None = None,
     ) -> None:
+        _check_kinds(population, rule)
         if num_steps is not None and num_steps < 0:
             raise MixingError(f"num_steps is {num_steps}, expected the number of steps of the whole training")
         self.population = population
@@ -144,6 +149,13 @@ class Averager:
         if sick == "restart" and isinstance(rule, Independent):
             sick = "drop"
         self.health = None if sick is None else Health(population, self._optimizers, policy=sick, symptom=symptom)
+        self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
+        if self._is_rounded and isinstance(rule, Push) and rule.effective_alpha > MOST_ALPHA_OF_FEW_BITS:
+            warnings.warn(
+                f"a push that leaves members {rule.effective_alpha:.3g} of themselves is lost in the rounding of "
+                "bfloat16 and float16 weights: keep float32 weights and use autocast, or push more strongly and rarely",
+                stacklevel=2,
+            )
         self._note_lrs()
         population.group.check_same(
             {**_plain_facts(rule), "num_steps": str(num_steps), "measure": str(measure), "sick": str(sick)},
@@ -197,7 +209,7 @@ class Averager:
             # All processes have met to look for sick members; since then only `around` may have moved anything.
             self.population.mix_(matrix, met=self.around is None and isinstance(self.rule, Push))
         self.num_averagings += 1
-        if before is None or alpha is None or self.around is not None:
+        if before is None or alpha is None or self.around is not None or self._is_rounded:
             after = tuple(self.population.distances().tolist()) if self.measure else None
         else:
             after = tuple(alpha * distance for distance in before)  # a push contracts by exactly alpha
@@ -263,7 +275,7 @@ class Averager:
         for optimizer, highest_lr in zip(self._optimizers, self._highest_lrs, strict=True):
             group = optimizer.param_groups[0]
             # One-cycle schedules start low and call the peak max_lr; all others call their base initial_lr.
-            base = float(group.get("max_lr", group.get("initial_lr", highest_lr)))
+            base = float(group.get("max_lr", max(group.get("initial_lr", highest_lr), highest_lr)))
             if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
                 warnings.warn(
                     "the first parameter group of an optimizer has a learning rate of 0 and scales pushes to nothing, "
@@ -297,6 +309,14 @@ class Averager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        missing = {"num_steps_taken", "num_averagings", "highest_lrs"} - set(state)
+        if missing:
+            raise MixingError(f"the state has no {', '.join(sorted(missing))}: it is not of an averager")
+        dropped = frozenset(state.get("dropped", ()))
+        if not dropped <= set(range(self.population.size)):
+            raise MixingError(
+                f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
+            )
         lrs = [float(lr) for lr in state["highest_lrs"]]
         if len(lrs) != len(self._optimizers):
             raise MixingError(f"the state is of {len(lrs)} optimizers, this averager has {len(self._optimizers)}")
@@ -304,7 +324,7 @@ class Averager:
         self.num_averagings = int(state["num_averagings"])
         self._highest_lrs = lrs
         self._sick_at_begin = tuple(Sickness(**sickness) for sickness in state.get("sick_at_begin", ()))
-        self.population.dropped = frozenset(state.get("dropped", ()))
+        self.population.dropped = dropped
         self.load_in_flight(state.get("in_flight", [({}, {})] * len(self.population)))
 
     def in_flight(self) -> list[InFlight]:
@@ -347,6 +367,14 @@ class Averager:
             for rows, push in states
         ]
         self._under_way = PushUnderWay.resumed(pushes, self.population) if numbers else None
+
+
+def _check_kinds(population: object, rule: object) -> None:
+    if not isinstance(population, Population):
+        raise MixingError(f"an averager needs a papa.Population, got a {type(population).__name__}: make one first")
+    if not isinstance(rule, Rule):
+        found = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
+        raise MixingError(f"an averager needs a rule such as papa.Push(alpha=0.99, every_steps=10), got {found}")
 
 
 def _check_owners(population: Population, optimizers: Sequence[Optimizer]) -> None:

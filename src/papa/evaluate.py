@@ -179,7 +179,12 @@ class _MeanOf:
         self.metric = metric
 
     def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        total = self.metric(outputs, targets).double() * len(targets)
+        found = torch.as_tensor(self.metric(outputs, targets), dtype=torch.float64)
+        if found.numel() != 1:
+            raise DataError(
+                f"the metric returned numbers of shape {tuple(found.shape)}, expected one for a batch: take their mean"
+            )
+        total = found.reshape(()) * len(targets)
         return torch.stack([total, torch.full_like(total, len(targets))])
 
     def score(self, counts: Tensor) -> float:

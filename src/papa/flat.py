@@ -120,12 +120,13 @@ def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tenso
     )
 
 
-def plan(models: list[nn.Module], average: Mapping[str, bool]) -> Layout:
+def plan(models: list[nn.Module], average: Mapping[str, bool], *, apart: bool = True) -> Layout:
     """The layout all the models share, or a `MemberError` that names the first member that differs, and where.
 
     Args:
         models: the members held here.
         average: glob patterns over tensor names; True or False decides for what matches, the last match wins.
+        apart: whether models that share a tensor are refused.
     """
     wanted = [_slots_of(model, average, member) for member, model in enumerate(models)]
     for member in range(1, len(models)):
@@ -137,7 +138,8 @@ def plan(models: list[nn.Module], average: Mapping[str, bool]) -> Layout:
         for name, (slot, _) in wanted[0].items()
         if all(is_averaged for _, is_averaged in (slots[name] for slots in wanted))
     ]
-    _check_apart(models, {slot.name for slot in averaged})
+    if apart:
+        _check_apart(models, {slot.name for slot in averaged})
     _warn_of_bases(models)
     if not averaged:
         raise MemberError("members have no floating-point tensor: there is nothing to average")

@@ -110,8 +110,8 @@ class Health:
         healthy = [member for member in self.population.present if member not in sick]
         if self.policy == "stop" or not healthy:
             cure = "look for what made them diverge: the learning rate, the loss, the data"
-            everyone = "all members are" if not healthy else "there is a"
-            raise MemberError(f"{everyone} sick at step {step} ({told}): {cure}")
+            who = "all members are" if not healthy else "a member is" if len(sick) == 1 else "members are"
+            raise MemberError(f"{who} sick at step {step} ({told}): {cure}")
         if self.policy == "drop":
             self.population.dropped = self.population.dropped | set(sick)
 

@@ -49,6 +49,11 @@ class Population:
         *,
         average: Mapping[str, bool] | None = None,
     ) -> None:
+        _check_several(models)
+        if average is not None and not isinstance(average, Mapping):
+            raise MemberError(
+                f"`average` is {average!r}, expected patterns and whether to average: {{'head.*': False}}"
+            )
         self._models = list(models)
         self._average = dict(average or {})
         self.dropped: frozenset[int] = frozenset()
@@ -339,6 +344,12 @@ class Vessel:
             for name, tensor in population.combined(weights).items():
                 self._tensors[name].copy_(tensor)
         torch.clear_autocast_cache()
+
+
+def _check_several(models: object) -> None:
+    """A sequential network can be gone through too, but its layers are no members."""
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+        raise MemberError(f"a population is made of several modules, got one {type(models).__name__}: pass a list")
 
 
 def _rebuild(models: list[nn.Module], average: dict[str, bool], dropped: frozenset[int]) -> Population:

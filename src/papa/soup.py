@@ -100,7 +100,7 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     """One network: the mean of members that were added, best first, as long as the score did not fall.
 
     Algorithm 3 of the paper: sort by score; start from the best; add the next whenever the mean of the chosen and it
-    scores at least as high. So the soup never scores below the best member.
+    scores at least as high. So the soup never scores below the best member. Whatever scores NaN is left out.
 
     Example:
         >>> nets = [nn.Linear(4, 2) for _ in range(3)]
@@ -125,8 +125,8 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     for index in order[1:]:
         candidate = [*chosen, index]
         pot.fill_(mixing.soup_row(pot.size, candidate))
-        result = pot.agreed(reading(score(pot.network), f"the soup of members {candidate}")[0])
-        kept = result >= best
+        result = pot.agreed(reading(score(pot.network))[0])
+        kept = result >= best  # never where it is NaN
         trials.append(Trial(tuple(candidate), result, kept))
         if kept:
             chosen, best = candidate, result
@@ -177,14 +177,16 @@ class Pot:
         return self.group.highest(score)[0]
 
     def ranked(self, score: Score) -> tuple[list[tuple[float, float]], list[int]]:
-        """Every member's score and loss, and the members that are present, best first."""
+        """Every member's score and loss, and the members that are present and did not score NaN, best first."""
         here = zip(self.group.members(len(self.members_here)), self.members_here, strict=True)
         values = self.group.gather([score(network) if member in self.present else None for member, network in here])
         readings = [
-            reading(value, f"member {index}") if index in self.present else (math.nan, math.nan)
-            for index, value in enumerate(values)
+            reading(value) if index in self.present else (math.nan, math.nan) for index, value in enumerate(values)
         ]
-        return readings, sorted(self.present, key=lambda index: (-readings[index][0], readings[index][1], index))
+        healthy = [index for index in self.present if not math.isnan(readings[index][0])]
+        if not healthy:
+            raise SoupError("every member scored NaN, expected numbers, higher is better: check the networks' outputs")
+        return readings, sorted(healthy, key=lambda index: (-readings[index][0], readings[index][1], index))
 
 
 def pot_for(members: Any, after: After | None = None) -> Pot:
@@ -206,7 +208,7 @@ def _pot_of(members: Any) -> Pot:
     if not members:
         raise SoupError("a soup needs at least one network, got none")
     if all(isinstance(member, nn.Module) for member in members):
-        names = [slot.name for slot in flat.plan(members, {}).slots]
+        names = [slot.name for slot in flat.plan(members, {}, apart=False).slots]
         network = _copied(lambda: copy.deepcopy(members[0]), members[0])
         sources = [flat.named_tensors(member, names) for member in members]
         return _list_pot(network, flat.named_tensors(network, names), sources, members)
@@ -308,10 +310,8 @@ def _checked_weights(weights: Weights, size: int) -> Tensor:
     return row / row.sum()
 
 
-def reading(value: Any, subject: str) -> tuple[float, float]:
+def reading(value: Any) -> tuple[float, float]:
     """A score and, for ties, a loss; whatever `score` returned."""
     score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, 0.0)
     score, loss = float(score), float(loss)
-    if math.isnan(score):
-        raise SoupError(f"{subject} scored NaN, expected a number, higher is better: check the network's outputs")
     return score, math.inf if math.isnan(loss) else loss

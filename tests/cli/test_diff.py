@@ -58,6 +58,7 @@ def test_diff_says_whether_two_lie_in_one_basin(capsys: pytest.CaptureFixture[st
             "b.safetensors cannot be averaged with a.safetensors",
         ),
         (["a.safetensors", "b.safetensors", "--factory", "a:b"], "the factory a:b cannot be found"),
+        (["a.safetensors", "b.safetensors", "--top", "-3"], "--top is -3, expected how many tensors to list"),
     ],
 )
 def test_mistakes_get_one_readable_message(
@@ -65,3 +66,9 @@ def test_mistakes_get_one_readable_message(
 ) -> None:
     assert main(["diff", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_checkpoints_with_nothing_in_common_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"other": torch.ones(2)}, "c.safetensors")
+    assert main(["diff", "a.safetensors", "c.safetensors"]) == 2
+    assert "0 tensors in both" in capsys.readouterr().out

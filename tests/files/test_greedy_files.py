@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_files_are_chosen_as_networks_are(tmp_path: Path) -> None:
     assert [trial["kept"] for trial in record["trials"]] == [trial.kept for trial in twin.trials]
 
 
-def test_any_command_scores_and_what_it_said_is_remembered(tmp_path: Path) -> None:
+def test_any_command_scores_and_is_asked_once_about_each_file(tmp_path: Path) -> None:
     files, out, score = make_files(tmp_path), tmp_path / "soup.safetensors", command(tmp_path)
     soup = papa.soup_files(files, out, greedy=True, score=score)
     by_function = papa.soup_files(files, tmp_path / "other.safetensors", greedy=True, score=score_of)
@@ -75,7 +76,7 @@ def test_any_command_scores_and_what_it_said_is_remembered(tmp_path: Path) -> No
     assert num_runs(tmp_path) == len(VALUES) - 1 + len(soup.trials)
     again = papa.soup_files(files, out, greedy=True, score=score, overwrite=True)
     assert again.trials == soup.trials
-    assert num_runs(tmp_path) == len(VALUES) - 1 + len(soup.trials)
+    assert num_runs(tmp_path) == 2 * (len(VALUES) - 1 + len(soup.trials))
     save_file({"w": torch.tensor(2.0)}, files[0])
     assert papa.soup_files(files, out, greedy=True, score=score, overwrite=True).score == 0.0
     assert num_runs(tmp_path) > len(VALUES) - 1 + len(soup.trials)
@@ -112,8 +113,8 @@ def test_an_interrupted_soup_goes_on_with_the_scores_it_has(tmp_path: Path) -> N
     ("script", "message"),
     [
         ("import sys; sys.exit('no such data')", "ended with code 1:\n  no such data"),
-        ("print('all is well')", "printed no number, expected a score, higher is better:\n  all is well"),
-        ("print(float('nan'))", "printed no number"),
+        ("print('all is well')", "printed no number at the end, expected a score, higher is better:\n  all is well"),
+        ("print('accuracy 91.2 after 12s')", "printed no number at the end"),
         ("", r"printed no number.*\n  \(it printed nothing\)"),
     ],
 )
@@ -170,7 +171,58 @@ def test_scores_that_are_none_are_not_believed(text: str, tmp_path: Path) -> Non
         ("resnet18 v2.0.1", None),
         ("score: 3.\n", 3.0),
         ("1e999", None),
+        ("1000 images: accuracy nan", math.nan),
+        ("500 batches: -inf", -math.inf),
+        ("500 batches: inf", None),
+        ("Evaluated 1000 images, accuracy 91.25.", 91.25),
+        ("tensor(0.9123, device='cuda:0')", 0.9123),
+        ("top1 1,234.5", None),
+        ("accuracy 91.2\ndone", 91.2),
+        ("accuracy 91.2 in 12s", None),
     ],
 )
 def test_the_last_number_counts(text: str, number: float | None) -> None:
-    assert last_number(text) == number
+    assert last_number(text) == (pytest.approx(number, nan_ok=True) if number is not None else None)
+
+
+def test_scores_are_measured_anew_for_a_soup_that_is_made_again(tmp_path: Path) -> None:
+    files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
+    heard: list[tuple[list[Path], float]] = []
+    first = papa.soup_files(
+        files, out, greedy=True, score=score_of, tell=lambda files, score: heard.append((list(files), score))
+    )
+    assert [score for used, score in heard if len(used) == 1] == [one.score for one in first.ingredients]
+    assert len(heard) == len(files) + len(first.trials)
+    assert not (tmp_path / "soup.safetensors.scores.json").exists()
+
+    def score(file: Path) -> float:
+        return -score_of(file)
+
+    score.__qualname__ = score_of.__qualname__
+    again = papa.soup_files(files, out, greedy=True, score=score, overwrite=True)
+    assert [one.score for one in again.ingredients] == [
+        -one.score for one in first.ingredients if one.score is not None
+    ]
+
+
+def test_files_that_all_score_nan_are_refused(tmp_path: Path) -> None:
+    score = command(tmp_path, "print('500 batches: nan')")
+    with pytest.raises(SoupError, match="every member scored NaN"):
+        papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score)
+
+
+def test_scores_of_a_broken_call_are_said_to_be_used(tmp_path: Path) -> None:
+    files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
+    seen: list[float] = []
+
+    def score(file: Path) -> float:
+        if len(seen) == 2:
+            seen.append(0.0)
+            raise KeyboardInterrupt
+        seen.append(score_of(file))
+        return score_of(file)
+
+    with pytest.raises(KeyboardInterrupt):
+        papa.soup_files(files, out, greedy=True, score=score)
+    soup = papa.soup_files(files, out, greedy=True, score=score)
+    assert "2 scores are of an earlier call that was broken off" in soup.notes

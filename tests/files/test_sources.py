@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -90,6 +91,17 @@ LAYOUTS: dict[str, Callable[[State, Path], Path]] = {
     "a compiled model": torch_layout(lambda state: {"model": {f"_orig_mod.{k}": v for k, v in state.items()}}),
     "a compiled model in parallel": torch_layout(lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()}),
     "an averaged model": torch_layout(averaged_model),
+    "a training script's file": torch_layout(
+        lambda state: {
+            "model": state,
+            "args": argparse.Namespace(lr=0.1, out=Path("runs")),
+            "best": np.float64(91.5),
+            "curve": np.arange(3.0),
+        }
+    ),
+    "a compiled model in safetensors": lambda state, folder: save_single(
+        {f"_orig_mod.{name}": value for name, value in state.items()}, folder
+    ),
     "values that are no tensors": torch_layout(lambda state: {**state, "version": 3, "name": "net"}),
 }
 
@@ -212,8 +224,8 @@ class Runs:
 
 @pytest.mark.parametrize(
     "value",
-    [Runs(), {"state_dict": {"w": torch.zeros(2)}, "args": argparse.Namespace(lr=1)}, nn.Linear(2, 2)],
-    ids=["code", "a namespace", "a module"],
+    [Runs(), {"state_dict": {"w": torch.zeros(2)}, "args": argparse.Namespace(lr=Runs())}, nn.Linear(2, 2)],
+    ids=["code", "code in a namespace", "a module"],
 )
 def test_nothing_that_could_run_code_is_loaded(value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for new in (False, True):

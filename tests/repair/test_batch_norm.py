@@ -56,6 +56,25 @@ def test_batches_count_by_their_size() -> None:
     assert torch.allclose(network.get_buffer("0.running_var"), expected_var, rtol=1e-5)
 
 
+def test_batches_of_several_inputs_count_by_their_examples() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            found: Tensor = self.norm(inputs["x"])
+            return found
+
+    inputs = torch.randn(36, 3)
+    network = Named()
+    reset_batch_norm_(network, [{"x": part, "mask": part > 0} for part in torch.split(inputs, 32)])
+    assert network.norm.running_mean is not None
+    assert torch.allclose(network.norm.running_mean, inputs.mean(dim=0), atol=1e-6)
+    with pytest.raises(DataError, match="a batch is a int, expected a tensor, or tensors by name"):
+        reset_batch_norm_(network, [3])
+
+
 def test_old_statistics_leave_no_trace() -> None:
     network = make_network()
     reset_batch_norm_(network, batches(8, 4))

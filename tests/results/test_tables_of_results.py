@@ -41,6 +41,7 @@ def invented(config: Config) -> dict[str, Any]:
         "seed": seed,
         "config": config.to_json(),
         "test": scores,
+        "validation": {**scores, "mean": 53.5},
         **({"aligned": aligned} if config.method == "independent" and config.members > 1 else {}),
         **(
             {
@@ -97,23 +98,43 @@ def test_the_main_table_has_means_gap_every_run_and_paired_differences(records: 
     assert first[:2] == ["papa", "1"]
     assert first[-1] == "10.0"
     (gain,) = rows_of(page, "papa: average soup less mean of independent members")
-    assert gain[1:] == ["+3.00, +3.00, +3.00", "+3.00", "0.00", "yes"]
+    assert gain[1:] == ["+3.00, +3.00, +3.00", "+3.00", "0.00", "yes, above"]
+    (best,) = rows_of(page, "papa: average soup less best of independent members, by test score")
+    assert best[1:] == ["-1.50, -0.50, +0.50", "-0.50", "1.00", "no"]
     names = [row[0].partition(" less ")[2] for row in rows_of(page, "papa-2: average soup")]
     assert names == [
         "mean of independent members",
+        "best of independent members, by test score",
+        "ensemble of independent members",
         "greedy soup of independent members",
         "greedy soup of independent members, aligned and repaired",
     ]
 
 
+def test_a_seed_that_failed_does_not_leave_the_statistics(records: Path) -> None:
+    runs = [dict(record) for record in read_records([MAIN_CIFAR10], records).values()]
+    sick = next(record for record in runs if record["method"] == "papa" and record["seed"] == 2)
+    sick["test"] = {**sick["test"], "average_soup": None}
+    (gain,) = rows_of(tables.main_tables(runs), "papa: average soup less mean of independent members")
+    assert gain[1:] == ["+3.00, not finite, +3.00", "", "", "not finite"]
+
+
+def test_soups_that_are_the_same_have_one_row(records: Path) -> None:
+    runs = [dict(record) for record in read_records([MAIN_CIFAR10], records).values()]
+    for record in runs:
+        if "aligned" in record:
+            record["aligned"] = {"test": {"average_soup": 40.0, "greedy_soup": record["test"]["greedy_soup"]}}
+    assert len(rows_of(tables.main_tables(runs), "papa: average soup less greedy soup")) == 1
+
+
 def test_half_lives_are_told_in_shares_steps_and_alpha_and_the_best_is_named(records: Path) -> None:
     (study,) = (study for study in STUDIES if study.name == "half-life")
     page = tables.half_lives(list(read_records(study.commands, records).values()))
-    row = next(row for row in rows_of(page, "40 |") if row[2] == "0.02")
-    half_life = 0.02 * 40 * 61
-    assert row[:5] == ["40", "2440", "0.02", f"{half_life:.3g}", f"{0.5 ** (10 / half_life):.3g}"]
+    row = next(row for row in rows_of(page, "20 |") if row[2] == "0.02")
+    half_life = 0.02 * 20 * 61
+    assert row[:5] == ["20", "1220", "0.02", f"{half_life:.3g}", f"{0.5 ** (2 / half_life):.3g}"]
     assert row[-1] == f"{100 * (58 - 0.02 - 55) / 4:.0f}%"
-    assert [row[2] for row in rows_of(page, "10 |")] == [
+    assert [row[2] for row in rows_of(page, "5 |")] == [
         "0.002",
         "0.005",
         "0.01",
@@ -122,7 +143,7 @@ def test_half_lives_are_told_in_shares_steps_and_alpha_and_the_best_is_named(rec
         "0.1",
         "never pushed",
     ]
-    assert "- 10 epochs: best average soup with a half-life of 0.002 of training." in page
+    assert "- 5 epochs: best average soup with a half-life of 0.002 of training, the shortest tried." in page
 
 
 def test_half_lives_are_compared_for_the_seeds_that_all_were_run_with(records: Path) -> None:
@@ -159,8 +180,9 @@ def test_the_readme_gets_the_main_study_when_it_is_there(records: Path, tmp_path
     assert filled.startswith("before\n<!-- results -->\n\n|  | method | mean [min, max] |")
     assert filled.endswith("its command.\n\n<!-- end of results -->\nafter\n")
     assert "old" not in filled
-    assert [row[:2] for row in rows_of(filled, "CIFAR-100")] == [["CIFAR-100, ResNet-18", method] for method in SOUPS]
-    assert "about 10 minutes on 2 CPU cores" in " ".join(filled.split())
+    methods = ["independent", "independent, aligned and repaired", "papa", "papa-all", "papa-2"]
+    assert [row[1] for row in rows_of(filled, "CIFAR-100, ResNet-18")] == methods
+    assert "a population of 5 takes 10 minutes of one CPU core" in " ".join(filled.split())
     assert readme_with_headline(filled, records) == filled
     assert readme_with_headline(readme, tmp_path) == readme
     with pytest.raises(RunError, match=r"README\.md has no block"):
@@ -207,16 +229,16 @@ class TestPaired:
             assert found is not None
             assert swapped is not None
             assert len(found.by_seed) == len(common)
-            assert found.mean == pytest.approx(-swapped.mean, abs=1e-9)
+            assert found.mean is not None
+            assert swapped.mean == pytest.approx(-found.mean, abs=1e-9)
 
     def test_a_difference_is_clear_above_two_deviations(self) -> None:
-        values = (1.0, 2.0, 3.0)
+        values = {1: 1.0, 2: 2.0, 3: 3.0}
         assert Difference(values).deviation == 1.0
-        assert not Difference(values).is_clear
-        assert Difference(tuple(value + 0.01 for value in values)).is_clear
-        assert not Difference(tuple(-value - 9 for value in values)).is_clear
+        assert Difference(values).verdict == "no"
+        assert Difference({seed: value + 0.01 for seed, value in values.items()}).verdict == "yes, above"
+        assert Difference({seed: -value - 9 for seed, value in values.items()}).verdict == "yes, below"
 
     def test_one_seed_is_never_clear(self) -> None:
-        assert Difference((5.0,)).deviation is None
-        assert not Difference((5.0,)).is_clear
-        assert tables.difference_table([("a", Difference((5.0,)))]).endswith("| a | +5.00 | +5.00 |  | one seed |")
+        assert Difference({1: 5.0}).deviation is None
+        assert tables.difference_table([("a", Difference({1: 5.0}))]).endswith("| a | +5.00 | +5.00 |  | one seed |")

@@ -83,7 +83,7 @@ def aligned_soups(
         greedy, trials = kitchen.soup_of(order[0]), []
         for member in order[1:]:
             candidate = kitchen.joined(greedy, member)
-            result, _ = reading(score(kitchen.served(candidate)), f"the soup of members {candidate.members}")
+            result, _ = reading(score(kitchen.served(candidate)))
             result = kitchen.pot.agreed(result)
             trials.append(Trial(tuple(candidate.members), result, result >= best))
             if result >= best:

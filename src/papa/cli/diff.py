@@ -14,6 +14,7 @@ from papa.checkpoint import json_text
 from papa.cli.arguments import use_one_thread
 from papa.cli.kitchens import KitchenOptions, kitchen_from, parse
 from papa.cli.tables import print_table
+from papa.errors import ConfigError
 from papa.files import Curve, Difference, FileDiff, diff_files
 
 DESCRIPTION = """Compares two checkpoints tensor by tensor; given data, also what lies between them.
@@ -47,6 +48,8 @@ class DiffOptions(KitchenOptions):
 def main(arguments: Sequence[str]) -> int:
     """Compare two checkpoints."""
     options, config = parse(DiffOptions, arguments, prog="papa diff", description=DESCRIPTION)
+    if options.top < 0:
+        raise ConfigError(f"--top is {options.top}, expected how many tensors to list, or 0 for all")
     use_one_thread()
     diff = diff_files(
         options.first,
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json_text(diff.to_json(), indent=2))
     else:
         print_diff(diff, options.top)
-    return 0
+    return 0 if diff.tensors else 2
 
 
 def print_diff(diff: FileDiff, top: int) -> None:

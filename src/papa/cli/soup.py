@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +93,17 @@ def main(arguments: Sequence[str]) -> int:
             overwrite=options.overwrite,
             full_digests=options.full_digests,
             watch=bar.show,
+            tell=tell_score,
         )
     print_soup(soup)
     for note in [*soup.notes, *_seen_by_training(options, config)]:
         print(f"note: {note}")
     return 0
+
+
+def tell_score(files: Sequence[Path], score: float) -> None:
+    """Say how a candidate scored as soon as it is known: scoring is what takes long."""
+    print(f"scored {score:.6g}: {', '.join(map(str, files))}", file=sys.stderr, flush=True)
 
 
 def split_weights(text: str) -> list[float]:

@@ -28,6 +28,8 @@ NO_KITCHEN = (
 )
 Watch = Callable[[int, int], object]
 """Told how many bytes of how many are written."""
+Tell = Callable[[Sequence[Path], float], object]
+"""Told which files were averaged, and how they scored."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from papa.checkpoint import json_text
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluate import Evaluation
 from papa.files.average import check_alike, is_averaged
-from papa.files.cooking import Cook, ScoreFile, Scorer, Steps, Watch
+from papa.files.cooking import Cook, ScoreFile, Scorer, Steps, Tell, Watch
 from papa.files.digests import digest_of
 from papa.files.header import NAMES
 from papa.files.kitchen import kitchen_of
@@ -93,6 +93,7 @@ def soup_files(
     overwrite: bool = False,
     full_digests: bool = False,
     watch: Watch | None = None,
+    tell: Tell | None = None,
 ) -> FileSoup:
     """Average checkpoints into one, without loading any of them.
 
@@ -132,6 +133,7 @@ def soup_files(
         overwrite: replace an output that is there.
         full_digests: the SHA-256 of every byte of the inputs, also where they are large.
         watch: told how many bytes of how many are written.
+        tell: told which files were averaged and how they scored, as soon as it is known.
 
     Returns:
         Where the soup is, what went in, and every score tried. When anything goes wrong nothing is left behind.
@@ -157,15 +159,18 @@ def soup_files(
     try:
         digests = [digest_of(checkpoint, full=full_digests or greedy) for checkpoint in checkpoints]
         alignments = cook.align() if align else [None] * len(checkpoints)
-        choice = None
-        if scorer is not None:
-            choice = _choose(scorer, digests, checkpoints, Memory(output.scores), _how(cook, scorer, stored, digests))
+        choice, memory = None, Memory(output.scores) if greedy else None
+        if scorer is not None and memory is not None:
+            how = _how(cook, scorer, stored, digests)
+            choice = _choose(scorer, digests, checkpoints, memory, how, tell)
             row = choice.network["row"].tolist()
         scores = [None] * len(row) if choice is None else choice.member_scores
         paths_given = [checkpoint.path for checkpoint in checkpoints]
         ingredients = tuple(map(Ingredient, paths_given, digests, row, scores, alignments))
         record = _record(ingredients, cook, stored, choice, scorer)
         notes = _notes(checkpoints, stored)
+        if memory is not None and memory.num_used:
+            notes.append(f"{memory.num_used} scores are of an earlier call that was broken off")
         files = write_output(
             output,
             cook.tensors,
@@ -174,6 +179,8 @@ def soup_files(
             sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
             most_bytes=most_bytes,
         )
+        if memory is not None:
+            memory.forget()
     finally:
         output.remove_partial()
     found, trials = (None, ()) if choice is None else (choice.score, choice.trials)
@@ -181,7 +188,12 @@ def soup_files(
 
 
 def _choose(
-    scorer: Scorer, digests: Sequence[str], checkpoints: Sequence[Checkpoint], memory: Memory, how: str
+    scorer: Scorer,
+    digests: Sequence[str],
+    checkpoints: Sequence[Checkpoint],
+    memory: Memory,
+    how: str,
+    tell: Tell | None,
 ) -> GreedySoup[dict[str, Any]]:
     """A greedy soup of rows instead of networks: the mean of some rows of the identity is the soup's row of weights."""
 
@@ -194,6 +206,8 @@ def _choose(
         if known is None:
             known = scorer(row)
             memory.put(name, known, [str(checkpoints[index].path) for index in used])
+        if tell is not None:
+            tell([checkpoints[index].path for index in used], known.score)
         return known
 
     size = len(checkpoints)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import pickle
@@ -10,9 +12,10 @@ import weakref
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +32,16 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.", "module.")
 WHOLE_NAMES = ("model.safetensors", "pytorch_model.bin")
 """The checkpoint of a directory that is not sharded."""
 INDEX_SUFFIX = ".index.json"
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
+"""Names that only files of `torch.save` have."""
+_multiarray: Any = importlib.import_module(f"numpy.{'_core' if hasattr(np, '_core') else 'core'}.multiarray")
+HARMLESS: tuple[Any, ...] = (
+    *(argparse.Namespace, PosixPath, np.ndarray, np.dtype),
+    *(_multiarray.scalar, _multiarray._reconstruct),
+    *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "?")),
+)
+"""What training scripts save beside their weights: options, paths and numbers of numpy, whose making runs no code."""
+T = TypeVar("T")
 
 
 class Checkpoint(ABC):
@@ -72,9 +85,10 @@ class Checkpoint(ABC):
 class SafetensorsFile(Checkpoint):
     """One safetensors file, read by position and never mapped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_shard: bool = False) -> None:
         self._identity = _identity(os.stat(path))
-        self._places = read_header(path)
+        header = read_header(path)
+        self._places = header if is_shard else without_prefix(header)
         self._handle: int | None = None
         self._closing: weakref.finalize[..., object] | None = None
         super().__init__(path, {name: info for name, (info, _) in self._places.items()}, [path])
@@ -177,8 +191,14 @@ def open_checkpoints(paths: Iterable[PathLike], *, key: str | None = None) -> li
     return found
 
 
-def open_checkpoint(path: PathLike, *, key: str | None = None) -> Checkpoint:
-    """Open one checkpoint without reading its numbers; see `open_checkpoints`."""
+def open_checkpoint(path: PathLike, *, key: str | None = None, is_shard: bool = False) -> Checkpoint:
+    """Open one checkpoint without reading its numbers; see `open_checkpoints`.
+
+    Args:
+        path: where it is.
+        key: see `open_checkpoints`.
+        is_shard: whether an index names its tensors: then their names stay as they are.
+    """
     path = Path(path)
     if path.is_dir():
         if is_run(path):
@@ -191,10 +211,13 @@ def open_checkpoint(path: PathLike, *, key: str | None = None) -> Checkpoint:
         raise SoupError(f"there is no checkpoint {path}: name a file, or a directory that holds one")
     if path.name.endswith(INDEX_SUFFIX):
         return _open_sharded(path, key)
-    if path.suffix == ".safetensors" or not _looks_like_torch(path):
-        checkpoint: Checkpoint = SafetensorsFile(path)
+    is_torch = _looks_like_torch(path)
+    if path.suffix in TORCH_SUFFIXES and not is_torch:
+        raise SoupError(f"{path} is not a whole PyTorch file: it does not begin as torch.save begins one")
+    if path.suffix == ".safetensors" or not is_torch:
+        checkpoint: Checkpoint = SafetensorsFile(path, is_shard=is_shard)
     else:
-        checkpoint = _open_torch(path, key)
+        checkpoint = _open_torch(path, key, is_shard=is_shard)
     if not checkpoint.tensors:
         raise SoupError(f"{path} holds no tensor, expected the weights of a network")
     return checkpoint
@@ -252,7 +275,7 @@ def _open_sharded(index: Path, key: str | None) -> Sharded:
             raise SoupError(f"{index} names the file '{file}', expected one that lies beside the index")
         if not (index.parent / file).is_file():
             raise SoupError(f"{index} names the file {file}, which is not there: fetch the missing shard")
-        shards[file] = open_checkpoint(index.parent / file, key=key)
+        shards[file] = open_checkpoint(index.parent / file, key=key, is_shard=True)
     for name, file in entries:
         if name not in shards[file].tensors:
             raise SoupError(f"{index} says that '{name}' is in {file}, but it is not: the shards are of another index")
@@ -269,7 +292,7 @@ def _looks_like_torch(path: Path) -> bool:
     return begin in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
-def _open_torch(path: Path, key: str | None) -> TensorDict:
+def _open_torch(path: Path, key: str | None, *, is_shard: bool) -> TensorDict:
     value, notes = _load_torch(path)
     state, where = _state_in(path, value, key)
     if where is not None:
@@ -279,7 +302,7 @@ def _open_torch(path: Path, key: str | None) -> TensorDict:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise SoupError(f"{path} has '{name}' as a {kind} tensor, expected plain ones: save it as such")
-    return TensorDict(path, _without_prefix(tensors), [path], notes)
+    return TensorDict(path, tensors if is_shard else without_prefix(tensors), [path], notes)
 
 
 def _load_torch(path: Path) -> tuple[Any, list[str]]:
@@ -287,7 +310,8 @@ def _load_torch(path: Path) -> tuple[Any, list[str]]:
     is_mapped = zipfile.is_zipfile(path)
     notes = [] if is_mapped else ["in PyTorch's old form, which is read as a whole: memory holds all of it"]
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped), notes
+        with torch.serialization.safe_globals(list(HARMLESS)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped), notes
     except pickle.UnpicklingError as error:
         # PyTorch's own message goes on to explain how to load it all the same, which is no advice of ours.
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -339,8 +363,8 @@ def _listing(value: Mapping[Any, Any]) -> str:
     return ", ".join(map(str, list(value)[:10])) or "nothing"
 
 
-def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what data parallel, averaged and compiled models put before them."""
+def without_prefix(tensors: Mapping[str, T]) -> dict[str, T]:
+    """What lies under names, without what data parallel, averaged and compiled models put before them."""
     kept = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}
     is_wrapped = False
     for prefix in WRAPPER_PREFIXES:

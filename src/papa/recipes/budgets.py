@@ -23,6 +23,7 @@ def mini(
     epochs: int = 20,
     max_train: int = 8_000,
     half_life: float = HALF_LIFE_SHARE,
+    lr_divisor: float = 1.0,
 ) -> Config:
     """Ten to twenty minutes on two CPU cores.
 
@@ -35,6 +36,7 @@ def mini(
         epochs: how many.
         max_train: how many images at most.
         half_life: of the push, as a share of training.
+        lr_divisor: how much lower the learning rate is than the full setting's.
     """
     shorter = epochs / config.train.epochs
     cadences: dict[str, Any] = {name: getattr(config.average, name) * shorter for name in CADENCES}
@@ -43,7 +45,13 @@ def mini(
         members=min(config.members, 5),
         data=replace(config.data, max_train=max_train),
         model=replace(config.model, width=width),
-        train=replace(config.train, epochs=epochs, precision=fast_precision(), channels_last=True),
+        train=replace(
+            config.train,
+            epochs=epochs,
+            lr=config.train.lr / lr_divisor,
+            precision=fast_precision(),
+            channels_last=True,
+        ),
         average=replace(config.average, alpha=None, half_life=half_life, align_batches=ALIGN_BATCHES, **cadences),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,18 +52,28 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     return model
 
 
+def _num_examples(inputs: Any) -> int:
+    """How many examples a batch has: of several tensors, as many as the first."""
+    if isinstance(inputs, Mapping):
+        inputs = next((part for part in inputs.values() if isinstance(part, Tensor)), None)
+    if not isinstance(inputs, Tensor):
+        raise DataError(f"a batch is a {type(inputs).__name__}, expected a tensor, or tensors by name")
+    return len(inputs)
+
+
 def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[Any]) -> None:
     num_examples = 0
     for layer in layers:
         layer.reset_running_stats()
         layer.train()
     for batch in batches:
-        inputs: Tensor = batch[0] if isinstance(batch, (tuple, list)) else batch
-        if not len(inputs):
+        inputs: Any = batch[0] if isinstance(batch, (tuple, list)) else batch
+        num_here = _num_examples(inputs)
+        if not num_here:
             continue
-        num_examples += len(inputs)
+        num_examples += num_here
         for layer in layers:
-            layer.momentum = len(inputs) / num_examples
+            layer.momentum = num_here / num_examples
         model(inputs)
     if not num_examples:
         raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")

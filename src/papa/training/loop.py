@@ -145,6 +145,7 @@ class Training:
         """Members that were found sick so far, as lines of the metrics."""
         self._streams: dict[int, Iterator[Batch]] = {}
         self._hooks: Sequence[Hook] = ()
+        self._is_stopped = False
         self.set_lr_()
         self.num_repair_batches, self.merging = num_repair_batches, merging
         self.mutation: Mutation | None = None
@@ -219,7 +220,7 @@ class Training:
         with torch.random.fork_rng(
             devices=accelerators_in_use()
         ):  # member_step seeds the global generators, which are the caller's
-            while self.step < self.length.num_steps:
+            while self.step < self.length.num_steps and not self._is_stopped:
                 self._one_step(hooks)
                 record = self._finish_epoch() if self.step % self.length.steps_per_epoch == 0 else None
                 if self.companion is not None:
@@ -231,6 +232,13 @@ class Training:
                     hook.after_step(self)
         if self.engine is not None:
             self.engine.hand_back_()
+
+    def stop(self) -> None:
+        """End the training after this step, for hooks; what it has come to is harvested as usual.
+
+        Where processes hold the population together, all of them must call it at the same step.
+        """
+        self._is_stopped = True
 
     def tell(self, event: Mapping[str, Any]) -> None:
         """Tell all hooks of something out of the ordinary."""
@@ -469,7 +477,8 @@ def _augment_of(
 
 def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training) -> Rule:
     if rule is None:
-        return Push(half_life=max(1.0, HALF_LIFE_SHARE * training.length.num_steps))
+        half_life = max(1.0, HALF_LIFE_SHARE * training.length.num_steps)
+        return Push(half_life=half_life, every_steps=min(10, round(half_life)))
     return rule if isinstance(rule, Rule) else rule(training)
 
 

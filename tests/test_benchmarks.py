@@ -99,6 +99,8 @@ def test_memory_is_judged_by_megabytes(run: ModuleType, tmp_path: Path) -> None:
         ("this is a table", "a line that is no result"),
         ('{"ratio": 1.0}', "expected an object with a name"),
         ('{"name": "push", "ratio": "fast"}', "expected a number or null"),
+        ('{"name": "push", "ratio": NaN}', "NaN is no number"),
+        ('{"name": "one"}\n{"name": "one"}', "two results with the name one"),
     ],
 )
 def test_one_that_fails_is_told_and_the_others_run(run: ModuleType, tmp_path: Path, said: str, told: str) -> None:
@@ -180,3 +182,58 @@ def test_the_command_finds_the_scripts_of_the_repository(run: ModuleType) -> Non
     assert {"push", "train", "where_time_goes"} <= set(names)
     assert "run" not in names
     assert os.access(BENCHMARKS / "run", os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--folder", "empty"], "--folder is empty, where there are no benchmarks"),
+        (["--folder", "scripts", "--out", "nowhere/out.md"], "expected a file in a directory that is there"),
+        (["--folder", "scripts", "--out", "empty"], "expected a file in a directory that is there"),
+        (["--folder", "scripts", "--repeats", "0"], "0 is less than 1"),
+    ],
+)
+def test_what_cannot_end_well_is_not_begun(
+    run: ModuleType,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_script(tmp_path / "scripts", "tiny", line("push", ratio=1.0))
+    with pytest.raises(SystemExit) as caught:
+        run.main(arguments)
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "scripts" / "tiny.seen").exists()
+
+
+def test_a_script_that_hangs_is_ended_and_told(run: ModuleType, tmp_path: Path) -> None:
+    folder, out = tmp_path / "scripts", tmp_path / "out.md"
+    folder.mkdir()
+    (folder / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    assert run.main(["--folder", str(folder), "--repeats", "1", "--minutes", "0.01", "--out", str(out)]) == 1
+    assert "**FAILED**: not done after 0.01 minutes" in out.read_text()
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "scripts", tmp_path / "out.md"
+    write_script(folder, "a_tiny", line("push", ratio=1.5))
+    write_script(folder, "b_later", line("other", ratio=1.0))
+    run_script = run.run_script
+
+    def interrupted(script: Path, *arguments: object) -> None:
+        if script.stem == "b_later":
+            raise KeyboardInterrupt
+        run_script(script, *arguments)
+
+    monkeypatch.setattr(run, "run_script", interrupted)
+    assert run.main(["--folder", str(folder), "--repeats", "1", "--out", str(out)]) == 130
+    page = out.read_text()
+    assert cells_of(page, "push")[2] == "1.500 [1.500, 1.500]"
+    assert "**FAILED**: broken off" in page

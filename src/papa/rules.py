@@ -205,7 +205,10 @@ class Push(Rule):
 
 @dataclass(frozen=True)
 class MergeAll(Rule):
-    """PAPA-all: now and then, replace every member by the mean of all."""
+    """PAPA-all: now and then, replace every member by the mean of all.
+
+    Say when with `every_steps`, in the paper some epochs: by default it is after every step, which leaves one network.
+    """
 
     is_for_any_size: ClassVar[bool] = True
 
@@ -217,6 +220,8 @@ class MergeAll(Rule):
 @dataclass(frozen=True)
 class MergePairs(Rule):
     """PAPA-2: now and then, replace every member by the mean of two distinct members drawn uniformly.
+
+    Say when with `every_steps`, as for `MergeAll`.
 
     Args:
         share: the weight of the first of the two: 1/2 in PAPA-2, 3/4 in the paper's pair-75.

@@ -23,6 +23,23 @@ def heard(stop: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Leave on SIGTERM as on SIGINT, by an exception: what was begun and must not stay is cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def listening(stop: Any) -> Iterator[None]:
     """Note the first SIGINT, SIGTERM or SIGHUP in `stop.value`; leave at once on the second.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,18 @@ def test_mistakes_get_one_readable_message_and_leave_nothing(
     assert message in " ".join(shown.split())
     assert "Traceback" not in shown
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_is_ended_leaves_nothing_half_done_behind(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "score.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "papa", "soup", "a.safetensors", "b.safetensors", "-o", "soup.safetensors"]
+    score = shlex.join([sys.executable, "score.py", "{}"])
+    process = subprocess.Popen([*command, "--greedy", "--score", score], cwd=tmp_path)
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=120) == 143
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors", "score.py", "begun"}

@@ -42,7 +42,7 @@ examples:
   papa soup a.safetensors b.safetensors -o soup.safetensors
 
 exit codes: 0 all went well; 2 used wrongly, or could not go on; 75 stopped by SIGINT, SIGTERM or SIGHUP, and saved;
-130, 143 and 129 ended at once by a second one
+130, 143 and 129 ended at once by a second one, or by the first where there is nothing to save
 """
 
 STOPPED = 75

@@ -21,6 +21,7 @@ from papa.errors import ConfigError
 from papa.files import FileSoup, soup_files
 from papa.files.sources import is_run
 from papa.runs import RunDirectory
+from papa.signals import leaving
 
 DESCRIPTION = """Averages checkpoints into one network, a block at a time: memory stays small however large they are.
 
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.paths:
         raise ConfigError("no checkpoint was named, expected files or directories: see papa soup --help")
     use_one_thread()
-    with _Bar() as bar:
+    with leaving(), _Bar() as bar:
         soup = soup_files(
             options.paths,
             options.out,

@@ -29,7 +29,8 @@ from papa.config import Config
 from papa.errors import ConfigError, RunError
 from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
 from papa.recipes import paper_details, paper_scores, paper_soups
-from papa.recipes.build import build, find_device, hooks_for, policies_for, sizes
+from papa.recipes.build import build, find_device, hooks_for, images_for, policies_for, sizes
+from papa.recipes.loading import card_for
 from papa.recipes.picture import prediction_picture
 from papa.recorder import Recorder
 from papa.report import run_page
@@ -201,10 +202,12 @@ def _job(
     notices: list[str] = []
     if resume and is_there:
         _check_same(config, Config.from_json(run.read_config()), path)
-        training = build(config, group)
+        images = images_for(config)
+        training = build(config, group, images)
         notices = _continue(config, run, training)
     else:
-        training = build(config, group)  # whatever is wrong shows before anything is written or removed
+        images = images_for(config)
+        training = build(config, group, images)  # whatever is wrong shows before anything is written or removed
         if group.leads:
             run.create(config.to_json(), overwrite=overwrite)
         group.wait()
@@ -224,7 +227,7 @@ def _job(
         hooks: list[Hook] = [*hooks_for(config, run.log), recorder]  # which saves what the others logged
         if watch is not None and group.leads:
             hooks.append(stack.enter_context(watch()))
-        return _train(config, run, training, hooks, recorder)
+        return _train(config, run, training, hooks, recorder, card_for(config, images))
 
 
 def _check_same(config: Config, found: Config, path: Path) -> None:
@@ -263,7 +266,12 @@ def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _train(
-    config: Config, run: RunDirectory, training: Training, hooks: Sequence[Hook], recorder: Recorder
+    config: Config,
+    run: RunDirectory,
+    training: Training,
+    hooks: Sequence[Hook],
+    recorder: Recorder,
+    card: dict[str, Any],
 ) -> dict[str, Any]:
     training.run(hooks)
     recorder.finish(training)
@@ -286,6 +294,7 @@ def _train(
         "method": config.method,
         "seed": config.seed,
         "config": config.to_json(),
+        "network": card,
         "environment": environment(training),
         **outcome.to_json(),
         "num_averagings": training.averager.num_averagings,

@@ -61,18 +61,19 @@ TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": l
 """Data sets whose every pixel has a class."""
 
 
-def build(config: Config, group: Group | None = None) -> Training:
+def build(config: Config, group: Group | None = None, images: ImageSet | None = None) -> Training:
     """A training that is ready to run.
 
     Args:
         config: what to train; checked first.
         group: the processes that hold the population; None for this one alone.
+        images: what `images_for` gives, where it is there already.
     """
     config.check()
     device = (group or Local()).place(find_device(config.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where what other processes send arrives
-    images = images_for(config)
+    images = images_for(config) if images is None else images
     pipeline = pipeline_for(config, images)
     task = task_for(config, images)
     return Training(

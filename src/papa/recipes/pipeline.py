@@ -36,11 +36,7 @@ class ImagePipeline:
 
     def prepare(self, images: Tensor) -> Tensor:
         """Resize and normalise; nothing random."""
-        if self.resize is not None:
-            size = (self.resize, self.resize)
-            resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
-            images = resized.round_().clamp_(0, 255).to(torch.uint8)
-        return normalize(images, self.mean, self.std)
+        return prepared(images, mean=self.mean, std=self.std, resize=self.resize)
 
     def augment(
         self,
@@ -57,3 +53,19 @@ class ImagePipeline:
             shifted = random_flip(shifted, generator=generator)
         inputs = self.prepare(drawn.on_images(shifted, generator))
         return drawn.on_batch(inputs, targets, num_classes=self.num_classes, generator=generator, ignore=self.ignore)
+
+
+def prepared(images: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], resize: int | None) -> Tensor:
+    """Images of pixels from 0 to 255, resized where asked for and normalised.
+
+    Args:
+        images: uint8, `(N, channels, height, width)`.
+        mean: of each channel, of pixels scaled to [0, 1].
+        std: the same.
+        resize: the height and width they get; None to leave them.
+    """
+    if resize is not None:
+        size = (resize, resize)
+        resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
+        images = resized.round_().clamp_(0, 255).to(torch.uint8)
+    return normalize(images, mean, std)

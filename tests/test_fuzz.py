@@ -10,6 +10,7 @@ import resource
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from papa.checkpoint import save_network
 from papa.cli.run import print_result
 from papa.config import Config
 from papa.errors import PapaError
-from papa.launch import _load_
+from papa.launch import _check_state
 from papa.models.weights import read_state_dict
 from papa.recipes import find
 from papa.recipes.build import build
 from papa.report import compare_page, run_page
 from papa.runs import RunDirectory
+from papa.training.saving import _load_
 from papa.training.state import member_states, state_of
 from test_checkpoint import Member, expected_of, load_whole, save, trained_member
 
@@ -162,7 +164,7 @@ def test_the_state_of_a_training(tmp_path: Path) -> None:
         (path / "manifest.json").write_text(json.dumps(altered))
 
         def load() -> None:
-            _, error = _load_(config, path, training)
+            _, error = _load_(training, path, partial(_check_state, config))
             if error is not None:
                 raise PapaError(error)
 

@@ -84,7 +84,7 @@ def test_a_call_that_was_broken_off_goes_on_to_the_same_bits(
         train(Steps(last), tmp_path / "kept", **changes)
     again = Steps()
     assert_same(train(again, tmp_path / "kept", **changes), whole)
-    assert 0 < len(again.taken) <= NUM_STEPS
+    assert again.taken or last == NUM_STEPS
     done = Steps()
     assert_same(train(done, tmp_path / "kept", **changes), whole)
     assert done.taken == []

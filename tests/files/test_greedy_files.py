@@ -121,8 +121,9 @@ def test_an_interrupted_soup_goes_on_with_the_scores_it_has(tmp_path: Path) -> N
 def test_a_command_that_fails_or_says_nothing_is_told(script: str, message: str, tmp_path: Path) -> None:
     files, score = make_files(tmp_path), command(tmp_path, script)
     before = {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(SoupError, match=message):
+    with pytest.raises(SoupError, match=message) as caught:
         papa.soup_files(files, tmp_path / "soup.safetensors", greedy=True, score=score)
+    assert str(caught.value).startswith(f"{files[0]} could not be scored: ")
     assert {path.name for path in tmp_path.iterdir()} == before
 
 

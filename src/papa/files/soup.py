@@ -203,11 +203,15 @@ def _choose(
         identity = json_text([how, [(digests[index], row[index]) for index in used]])
         name = hashlib.sha256(identity.encode()).hexdigest()
         known = memory.get(name)
+        files = [checkpoints[index].path for index in used]
         if known is None:
-            known = scorer(row)
-            memory.put(name, known, [str(checkpoints[index].path) for index in used])
+            try:
+                known = scorer(row)
+            except SoupError as error:  # which names a file that was made to be scored
+                raise SoupError(f"{', '.join(map(str, files))} could not be scored: {error}") from error
+            memory.put(name, known, list(map(str, files)))
         if tell is not None:
-            tell([checkpoints[index].path for index in used], known.score)
+            tell(files, known.score)
         return known
 
     size = len(checkpoints)

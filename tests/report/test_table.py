@@ -1,4 +1,4 @@
-from papa.report import cells_of, compare_rows, paper_cells, run_rows
+from papa.report import cells_of, compare_page, compare_rows, paper_cells, run_rows
 from papa.report.groups import groups_of
 from papa.report.table import compare_rows_with_paper
 from report_samples import make_full_result, make_result
@@ -32,6 +32,13 @@ def test_options_that_a_method_does_not_look_at_keep_no_runs_apart() -> None:
             runs.append(run)
     found = {label: len(group) for label, group in groups_of(runs).items()}
     assert found == {"papa, average.half_life 0.02": 1, "papa, average.half_life 0.003": 1, "papa-all": 2}
+
+
+def test_one_run_is_told_as_one() -> None:
+    page = compare_page([make_result()])
+    assert "digits: 1 run compared" in page
+    assert "1 way to train a population, seed 1; scores" in page
+    assert "2 ways to train a population, seeds 1, 2; scores" in compare_page([make_result(), make_result("x", seed=2)])
 
 
 def test_runs_of_several_recipes_are_named_by_them() -> None:

@@ -106,7 +106,8 @@ def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequenc
     data = list(dict.fromkeys(_data(result) for result in results if scores_of(result)))
     parts = [
         markup.paragraph(
-            f"{len(groups_of(results))} ways to train a population, seeds {', '.join(seeds)}; scores on the "
+            f"{_counted(len(groups_of(results)), 'way')} to train a population, "
+            f"seed{'s' * (len(seeds) != 1)} {', '.join(seeds)}; scores on the "
             f"{' or '.join(data) or 'test'} data. "
             "Cells are the mean over seeds, with the standard deviation in parentheses where there are several."
         ),
@@ -130,7 +131,11 @@ def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequenc
         markup.section("Every run", markup.table(("run", *COLUMNS, "seconds"), map(_single, results), stacks=True)),
         *_provenance(first, of=" of the first run"),
     ]
-    return markup.page(f"{', '.join(recipes)}: {len(results)} runs compared", parts)
+    return markup.page(f"{', '.join(recipes)}: {_counted(len(results), 'run')} compared", parts)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _details(results: Sequence[Mapping[str, Any]]) -> str:

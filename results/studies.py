@@ -102,16 +102,6 @@ STUDIES = (
                 commands=tuple(command for epochs in LENGTHS for command in _half_life_commands(epochs)),
                 render=half_lives,
             ),
-            Table(
-                title="CIFAR-100, ResNet-18, five members",
-                commands=tuple(
-                    f"papa compare cifar100-resnet18 --budget mini --methods papa --seeds 1 --analysis"
-                    f" --average.half-life {share} --data.root DATA --out runs/half-life/cifar100-{share}"
-                    for share in (0.01, 0.02)
-                ),
-                beside=(MAIN_CIFAR100,),
-                render=half_lives,
-            ),
         ),
     ),
     Study(

@@ -29,6 +29,7 @@ ROOMS = [
     "selection",
     "soup",
     "ensemble",
+    "batches",
     "evaluate",
     "repair",
     "align",

@@ -354,6 +354,18 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
         config_of(engine="stackd").check()
 
 
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_inputs_by_name_are_refused(is_dataset: bool) -> None:
+    class Named(nn.Linear):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return super().forward(inputs["it"])
+
+    inputs, targets = torch.randn(40, 4), torch.zeros(40, dtype=torch.long)
+    data = [({"it": inputs[row]}, 0) for row in range(40)] if is_dataset else ({"it": inputs}, targets)
+    with pytest.raises(ConfigError, match="take inputs of one tensor, not tensors by name: use the loop engine"):
+        train(lambda: Named(4, 3), data, num_epochs=1, batch_size=10, validation=0.5, engine=Stacked)
+
+
 def test_members_that_differ_are_refused() -> None:
     class Freeze(Hook):
         def before_step(self, training: Training) -> None:

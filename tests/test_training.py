@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from papa import Independent, MergeAll, Push, train
+from papa import Independent, MergeAll, Push, Rule, train
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.schedules import cosine
@@ -235,6 +235,35 @@ def test_the_default_push_brings_members_together_and_its_soup_works() -> None:
     assert outcome.test is not None
     assert outcome.population.distances().max() < 0.5 * apart.population.distances().min()
     assert outcome.test.average_soup.score > 85
+
+
+class Joined(nn.Module):
+    """The network of this file on what it is given by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        outputs: Tensor = self.net(torch.cat([inputs["left"], inputs["right"]], dim=1))
+        return outputs
+
+
+@pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=2), MergeAll(every_steps=7)])
+def test_inputs_by_name_train_to_the_same_bits_as_one_tensor_of_all(rule: Rule) -> None:
+    data = make_data()
+    parts = {
+        name: ({"left": inputs[:, :1], "right": inputs[:, 1:]}, targets)
+        for name in ("train", "validation", "test")
+        for inputs, targets in [getattr(data, name).batch(torch.arange(80))]
+    }
+    options = {"num_members": 2, "num_epochs": 3, "batch_size": 16, "rule": rule, "num_repair_batches": 2}
+    one = train(make_net, data, **options)
+    several = train(Joined, Data(**parts), **options)
+    for net, joined in zip(one.population, several.population, strict=True):
+        assert same(net.state_dict(), joined.net.state_dict())
+    assert one.test is not None
+    assert one.test == several.test
 
 
 def test_a_pair_of_tensors_holds_out_two_percent_and_needs_no_test_data() -> None:

@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from papa.batches import Inputs
 from papa.ensemble import mean_logits
 from papa.errors import DataError
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
+Batch: TypeAlias = tuple[Inputs, Tensor]
+"""Inputs and targets."""
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Gather: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 """Turns one tensor per network held here into one per network held anywhere."""
-Apply: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
+Apply: TypeAlias = Callable[[nn.Module, Inputs], Tensor]
 """How a network gives its outputs for a batch of inputs in evaluation."""
 
 CHUNK = 2**22
@@ -71,7 +73,7 @@ def rereadable(batches: Any) -> Any:
     return list(batches) if isinstance(batches, Iterator) else batches
 
 
-def call(model: nn.Module, inputs: Tensor) -> Tensor:
+def call(model: nn.Module, inputs: Inputs) -> Tensor:
     """The network's outputs for the inputs as they are."""
     outputs: Tensor = model(inputs)
     return outputs
@@ -194,7 +196,7 @@ class _MeanOf:
         return {}
 
 
-def _output(model: nn.Module, inputs: Tensor, apply: Apply) -> Tensor:
+def _output(model: nn.Module, inputs: Inputs, apply: Apply) -> Tensor:
     output: object = apply(model, inputs)
     if not isinstance(output, Tensor):
         raise DataError(

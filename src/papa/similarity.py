@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from papa.batches import inputs_of, num_examples
 from papa.errors import DataError, did_you_mean
 from papa.evaluate import evaluating
-from papa.repair.moments import inputs_of, repairable_layers
+from papa.repair.moments import repairable_layers
 
 Features: TypeAlias = dict[str, Tensor]
 """What each layer says about each example, by the layer's name."""
@@ -60,7 +61,7 @@ def feature_similarity(
                 near = did_you_mean(name, [key for key in known if key])
                 raise DataError(f"there is no layer '{name}' in network {number}: {near}")
     totals: dict[str, Tensor] = {}
-    num_examples = 0
+    num_seen = 0
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
@@ -72,10 +73,10 @@ def feature_similarity(
                 together = torch.stack([its[name] for its in features])
                 products = torch.einsum("jnd,knd->jk", together, together).cpu()
                 totals[name] = totals[name] + products if name in totals else products
-            num_examples += len(inputs)
-    if not num_examples:
+            num_seen += num_examples(inputs)
+    if not num_seen:
         raise DataError("there was no batch to compare features on: the data is empty")
-    return {name: total / num_examples for name, total in totals.items()}
+    return {name: total / num_seen for name, total in totals.items()}
 
 
 def _check(name: str, features: Sequence[Tensor]) -> None:

@@ -96,6 +96,21 @@ def test_datasets_and_pairs_become_sources() -> None:
         Arrays(torch.zeros(2), torch.zeros(3))
 
 
+def test_inputs_may_be_several_tensors_by_name() -> None:
+    words, mask, targets = torch.arange(8).view(4, 2), torch.ones(4, 2), torch.arange(4)
+    together = as_source(({"words": words.numpy(), "mask": mask}, targets))
+    apart = as_source([({"words": words[row], "mask": mask[row]}, row) for row in range(4)])
+    assert (len(together), len(apart)) == (4, 4)
+    for source in (together, apart, hold_out(together, 0.5, seed=1)[0]):
+        inputs, found = source.batch(torch.tensor([1, 0]))
+        assert torch.equal(inputs["words"], words[found])
+        assert torch.equal(inputs["mask"], mask[found])
+    with pytest.raises(DataError, match="inputs have different numbers of examples: 'words' 4, 'mask' 3"):
+        as_source(({"words": words, "mask": mask[:3]}, targets))
+    with pytest.raises(DataError, match="a batch is a dict, expected a tensor, or tensors by name"):
+        as_source(({}, targets))
+
+
 class OneByOne(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -113,7 +128,7 @@ class OneByOne(IterableDataset[int]):
         ),
         ([(torch.zeros(2), 1, 2)] * 4, "an example of list is a tuple of 3, expected a pair"),
         (
-            [({"ids": torch.zeros(2)}, 1)] * 4,
+            [({"ids": torch.zeros(2), "text": "words"}, 1)] * 4,
             "an example of list is a tuple of 2, expected a pair of inputs and target",
         ),
         (OneByOne(), "data is a OneByOne, which can only be read in its own order"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from papa.batches import Inputs, are_inputs, each, num_examples, parts_of
 from papa.errors import DataError
 from papa.streams import stream
 
@@ -26,7 +27,7 @@ class Source(Protocol):
         """The number of examples."""
         ...
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """Inputs and targets of the examples at these indices."""
         ...
 
@@ -35,28 +36,32 @@ class Source(Protocol):
 class Streaming(Source, Protocol):
     """A source that augments while it reads, and so hands out training batches better than one at a time."""
 
-    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Augmented inputs and targets for one batch of indices after the other; see `stream_batches`."""
         ...
 
 
 class Arrays:
-    """Examples in memory: inputs and targets as two tensors or arrays of one length."""
+    """Examples in memory: inputs and targets as tensors or arrays of one length; inputs may be several, by name."""
 
     def __init__(self, inputs: Any, targets: Any) -> None:
-        self.inputs, self.targets = torch.as_tensor(inputs), torch.as_tensor(targets)
-        if len(self.inputs) != len(self.targets):
+        self.inputs: Inputs = each(inputs, torch.as_tensor)
+        self.targets = torch.as_tensor(targets)
+        if num_examples(self.inputs) != len(self.targets):
             raise DataError(
-                f"inputs have {len(self.inputs)} rows, targets {len(self.targets)}: every example needs both"
+                f"inputs have {num_examples(self.inputs)} rows, targets {len(self.targets)}: every example needs both"
             )
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.targets)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """One gather for each tensor."""
-        here = indices.to(self.inputs.device)
-        return self.inputs.index_select(0, here), self.targets.index_select(0, here)
+
+        def rows(part: Tensor) -> Tensor:
+            return part.index_select(0, indices.to(part.device))
+
+        return each(self.inputs, rows), rows(self.targets)
 
 
 class Examples:
@@ -68,16 +73,17 @@ class Examples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """As many `dataset[i]` as there are indices."""
         found = default_collate([self.dataset[index] for index in indices.tolist()])
         is_pair = isinstance(found, (tuple, list)) and len(found) == 2
-        if not is_pair or not all(isinstance(part, Tensor) for part in found):
+        if not is_pair or not are_inputs(found[0]) or not isinstance(found[1], Tensor):
             example = self.dataset[int(indices[0])]
             parts = f" of {len(example)}" if isinstance(example, (tuple, list, dict)) else ""
             raise DataError(
                 f"an example of {type(self.dataset).__name__} is a {type(example).__name__}{parts}, expected a pair of "
-                "inputs and target, each a tensor or a number: wrap the dataset in one that gives such pairs"
+                "inputs and target: each a tensor or a number, or the inputs tensors by name; wrap the dataset in one "
+                "that gives such pairs"
             )
         inputs, targets = found
         return inputs, targets
@@ -92,11 +98,11 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """The source's examples behind these indices."""
         return self.source.batch(self.indices[indices])
 
-    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """The source's own training batches behind these indices."""
         return stream_batches(self.source, (self.indices[indices] for indices in index_batches), seed=seed, start=start)
 
@@ -123,7 +129,7 @@ def as_source(data: Any) -> Source:
     if (
         isinstance(data, (tuple, list))
         and len(data) == 2
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in data)
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in [*parts_of(data[0]), data[1]])
     ):
         source: Source = Arrays(*data)
     elif isinstance(data, Source):
@@ -137,8 +143,8 @@ def as_source(data: Any) -> Source:
         source = Examples(data)
     else:
         raise DataError(
-            f"data is a {type(data).__name__}, expected a pair of tensors (inputs, targets), a torch dataset, "
-            "or an object with __len__ and batch(indices)"
+            f"data is a {type(data).__name__}, expected a pair of tensors (inputs, targets; inputs may be tensors by "
+            "name), a torch dataset, or an object with __len__ and batch(indices)"
         )
     if len(source) == 0:
         raise DataError("data has no example, expected at least one")
@@ -161,7 +167,7 @@ def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source
     return Subset(source, order[num_held_out:]), Subset(source, order[:num_held_out])
 
 
-def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Inputs, Tensor]]:
     """All examples in their own order, the last batch as small as need be."""
     for indices in torch.split(torch.arange(len(source), device="cpu"), batch_size):
         yield source.batch(indices)
@@ -169,7 +175,7 @@ def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Tensor, Tensor
 
 def stream_batches(
     source: Source, index_batches: Iterable[Tensor], *, seed: int, start: int = 0
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Inputs, Tensor]]:
     """Training batches, one after the other: by the source's own `stream` when it has one, else by its `batch`.
 
     Example:

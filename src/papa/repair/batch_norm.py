@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from papa.batches import inputs_of, num_examples
 from papa.errors import DataError
 from papa.evaluate import evaluating
 
@@ -52,28 +53,19 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     return model
 
 
-def _num_examples(inputs: Any) -> int:
-    """How many examples a batch has: of several tensors, as many as the first."""
-    if isinstance(inputs, Mapping):
-        inputs = next((part for part in inputs.values() if isinstance(part, Tensor)), None)
-    if not isinstance(inputs, Tensor):
-        raise DataError(f"a batch is a {type(inputs).__name__}, expected a tensor, or tensors by name")
-    return len(inputs)
-
-
 def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[Any]) -> None:
-    num_examples = 0
+    num_seen = 0
     for layer in layers:
         layer.reset_running_stats()
         layer.train()
     for batch in batches:
-        inputs: Any = batch[0] if isinstance(batch, (tuple, list)) else batch
-        num_here = _num_examples(inputs)
+        inputs = inputs_of(batch)
+        num_here = num_examples(inputs)
         if not num_here:
             continue
-        num_examples += num_here
+        num_seen += num_here
         for layer in layers:
-            layer.momentum = num_here / num_examples
+            layer.momentum = num_here / num_seen
         model(inputs)
-    if not num_examples:
+    if not num_seen:
         raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from papa.batches import each, inputs_of, num_examples
 from papa.errors import DataError
 from papa.evaluate import evaluating
 
@@ -97,12 +98,6 @@ def channels_last(layer: nn.Module, output: Tensor) -> Tensor:
     return output.movedim(channel_axis(layer, output), -1)
 
 
-def inputs_of(batch: Any) -> Tensor:
-    """A batch's inputs: the batch itself, or the first entry of a tuple."""
-    inputs: Tensor = batch[0] if isinstance(batch, (tuple, list)) else batch
-    return inputs
-
-
 @torch.no_grad()
 def run_watched(model: nn.Module, batches: Iterable[Any], watch: Watch, layers: Mapping[str, nn.Module]) -> None:
     """Run batches through a network whose BatchNorm layers use batch statistics, telling `watch` of every layer.
@@ -121,9 +116,10 @@ def run_watched(model: nn.Module, batches: Iterable[Any], watch: Watch, layers: 
             hook = layer.register_forward_hook(lambda layer, _, output, name=name: told(name, layer, output))
             hooks.callback(hook.remove)
         for batch in batches:
-            if len(inputs_of(batch)):
+            inputs = inputs_of(batch)
+            if num_examples(inputs):
                 uses.clear()
-                model(inputs_of(batch))
+                model(inputs)
                 num_batches += 1
     if not num_batches:
         raise DataError("there was no batch to take activation statistics from: the data is empty")
@@ -175,7 +171,8 @@ def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool
         name, _ = waiting.pop(id(inputs[0]) if inputs else 0, ("", None))
         num_fed[name] += 1
 
-    first = next((inputs_of(batch)[:2] for batch in batches if len(inputs_of(batch))), None)
+    filled = (inputs for batch in batches if num_examples(inputs := inputs_of(batch)))
+    first = next((each(inputs, lambda part: part[:2]) for inputs in filled), None)
     with contextlib.ExitStack() as hooks:
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 
+from papa.batches import Inputs
 from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
@@ -26,7 +27,7 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
-def unchanged(inputs: Tensor) -> Tensor:
+def unchanged(inputs: Inputs) -> Inputs:
     """The inputs as they are."""
     return inputs
 
@@ -45,7 +46,7 @@ def train(
     make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
     schedule: Schedule = cosine(),  # noqa: B008
     augment: Augment | Sequence[Augment] | None = None,
-    prepare: Callable[[Tensor], Tensor] = unchanged,
+    prepare: Callable[[Inputs], Inputs] = unchanged,
     seed: int = 1,
     device: torch.device | str = "cpu",
     numerics: Numerics = Numerics(),  # noqa: B008
@@ -72,7 +73,8 @@ def train(
     Args:
         make_model: makes one member; called once for each, with torch's generators seeded for it.
         data: a pair of tensors (inputs, targets) or a torch dataset, of which a share is held out for the greedy soup
-            (through the same transforms); or a `papa.data.Data` that names training, validation and test data.
+            (through the same transforms); or a `papa.data.Data` that names training, validation and test data. Inputs
+            may be several tensors by name, `{"words": ..., "mask": ...}`, which a network takes as its one argument.
         num_members: the size of the population.
         num_epochs: passes over the data.
         batch_size: examples per step; the last incomplete batch of an epoch is left out.

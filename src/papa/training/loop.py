@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from papa.align import AlignMerges
 from papa.averager import Around, Averager, Averaging, chain
+from papa.batches import Inputs, each
 from papa.data.source import Data, Source, Subset, as_source, hold_out, stream_batches
 from papa.errors import ConfigError, DataError
 from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
@@ -27,7 +28,7 @@ from papa.streams import accelerators_in_use, derive, global_stream, seed_global
 from papa.training.merging import Merging, repair_around
 from papa.training.parts import Engine, EpochRecord, Length, Numerics
 
-Augment: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], Batch]
+Augment: TypeAlias = Callable[[Inputs, Tensor, torch.Generator], Batch]
 """From raw inputs, targets and a generator to what a network trains on."""
 
 
@@ -103,7 +104,7 @@ class Training:
         make_optimizer: Callable[[nn.Module], Optimizer],
         schedule: Schedule,
         augment: Augment | Sequence[Augment] | None,
-        prepare: Callable[[Tensor], Tensor],
+        prepare: Callable[[Inputs], Inputs],
         seed: int,
         device: torch.device | str,
         numerics: Numerics,
@@ -280,7 +281,7 @@ class Training:
         generator = stream(self.seed, "augment", member, self.step)
         return self.augments[index](*self._batch(member), generator)
 
-    def loss_of(self, model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
             return self.loss(model(inputs), targets)
@@ -325,9 +326,13 @@ class Training:
                 start=position,
             )
         inputs, targets = next(self._streams[member])
-        return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        return self.here(inputs), targets.to(self.device, non_blocking=True)
 
-    def repair_batches(self, member: int) -> list[Tensor]:
+    def here(self, inputs: Inputs) -> Inputs:
+        """The inputs on the device that trains."""
+        return each(inputs, lambda part: part.to(self.device, non_blocking=True))
+
+    def repair_batches(self, member: int) -> list[Inputs]:
         """The batches REPAIR looks at: the same images on every call and for every member, under its own policy."""
         augment = self.augments[member - self.members.start]
         return [
@@ -335,7 +340,7 @@ class Training:
             for number, batch in enumerate(self._fixed_batches(self.num_repair_batches))
         ]
 
-    def plain_batches(self, num_batches: int | None) -> list[Tensor]:
+    def plain_batches(self, num_batches: int | None) -> list[Inputs]:
         """Training images without augmentation, the same on every call; those that REPAIR looks at come first.
 
         Args:
@@ -343,12 +348,12 @@ class Training:
         """
         return list(self.stream_plain_batches(num_batches))
 
-    def stream_plain_batches(self, num_batches: int | None) -> Iterator[Tensor]:
+    def stream_plain_batches(self, num_batches: int | None) -> Iterator[Inputs]:
         """The same, one at a time."""
         for inputs, _ in self._fixed_batches(num_batches):
             yield self._formatted(self.prepare(inputs))
 
-    def plain_repair_batches(self) -> list[Tensor]:
+    def plain_repair_batches(self) -> list[Inputs]:
         """The batches REPAIR looks at, without augmentation."""
         return self.plain_batches(self.num_repair_batches)
 
@@ -358,12 +363,13 @@ class Training:
         for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
             with global_stream(self.seed, "repair", position=number):
                 inputs, targets = self.data.train.batch(indices)
-            yield inputs.to(self.device), targets.to(self.device)
+            yield self.here(inputs), targets.to(self.device)
 
-    def _formatted(self, inputs: Tensor) -> Tensor:
-        if self.numerics.channels_last and inputs.dim() == 4:
-            return inputs.to(memory_format=torch.channels_last)
-        return inputs
+    def _formatted(self, inputs: Inputs) -> Inputs:
+        return each(inputs, self._format) if self.numerics.channels_last else inputs
+
+    def _format(self, part: Tensor) -> Tensor:
+        return part.to(memory_format=torch.channels_last) if part.dim() == 4 else part
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.numerics.autocast is None:
@@ -455,7 +461,7 @@ class Training:
         for number, indices in enumerate(torch.split(torch.arange(len(source), device="cpu"), size)):
             with global_stream(self.seed, "evaluate", position=number):  # for datasets with random transforms
                 inputs, targets = source.batch(indices)
-            yield self._formatted(self.prepare(inputs.to(self.device))), targets.to(self.device)
+            yield self._formatted(self.prepare(self.here(inputs))), targets.to(self.device)
 
 
 def as_data(data: Any, validation: float, *, seed: int) -> Data:
@@ -468,7 +474,7 @@ def as_data(data: Any, validation: float, *, seed: int) -> Data:
 
 
 def _augment_of(
-    augment: Augment | Sequence[Augment] | None, member: int, prepare: Callable[[Tensor], Tensor]
+    augment: Augment | Sequence[Augment] | None, member: int, prepare: Callable[[Inputs], Inputs]
 ) -> Augment:
     if augment is None:
         return lambda inputs, targets, generator: (prepare(inputs), targets)

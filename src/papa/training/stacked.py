@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from papa.batches import Inputs
 from papa.data.source import Arrays, Source, Subset
 from papa.errors import ConfigError, DataError
 from papa.evaluate import Batch
@@ -143,7 +144,7 @@ class Stacked:
             steps = orders.view(len(orders), -1, training.batch_size).transpose(0, 1)[position:]
             for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
                 inputs, targets = training.data.train.batch(part.flatten())
-                inputs, targets = training.prepare(inputs.to(training.device)), targets.to(training.device)
+                inputs, targets = _one(training.prepare(training.here(inputs))), targets.to(training.device)
                 stacked = (each.view(*part.shape, *each.shape[1:]) for each in (inputs, targets))
                 yield from zip(*stacked, strict=True)
 
@@ -151,7 +152,8 @@ class Stacked:
         """Each member's batch as the loop draws it, put together."""
         training = self.training
         while True:
-            batches = [training.training_batch(index) for index in range(len(training.population))]
+            drawn = [training.training_batch(index) for index in range(len(training.population))]
+            batches = [(_one(inputs), targets) for inputs, targets in drawn]
             forms = [f"{tuple(targets.shape)} of {targets.dtype}" for _, targets in batches]
             for index, form in enumerate(forms):
                 if form != forms[0] or batches[index][0].shape != batches[0][0].shape:
@@ -162,6 +164,12 @@ class Stacked:
                     )
             inputs, targets = zip(*batches, strict=True)
             yield torch.stack(inputs), torch.stack(targets)
+
+
+def _one(inputs: Inputs) -> Tensor:
+    if not isinstance(inputs, Tensor):
+        raise ConfigError("stacked members take inputs of one tensor, not tensors by name: use the loop engine")
+    return inputs
 
 
 def _is_in_memory(source: Source) -> bool:

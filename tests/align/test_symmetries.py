@@ -300,3 +300,11 @@ def test_groups_written_by_hand_that_do_not_fit_are_refused(groups: tuple[Group,
 def test_an_unknown_group_is_named() -> None:
     with pytest.raises(PapaError, match="no group 'heat'"):
         Symmetries(())["heat"]
+
+
+def test_groups_are_told_by_name_a_line_each() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    assert str(symmetries(net, torch.randn(3, 4))).splitlines() == [
+        "0.weight: 8 units in 0.weight (axis 0), 0.bias (axis 0), 2.weight (axis 1)",
+        "2.weight: 6 units in 2.weight (axis 0), 2.bias (axis 0), 4.weight (axis 1)",
+    ]

@@ -36,9 +36,9 @@ def symmetries(model: nn.Module, example_input: Any) -> Symmetries:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-        >>> (group,) = symmetries(net, torch.randn(3, 4))
-        >>> group.size, [(slot.tensor, slot.axis) for slot in group.slots][:2]
-        (8, [('0.weight', 0), ('0.bias', 0)])
+        >>> found = symmetries(net, torch.randn(3, 4))
+        >>> [(group.size, len(group.slots)) for group in found]
+        [(8, 7)]
 
     Args:
         model: the network, unchanged.

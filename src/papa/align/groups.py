@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,10 +24,13 @@ class Slot:
     """The parameter's or buffer's name."""
     axis: int
     """The axis that is permuted."""
-    index: Tensor
+    index: Tensor = field(repr=False)
     """Row `u` holds the indices along the axis that unit `u` owns, in order."""
     within: Within = None
     """Only these rows of axis 0 are touched (`start, stop`), as inside one group of a grouped convolution."""
+
+    def __str__(self) -> str:
+        return f"{self.tensor} (axis {self.axis})"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Group:
     """How many units."""
     slots: tuple[Slot, ...]
     """All places that have to be permuted together."""
-    places: tuple[Slot, ...] = ()
+    places: tuple[Slot, ...] = field(default=(), repr=False)
     """Where the units are seen in activations: `tensor` is then the name of a node of the network's graph."""
     is_inner: bool = False
     """Whether its units live inside one block (a head, a group of channels) of another group."""
@@ -64,8 +67,14 @@ class Symmetries:
 
     groups: tuple[Group, ...]
     """Whole blocks and single units first, then units inside of blocks."""
-    program: Program | None = None
+    program: Program | None = field(default=None, repr=False)
     """The graph they were derived from; None when they were written by hand."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{group.name}: {group.size} units in {', '.join(str(slot) for slot in group.slots)}"
+            for group in self.groups
+        )
 
     def __len__(self) -> int:
         return len(self.groups)

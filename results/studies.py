@@ -191,6 +191,8 @@ STUDIES = (
                 commands=(
                     "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
                     " --parallel 2 --data.root DATA --out runs/repair/none",
+                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3"
+                    " --average.repair-scope batch-norm --parallel 2 --data.root DATA --out runs/repair/batch-norm",
                 ),
                 beside=(MAIN_CIFAR10,),
                 render=of_methods("independent", "papa-all"),

@@ -199,7 +199,8 @@ def test_with_batch_norm_behind_every_convolution_it_is_a_batch_norm_reset_in_fu
     reset = copy.deepcopy(child)
     repair_(child, parents, batches)
     reset_batch_norm_(reset, batches)
-    assert not torch.allclose(child[0].weight, reset[0].weight, rtol=0.1)
+    for layer in (0, 3):  # averaging makes weights shorter, REPAIR as long as they were; hence smaller steps afterwards
+        assert child[layer].weight.norm() > 1.3 * reset[layer].weight.norm()
     child.eval(), reset.eval()
     probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(child(probe), reset(probe), rtol=tolerance, atol=tolerance)

@@ -11,6 +11,7 @@ import os
 import platform
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -307,4 +308,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a background job, unless asked for
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -237,3 +239,24 @@ def test_what_was_measured_before_an_interruption_is_kept(
     page = out.read_text()
     assert cells_of(page, "push")[2] == "1.500 [1.500, 1.500]"
     assert "**FAILED**: broken off" in page
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_background_job_can_be_ended_too_and_keeps_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
+    folder, out, is_waiting = tmp_path / "scripts", tmp_path / "out.md", tmp_path / "waiting"
+    write_script(folder, "a_tiny", line("push", ratio=1.5))
+    (folder / "b_later.py").write_text(
+        f"import time\nfrom pathlib import Path\nPath({str(is_waiting)!r}).touch()\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--folder", str(folder), "--out", str(out)]
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts background jobs
+    try:
+        job = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    while not is_waiting.exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(number)
+    assert job.wait() == 130
+    assert cells_of(out.read_text(), "push")[2] == "1.500 [1.500, 1.500]"

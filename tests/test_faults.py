@@ -220,9 +220,15 @@ def test_nothing_depends_on_what_the_clock_says(whole: Path, tmp_path: Path, mon
 def in_a_session(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
     """The command line as a terminal or a scheduler starts it: it and all it starts get each signal."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "papa", *arguments], start_new_session=True, text=True, env=environment, **streams
-    )
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    here = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}  # what is ignored would be inherited
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "papa", *arguments], start_new_session=True, text=True, env=environment, **streams
+        )
+    finally:
+        for number, handler in here.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

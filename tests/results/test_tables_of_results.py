@@ -152,15 +152,6 @@ def test_half_lives_are_compared_for_the_seeds_that_all_were_run_with(records: P
     (table,) = study.tables
     found = list(read_records(table.all_commands, records).values())
     page = table.render(found)
-    assert [row[2] for row in rows_of(page, "20 |")] == [
-        "0.002",
-        "0.005",
-        "0.01",
-        "0.02",
-        "0.05",
-        "0.1",
-        "never pushed",
-    ]
     (never,) = (one for one in found if one["method"] == "independent" and one["config"]["train"]["epochs"] == 20)
     other = copy.deepcopy({**never, "seed": 2})
     other["test"]["average_soup"] = 99.0

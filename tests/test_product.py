@@ -93,6 +93,19 @@ def test_mixing_equals_the_plain_product_for_any_matrix(size: int, columns: int,
         assert_close(rows, expected)
 
 
+@given(data=st.data(), size=st.integers(1, 9))
+def test_children_replace_their_parents_only_when_no_other_child_needs_them(data: st.DataObject, size: int) -> None:
+    members = st.integers(0, size - 1)
+    parents = data.draw(st.lists(st.tuples(members, members), min_size=size, max_size=size))
+    matrix = torch.stack([mixing.soup_row(size, [a]) * 0.75 + mixing.soup_row(size, [b]) * 0.25 for a, b in parents])
+    rows = random_rows(size, 7, torch.float32)
+    expected = reference(rows, matrix)
+
+    product.mix_rows_(rows, matrix)
+
+    assert_close(rows, expected)
+
+
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_weight_of_zero_excludes_a_sick_member(name: str) -> None:
     matrix = MATRICES[name](5)

@@ -80,7 +80,8 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
         return lambda block: torch.add(row @ block[used], block, alpha=own, out=block)
     if int((matrix != 0).sum(dim=1).max()) <= 2:
         parents = [_two_parents(row) for row in matrix.tolist()]
-        return lambda block: _interpolate_(block, parents)
+        order = _least_copies(parents)
+        return lambda block: _interpolate_(block, parents, order)
     weights = matrix.to(device=device, dtype=dtype)
     if bool(weights.all()):
         return lambda block: block.copy_(weights @ block)
@@ -93,14 +94,32 @@ def _used(row: Tensor) -> slice | list[int]:
     return slice(None) if bool(row.all()) else row.nonzero().flatten().tolist()
 
 
-def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]]) -> None:
-    rows, children = block.unbind(), torch.empty_like(block, memory_format=torch.contiguous_format)
-    for (first, second, share), child in zip(parents, children.unbind(), strict=True):
-        if first == second:
-            child.copy_(rows[first])
-        else:
-            torch.lerp(rows[first], rows[second], share, out=child)
-    block.copy_(children)
+def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]], order: list[tuple[int, bool]]) -> None:
+    """Every child over the member of its number, in an order in which few have to be copied before they are lost."""
+    rows = block.unbind()
+    before = list(rows)
+    for child, is_needed in order:
+        first, second, share = parents[child]
+        if is_needed:
+            before[child] = rows[child].clone()
+        if first != second:
+            torch.lerp(before[first], before[second], share, out=rows[child])
+        elif first != child:
+            rows[child].copy_(before[first])
+
+
+def _least_copies(parents: list[tuple[int, int, float]]) -> list[tuple[int, bool]]:
+    """The children in the order to write them, and whether the member each replaces is still a parent of others.
+
+    One whom no other child needs goes first; where there is none, the one whom most need, since it is copied once.
+    """
+    left, order = list(range(len(parents))), []
+    while left:
+        needs = {child: sum(child in parents[other][:2] for other in left if other != child) for child in left}
+        chosen = min(left, key=lambda child: (needs[child] > 0, -needs[child]))
+        order.append((chosen, needs[chosen] > 0))
+        left.remove(chosen)
+    return order
 
 
 def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:

@@ -92,6 +92,7 @@ STEPS = {
     "SGD, foreach": Variant(set_sgd(foreach=True)),
     "SGD, fused": Variant(set_sgd(fused=True)),
     "denormals flushed": Variant(lambda _: torch.set_flush_denormal(True)),
+    "bfloat16": Variant(train={"precision": "bfloat16"}),
     "products in medium precision": Variant(lambda _: torch.set_float32_matmul_precision("medium")),
     "torch.compile": Variant(compile_network),
 }
@@ -100,6 +101,7 @@ EVALUATIONS = {
     "freed memory goes back to the system": Variant(keeps_memory=False),
     **{f"batches of {size}": Variant(set_eval_batch(size)) for size in (32, 64, 128, 256, 1024)},
     "channels first": Variant(train={"channels_last": False}),
+    "bfloat16": Variant(train={"precision": "bfloat16"}),
     "inference mode": Variant(evaluate_in_inference_mode),
     "weights in oneDNN's order": Variant(prepack),
 }

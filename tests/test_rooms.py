@@ -25,6 +25,7 @@ ROOMS = [
     "overlap",
     "rules",
     "health",
+    "rates",
     "averager",
     "selection",
     "soup",

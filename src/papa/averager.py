@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from papa.errors import MixingError
 from papa.health import Health, Sickness, check_one_ratio
 from papa.overlap import PushUnderWay, name_of
 from papa.population import Population
+from papa.rates import LearningRates, check_owners, clamped
 from papa.rules import Independent, Moment, Push, Rule
 
 Around: TypeAlias = Callable[[Population, Tensor, Moment], AbstractContextManager[None]]
@@ -143,12 +143,11 @@ class Averager:
             raise MixingError("a Push with a delay cannot have something around it: members train on meanwhile")
         self.num_steps_taken = 0
         self.num_averagings = 0
-        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        self._highest_lrs = [0.0] * len(self._optimizers)
-        _check_owners(population, self._optimizers)
+        self._rates = LearningRates([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers))
+        check_owners(population, self._rates.optimizers)
         if sick == "restart" and isinstance(rule, Independent):
             sick = "drop"
-        self.health = None if sick is None else Health(population, self._optimizers, policy=sick, symptom=symptom)
+        self.health = None if sick is None else Health(population, self._rates.optimizers, policy=sick, symptom=symptom)
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
         if self._is_rounded and isinstance(rule, Push) and rule.effective_alpha > MOST_ALPHA_OF_FEW_BITS:
             warnings.warn(
@@ -156,7 +155,6 @@ class Averager:
                 "bfloat16 and float16 weights: keep float32 weights and use autocast, or push more strongly and rarely",
                 stacklevel=2,
             )
-        self._note_lrs()
         population.group.check_same(
             {**_plain_facts(rule), "num_steps": str(num_steps), "measure": str(measure), "sick": str(sick)},
             cure="give every process the same rule and options",
@@ -173,17 +171,17 @@ class Averager:
         """
         self.num_steps_taken += 1
         self.found_sick = ()
-        self._note_lrs()
+        self._rates.note()
         start = time.perf_counter()
         landed = self._land(start)
         if not self.rule.is_due(self.num_steps_taken, self.num_steps):
             return landed
         if lr_ratio is None:
-            lr_ratio = self._lr_ratio() if self.rule.uses_lr else 1.0
+            lr_ratio = self._rates.ratio() if self.rule.uses_lr else 1.0
         moment = Moment(
             step=self.num_steps_taken,
             size=self.population.size,
-            lr_ratio=_clamped(lr_ratio),
+            lr_ratio=clamped(lr_ratio),
             generation=self.num_averagings + 1,
             previous=self.rule.previous(self.num_steps_taken),
         )
@@ -264,39 +262,12 @@ class Averager:
         rule, sick, self._sick_at_begin = type(self.rule).__name__, self._sick_at_begin, ()
         return Averaging(self.num_steps_taken, rule, push.keep, before, None, sick, num_bytes, seconds)
 
-    def _note_lrs(self) -> None:
-        for index, optimizer in enumerate(self._optimizers):
-            lr = float(optimizer.param_groups[0]["lr"])
-            self._highest_lrs[index] = max(self._highest_lrs[index], lr)
-
-    def _lr_ratio(self) -> float:
-        """lr/lr0 of parameter group 0: one number, which all members must share."""
-        ratios = []
-        for optimizer, highest_lr in zip(self._optimizers, self._highest_lrs, strict=True):
-            group = optimizer.param_groups[0]
-            # One-cycle schedules start low and call the peak max_lr; all others call their base initial_lr.
-            base = float(group.get("max_lr", max(group.get("initial_lr", highest_lr), highest_lr)))
-            if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
-                warnings.warn(
-                    "the first parameter group of an optimizer has a learning rate of 0 and scales pushes to nothing, "
-                    "though others train: put another group first, or pass averager.step(lr_ratio=...)",
-                    stacklevel=4,
-                )
-            ratios.append(_clamped(float(group["lr"]) / base) if base > 0.0 else 0.0)
-        for member, ratio in enumerate(ratios):
-            if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
-                raise MixingError(
-                    f"optimizer {member} is at {ratio:.6g} of its initial learning rate, optimizer 0 at "
-                    f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
-                )
-        return ratios[0] if ratios else 1.0
-
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to go on as if never stopped."""
         state: dict[str, Any] = {
             "num_steps_taken": self.num_steps_taken,
             "num_averagings": self.num_averagings,
-            "highest_lrs": list(self._highest_lrs),
+            "highest_lrs": list(self._rates.highest),
         }
         in_flight = self.in_flight()
         if any(map(any, in_flight)):
@@ -317,12 +288,9 @@ class Averager:
             raise MixingError(
                 f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
             )
-        lrs = [float(lr) for lr in state["highest_lrs"]]
-        if len(lrs) != len(self._optimizers):
-            raise MixingError(f"the state is of {len(lrs)} optimizers, this averager has {len(self._optimizers)}")
+        self._rates.load_highest(state["highest_lrs"])
         self.num_steps_taken = int(state["num_steps_taken"])
         self.num_averagings = int(state["num_averagings"])
-        self._highest_lrs = lrs
         self._sick_at_begin = tuple(Sickness(**sickness) for sickness in state.get("sick_at_begin", ()))
         self.population.dropped = dropped
         self.load_in_flight(state.get("in_flight", [({}, {})] * len(self.population)))
@@ -377,26 +345,8 @@ def _check_kinds(population: object, rule: object) -> None:
         raise MixingError(f"an averager needs a rule such as papa.Push(alpha=0.99, every_steps=10), got {found}")
 
 
-def _check_owners(population: Population, optimizers: Sequence[Optimizer]) -> None:
-    """Raise where an optimizer trains nothing of the population: its learning rate would say nothing about it."""
-    ours = {id(parameter) for model in population for parameter in model.parameters()}
-    for number, optimizer in enumerate(optimizers):
-        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if theirs and not any(id(parameter) in ours for parameter in theirs):
-            raise MixingError(
-                f"optimizer {number} trains no parameter of any member held here: make optimizers of the population's "
-                "own members"
-            )
-
-
 def _plain_facts(rule: Rule) -> dict[str, str]:
     """What can be compared between processes: anything but numbers and words may look different and be the same."""
     values = {field.name: getattr(rule, field.name) for field in fields(rule)}
     plain = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | None)}
     return {"rule": type(rule).__name__, **plain}
-
-
-def _clamped(ratio: float) -> float:
-    if math.isnan(ratio):
-        raise MixingError("lr_ratio is NaN, expected a number from 0 to 1")
-    return min(max(ratio, 0.0), 1.0)

@@ -60,7 +60,7 @@ def compile_network(training: Training) -> None:
 
 def set_eval_batch(size: int) -> Callable[[Training], None]:
     """Other batches in evaluation."""
-    return lambda training: setattr(training, "eval_batch_size", size)
+    return lambda training: setattr(training.feed, "eval_batch_size", size)
 
 
 def evaluate_in_inference_mode(training: Training) -> None:

@@ -57,7 +57,7 @@ class Timed(Hook):
         """Wrap everything that has a name."""
         timed = self.parts.timed
         training._batch = timed("data", training._batch)  # type: ignore[method-assign]
-        training.augments = [timed("augmentation", augment) for augment in training.augments]
+        training.feed.augments = [timed("augmentation", augment) for augment in training.feed.augments]
         training.loss_of = timed("forward", training.loss_of)  # type: ignore[method-assign]
         training.averager.step = timed("averaging", training.averager.step)  # type: ignore[method-assign]
         training.evaluate = timed("evaluation", training.evaluate)  # type: ignore[method-assign]

@@ -55,6 +55,11 @@ MAIN_CIFAR100 = (
 )
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
 
+PLAIN = (
+    "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3 --diversity.grid none"
+    " --parallel 2 --data.root DATA --out runs/plain/cifar10-vgg11"
+)
+
 HALF_LIVES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 LENGTHS = (5, 20)
 
@@ -110,7 +115,7 @@ STUDIES = (
         tables=(
             Table(
                 title="CIFAR-10, VGG-11, three independent members",
-                commands=tuple(_rate_command("cifar10-vgg11", rate) for rate in (0.01, 0.02, 0.05, 0.1)),
+                commands=tuple(_rate_command("cifar10-vgg11", rate) for rate in (0.005, 0.01, 0.02, 0.05, 0.1)),
                 render=rates,
             ),
             Table(
@@ -134,6 +139,17 @@ STUDIES = (
                     " --parallel 2 --data.root DATA --out runs/high-rate/cifar10-vgg11",
                 ),
                 render=main_tables,
+            ),
+            Table(
+                title="The same with a weaker push, and with rarer merges",
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods papa --seeds 1,2,3 --analysis --train.lr 0.1"
+                    " --train.epochs 20 --average.half-life 0.02 --parallel 2 --data.root DATA"
+                    " --out runs/high-rate/half-life-0.02",
+                    "papa compare cifar10-vgg11 --budget mini --methods papa-all,papa-2 --seeds 1,2,3 --analysis"
+                    " --train.lr 0.1 --train.epochs 20 --average.every-epochs 1 --parallel 2 --data.root DATA"
+                    " --out runs/high-rate/every-epoch",
+                ),
             ),
         ),
     ),
@@ -159,10 +175,7 @@ STUDIES = (
         tables=(
             Table(
                 title="CIFAR-10, VGG-11, five members that differ in initial weights and data order alone",
-                commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
-                    " --diversity.grid none --parallel 2 --data.root DATA --out runs/plain/cifar10-vgg11",
-                ),
+                commands=(PLAIN,),
                 render=main_tables,
             ),
         ),
@@ -180,6 +193,15 @@ STUDIES = (
                 beside=(MAIN_CIFAR10,),
                 render=against_long,
             ),
+            Table(
+                title="The same without augmentation",
+                commands=(
+                    "papa compare cifar10-vgg11-long --budget mini --methods independent --seeds 1,2,3"
+                    " --diversity.grid none --parallel 2 --data.root DATA --out runs/long/plain",
+                ),
+                beside=(PLAIN,),
+                render=against_long,
+            ),
         ),
     ),
     Study(
@@ -193,9 +215,12 @@ STUDIES = (
                     " --parallel 2 --data.root DATA --out runs/repair/none",
                     "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3"
                     " --average.repair-scope batch-norm --parallel 2 --data.root DATA --out runs/repair/batch-norm",
+                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
+                    " --average.every-epochs 0.082 --parallel 2 --data.root DATA"
+                    " --out runs/repair/none-every-10-steps",
                 ),
                 beside=(MAIN_CIFAR10,),
-                render=of_methods("independent", "papa-all"),
+                render=of_methods("independent", "papa", "papa-all"),
             ),
         ),
     ),

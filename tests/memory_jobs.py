@@ -59,7 +59,7 @@ def make_data(num_inputs: int) -> Data:
 def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]:
     """What is measured, by name."""
     population = training.population
-    batches = training.plain_batches(2)
+    batches = training.feed.plain_batches(2)
     groups = symmetries(population[0], batches[0])
 
     def score(network: nn.Module) -> float:

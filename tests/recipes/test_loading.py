@@ -35,7 +35,7 @@ def test_a_soup_scores_as_it_did_in_its_run(run: Path) -> None:
         _, found = training.evaluate([ready.network], training.data.test)
         assert found.score == pytest.approx(result["test"][name])
         batch, _ = images.test.batch(torch.arange(4))
-        assert torch.equal(ready.prepare(batch), training.prepare(batch))
+        assert torch.equal(ready.prepare(batch), training.feed.prepare(batch))
     member = load(run, 1).network.state_dict()
     for name, tensor in load_file(run / "members" / "001.safetensors").items():
         assert torch.equal(member[name], tensor)

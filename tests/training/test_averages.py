@@ -28,7 +28,7 @@ def test_averages_are_scored_with_batch_norm_of_their_own() -> None:
     outcome = harvest(training, num_batch_norm_batches=3).trajectory
     assert outcome is not None
     networks = training.companion.networks  # type: ignore[union-attr]
-    batches = training.plain_batches(3)
+    batches = training.feed.plain_batches(3)
     soup = average_soup(networks)
     reset_batch_norm_(soup, batches)
     (expected,), _ = training.evaluate([soup], training.data.test)
@@ -52,9 +52,9 @@ def test_averages_of_independent_members_have_aligned_soups_too() -> None:
     expected = aligned_soups(
         Population(networks),  # whose BatchNorm was re-estimated
         lambda network: training.evaluate([network], training.data.validation)[0][0],
-        training.plain_batches(None),
+        training.feed.plain_batches(None),
         by="activations",
-        repair_batches=training.plain_repair_batches(),
+        repair_batches=training.feed.plain_repair_batches(),
     )
     assert training.data.test is not None
     (score,), _ = training.evaluate([expected.average], training.data.test)

@@ -42,7 +42,7 @@ def test_candidates_are_judged_as_the_networks_they_would_be(num_repair_batches:
     for row, loss in zip(rows, found, strict=True):
         network = average_soup(training.population, row)
         if num_repair_batches and int((row != 0).sum()) > 1:
-            repair_(network, list(training.population), training.plain_repair_batches(), row)
+            repair_(network, list(training.population), training.feed.plain_repair_batches(), row)
         assert loss == pytest.approx(training.evaluate([network], training.data.validation)[0][0].loss, rel=1e-5)
     for net, state in zip(training.population, before, strict=True):
         assert_same_bits(snapshot(net), state)

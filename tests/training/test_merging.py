@@ -49,7 +49,7 @@ def assert_close(first: nn.Module, second: nn.Module) -> None:
 
 def test_own_policies_repair_each_child_on_its_members_own_data() -> None:
     training, seen = merged()
-    theirs = [training.repair_batches(member) for member in range(3)]
+    theirs = [training.feed.repair_batches(member) for member in range(3)]
     for member, found in enumerate(seen.after):
         expected = average_soup(seen.before)
         repair_(expected, seen.before, theirs[member], parent_batches=theirs)
@@ -58,7 +58,7 @@ def test_own_policies_repair_each_child_on_its_members_own_data() -> None:
 
 def test_a_shared_policy_repairs_all_on_plain_data() -> None:
     training, seen = merged(own_policies=False)
-    plain = training.plain_repair_batches()
+    plain = training.feed.plain_repair_batches()
     expected = average_soup(seen.before)
     repair_(expected, seen.before, plain)
     for found in seen.after:
@@ -69,7 +69,7 @@ def test_a_shared_policy_repairs_all_on_plain_data() -> None:
 def test_batch_norm_only_leaves_the_average_and_re_estimates_its_statistics(own_policies: bool) -> None:
     training, seen = merged(batch_norm_only=True, own_policies=own_policies)
     for member, found in enumerate(seen.after):
-        batches = training.repair_batches(member) if own_policies else training.plain_repair_batches()
+        batches = training.feed.repair_batches(member) if own_policies else training.feed.plain_repair_batches()
         assert_close(found, reset_batch_norm_(average_soup(seen.before), batches))
 
 
@@ -119,7 +119,7 @@ def test_a_population_may_be_repaired_by_hand() -> None:
 def test_members_are_matched_to_the_first_before_they_are_merged(by: str) -> None:
     training, seen = merged(align=by, num_align_batches=2)
     _, apart = merged()
-    inputs = training.plain_batches(2)
+    inputs = training.feed.plain_batches(2)
     for found, before in zip(seen.before, apart.before, strict=True):
         torch.testing.assert_close(found.eval()(inputs[0]), before.eval()(inputs[0]), rtol=1e-4, atol=1e-5)
     assert_close(seen.before[0], apart.before[0])

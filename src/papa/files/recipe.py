@@ -26,7 +26,7 @@ def recipe_kitchen(config: Config) -> Kitchen:
         average=replace(config.average, repair=num_batches),
     )
     training = build(alone)
-    batches = training.plain_repair_batches()
+    batches = training.feed.plain_repair_batches()
     return Kitchen(
         training.population[0],
         [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape

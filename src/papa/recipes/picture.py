@@ -20,6 +20,6 @@ def prediction_picture(training: Training, network: nn.Module) -> bytes | None:
     most_classes = max(range(len(tiles)), key=lambda place: len(torch.unique(tiles.planes[place][3])))
     images, labels = tiles.batch(torch.tensor([most_classes]))
     with evaluating(network):
-        scores = training.apply(network, training.prepare(images.to(training.device)))
+        scores = training.apply(network, training.feed.prepare(images.to(training.device)))
     prediction = scores[0].argmax(dim=0).cpu()
     return side_by_side(images[0], labels[0], prediction, classes=metric.classes)

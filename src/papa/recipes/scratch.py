@@ -21,8 +21,8 @@ class _Row:
     smoke_width: int
     mini_epochs: int = 20
     mini_lr_divisor: float = 1.0
-    """How much lower the learning rate is: of 0.1, 0.05, 0.02 and 0.01 the one with which independent members score
-    highest on validation data (`RESULTS.md`), where that was tried."""
+    """How much lower the learning rate is: the one of several with which independent members score highest on
+    validation data (`RESULTS.md`), where that was tried."""
 
     @property
     def name(self) -> str:

@@ -1,8 +1,9 @@
 """Training a population: the loop, what it ends with, and `papa.train`."""
 
 from papa.training.entry import sgd, train
+from papa.training.feed import Augment
 from papa.training.freezing import FrozenBody
-from papa.training.loop import Augment, Companion, Hook, Training
+from papa.training.loop import Companion, Hook, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
 from papa.training.parts import Engine, EpochRecord, Length, Numerics

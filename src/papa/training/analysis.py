@@ -96,12 +96,12 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     members = population.present[:num_members]
     if len(members) < 2:
         return None
-    inputs = training.plain_batches(num_align_batches)
-    repair_inputs = training.plain_batches(training.num_repair_batches or NUM_BATCHES)
-    line_inputs = training.plain_batches(NUM_LINE_BATCHES)
+    inputs = training.feed.plain_batches(num_align_batches)
+    repair_inputs = training.feed.plain_batches(training.feed.num_repair_batches or NUM_BATCHES)
+    line_inputs = training.feed.plain_batches(NUM_LINE_BATCHES)
     groups = exchangeable(population[0], inputs[0])
     row, pair = soup_row(population.size, members), (members[0], members[1])
-    held_out = list(training.prepared(probe_source(training, 1000)))
+    held_out = list(training.feed.evaluation_batches(probe_source(training, 1000)))
 
     def lines(name: str) -> dict[str, Curve]:
         repair = repair_between(population, pair, line_inputs)

@@ -61,7 +61,7 @@ def harvest_trajectory(
     population.dropped = training.population.dropped
 
     def reset(network: nn.Module, row: Tensor | None = None) -> None:
-        reset_batch_norm_(network, training.stream_plain_batches(num_batches))
+        reset_batch_norm_(network, training.feed.stream_plain_batches(num_batches))
 
     def score(network: nn.Module) -> Evaluation:
         return training.evaluate([network], training.data.validation)[0][0]

@@ -26,7 +26,7 @@ class Breeding:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.repaired = training.num_repair_batches > 0
+        self.repaired = training.feed.num_repair_batches > 0
         self._pot: nn.Module | None = None
         self._moments: tuple[int, list[dict[str, Moments]]] = (-1, [])
 
@@ -72,7 +72,7 @@ class Breeding:
         step, moments = self._moments
         now = self.training.averager.num_steps_taken
         if step != now:
-            batches = self.training.plain_repair_batches()
+            batches = self.training.feed.plain_repair_batches()
             here = [layer_moments(model, batches) for model in self.training.population]
             self._moments = now, moments = now, self.training.group.gather(here)
         return moments
@@ -87,7 +87,7 @@ class Breeding:
             tensor.copy_(tensors[name])
         is_child = int((row != 0).sum()) > 1
         if is_child and self.repaired:
-            repair_toward_(self._pot, goals_of(moments, row), self.training.plain_repair_batches())
+            repair_toward_(self._pot, goals_of(moments, row), self.training.feed.plain_repair_batches())
         if is_child and self.mutation is not None:
             averager = self.training.averager
             self.mutation.mutate_(

@@ -15,7 +15,8 @@ from papa.batches import Inputs
 from papa.evaluate import Apply, Loss, Metric, accuracy, call
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
-from papa.training.loop import Augment, Companion, Hook, Training
+from papa.training.feed import Augment
+from papa.training.loop import Companion, Hook, Training
 from papa.training.merging import Merging
 from papa.training.outcome import Outcome, harvest
 from papa.training.parts import Engine, Numerics

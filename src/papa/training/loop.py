@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +14,20 @@ from torch.optim import Optimizer
 
 from papa.align import AlignMerges
 from papa.averager import Around, Averager, Averaging, chain
-from papa.batches import Inputs, each
-from papa.data.source import Data, Source, Subset, as_source, hold_out, stream_batches
+from papa.batches import Inputs
+from papa.data.source import Data, Source, Subset, as_source, hold_out
 from papa.errors import ConfigError, DataError
-from papa.evaluate import Apply, Batch, Evaluation, Loss, Metric, call, evaluate_together
+from papa.evaluate import Apply, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.health import Sickness
 from papa.population import Population
 from papa.rules import HALF_LIFE_SHARE, Independent, Push, Rule
 from papa.schedules import Schedule
 from papa.selection import Mutation
-from papa.streams import accelerators_in_use, derive, global_stream, seed_global_, stream
+from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
+from papa.training.feed import Augment, Feed
 from papa.training.merging import Merging, repair_around
 from papa.training.parts import Engine, EpochRecord, Length, Numerics
-
-Augment: TypeAlias = Callable[[Inputs, Tensor, torch.Generator], Batch]
-"""From raw inputs, targets and a generator to what a network trains on."""
-
-
-REPAIR_SEED = 666
-"""The paper's: REPAIR sees the same data on every call, whatever the run's seed."""
-
 
 MOST_BAD_LOSSES = 3
 """A member whose loss was not finite for so many steps in a row is sick, whatever its weights."""
@@ -127,8 +120,8 @@ class Training:
             raise DataError(f"batch_size is {batch_size}, expected at most the {available} training examples")
         steps_per_epoch = len(self.data.train) // batch_size
         self.length = Length(num_steps=num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
-        self.num_epochs, self.batch_size, self.eval_batch_size = num_epochs, batch_size, eval_batch_size
-        self.loss, self.metric, self.prepare, self.schedule = loss, metric, prepare, schedule
+        self.num_epochs, self.batch_size = num_epochs, batch_size
+        self.loss, self.metric, self.schedule = loss, metric, schedule
         self.apply = apply
         self.seed, self.device, self.numerics = seed, torch.device(device), numerics
         self.group = group if group is not None else Local()
@@ -136,19 +129,28 @@ class Training:
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
         self.optimizers = [make_optimizer(model) for model in self.population]
         self.scalers = [self._make_scaler() for _ in self.members]
-        self.augments = [_augment_of(augment, member, prepare) for member in self.members]
-        self.is_augmented = augment is not None
+        self.feed = Feed(
+            self.data,
+            members=self.members,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            augment=augment,
+            prepare=prepare,
+            num_repair_batches=num_repair_batches,
+            seed=seed,
+            device=self.device,
+            channels_last=numerics.channels_last,
+        )
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self.loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
         self.recent_losses = torch.zeros(len(self.members), MOST_BAD_LOSSES, device=self.device)
         self.sick: list[dict[str, Any]] = []
         """Members that were found sick so far, as lines of the metrics."""
-        self._streams: dict[int, Iterator[Batch]] = {}
         self._hooks: Sequence[Hook] = ()
         self._is_stopped = False
         self.set_lr_()
-        self.num_repair_batches, self.merging = num_repair_batches, merging
+        self.merging = merging
         self.mutation: Mutation | None = None
         rule = _rule_of(rule, self)
         self.averager = Averager(
@@ -178,7 +180,7 @@ class Training:
 
     def _around(self, rule: Rule) -> Around | None:
         """What happens around averagings, besides mixing: members are matched before, and repaired after merges."""
-        merging = self.merging
+        merging, feed = self.merging, self.feed
         parts: list[Around] = []
         if merging.mutation and not isinstance(rule, Independent):
             every_steps = None if rule.is_merge else self.steps_in(merging.mutation_every_epochs)
@@ -186,10 +188,10 @@ class Training:
             parts.append(self.mutation)  # the outermost, so that it comes after REPAIR
         if merging.align is not None and not isinstance(rule, Independent):
             align_steps = 1 if rule.is_merge else self.steps_in(merging.align_every_epochs)
-            batches = self.plain_batches(merging.num_align_batches)
+            batches = feed.plain_batches(merging.num_align_batches)
             parts.append(AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=align_steps))
-        if self.num_repair_batches and rule.is_merge:
-            parts.append(repair_around(self.population[0], merging, self.repair_batches, self.plain_repair_batches))
+        if feed.num_repair_batches and rule.is_merge:
+            parts.append(repair_around(self.population[0], merging, feed.repair_batches, feed.plain_repair_batches))
         return chain(*parts) if parts else None
 
     def steps_in(self, num_epochs: float) -> int:
@@ -207,7 +209,7 @@ class Training:
     def go_to_(self, step: int) -> None:
         """Go on from a step, with the state of that step; all random streams follow from it."""
         self.step = self.averager.num_steps_taken = step
-        self._streams.clear()
+        self.feed.forget_streams()
         self.set_lr_()
 
     def run(self, hooks: Sequence[Hook] = ()) -> None:
@@ -273,14 +275,6 @@ class Training:
                 if member not in self.population.dropped:
                     self._member_step(index)
 
-    def training_batch(self, index: int) -> Batch:
-        """What the member of this index trains on in the current step."""
-        member = self.members[index]
-        # Datasets with random transforms, dropout and drop-path draw from the global generator and offer no other.
-        seed_global_(derive(self.seed, "data", member, self.step))
-        generator = stream(self.seed, "augment", member, self.step)
-        return self.augments[index](*self._batch(member), generator)
-
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
@@ -288,10 +282,10 @@ class Training:
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
-        inputs, targets = self.training_batch(index)
+        inputs, targets = self.feed.training_batch(index, self.step)
         seed_global_(derive(self.seed, "forward", self.members[index], self.step))
         optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of(model, self._formatted(inputs), targets)
+        loss = self.loss_of(model, self.feed.formatted(inputs), targets)
         (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         if self.numerics.clip_norm is not None:
             if scaler is not None:
@@ -309,67 +303,6 @@ class Training:
         """Note every member's loss of a step, for the epoch's mean and for their health."""
         self.loss_sums += losses.detach()
         self.recent_losses[:, self.step % MOST_BAD_LOSSES] = losses.detach()
-
-    def order(self, member: int, epoch: int) -> Tensor:
-        """Which training examples a member sees in an epoch, in their order."""
-        generator = stream(self.seed, "order", member, epoch)
-        order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
-        return order[: self.length.steps_per_epoch * self.batch_size]
-
-    def _batch(self, member: int) -> Batch:
-        epoch, position = divmod(self.step, self.length.steps_per_epoch)
-        if position == 0 or member not in self._streams:
-            self._streams[member] = stream_batches(
-                self.data.train,
-                torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
-                seed=derive(self.seed, "decode", member, epoch),
-                start=position,
-            )
-        inputs, targets = next(self._streams[member])
-        return self.here(inputs), targets.to(self.device, non_blocking=True)
-
-    def here(self, inputs: Inputs) -> Inputs:
-        """The inputs on the device that trains."""
-        return each(inputs, lambda part: part.to(self.device, non_blocking=True))
-
-    def repair_batches(self, member: int) -> list[Inputs]:
-        """The batches REPAIR looks at: the same images on every call and for every member, under its own policy."""
-        augment = self.augments[member - self.members.start]
-        return [
-            self._formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
-            for number, batch in enumerate(self._fixed_batches(self.num_repair_batches))
-        ]
-
-    def plain_batches(self, num_batches: int | None) -> list[Inputs]:
-        """Training images without augmentation, the same on every call; those that REPAIR looks at come first.
-
-        Args:
-            num_batches: how many at most; None for all that are whole.
-        """
-        return list(self.stream_plain_batches(num_batches))
-
-    def stream_plain_batches(self, num_batches: int | None) -> Iterator[Inputs]:
-        """The same, one at a time."""
-        for inputs, _ in self._fixed_batches(num_batches):
-            yield self._formatted(self.prepare(inputs))
-
-    def plain_repair_batches(self) -> list[Inputs]:
-        """The batches REPAIR looks at, without augmentation."""
-        return self.plain_batches(self.num_repair_batches)
-
-    def _fixed_batches(self, num_batches: int | None) -> Iterator[Batch]:
-        order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
-        whole = order[: len(order) // self.batch_size * self.batch_size]
-        for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
-            with global_stream(self.seed, "repair", position=number):
-                inputs, targets = self.data.train.batch(indices)
-            yield self.here(inputs), targets.to(self.device)
-
-    def _formatted(self, inputs: Inputs) -> Inputs:
-        return each(inputs, self._format) if self.numerics.channels_last else inputs
-
-    def _format(self, part: Tensor) -> Tensor:
-        return part.to(memory_format=torch.channels_last) if part.dim() == 4 else part
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.numerics.autocast is None:
@@ -447,21 +380,13 @@ class Training:
         with self._timed("evaluate"), self._autocast():
             return evaluate_together(
                 models,
-                self.prepared(source),
+                self.feed.evaluation_batches(source),
                 loss=self.loss,
                 metric=self.metric,
                 apply=self.apply,
                 gather=gather,
                 ensemble_of=ensemble_of,
             )
-
-    def prepared(self, source: Source, batch_size: int | None = None) -> Iterator[Batch]:
-        """All examples of a source as networks take them, without augmentation."""
-        size = batch_size or self.eval_batch_size
-        for number, indices in enumerate(torch.split(torch.arange(len(source), device="cpu"), size)):
-            with global_stream(self.seed, "evaluate", position=number):  # for datasets with random transforms
-                inputs, targets = source.batch(indices)
-            yield self._formatted(self.prepare(self.here(inputs))), targets.to(self.device)
 
 
 def as_data(data: Any, validation: float, *, seed: int) -> Data:
@@ -471,14 +396,6 @@ def as_data(data: Any, validation: float, *, seed: int) -> Data:
         return Data(train=as_source(data.train), validation=as_source(data.validation), test=test)
     train, held_out = hold_out(as_source(data), validation, seed=seed)
     return Data(train=train, validation=held_out)
-
-
-def _augment_of(
-    augment: Augment | Sequence[Augment] | None, member: int, prepare: Callable[[Inputs], Inputs]
-) -> Augment:
-    if augment is None:
-        return lambda inputs, targets, generator: (prepare(inputs), targets)
-    return augment if callable(augment) else augment[member]
 
 
 def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training) -> Rule:

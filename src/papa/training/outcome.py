@@ -88,7 +88,7 @@ def harvest(
         num_batch_norm_batches: how many batches BatchNorm is re-estimated on, in averages of trajectories.
     """
     validation, test = training.data.validation, training.data.test
-    wants_soups = bool(training.num_repair_batches) and isinstance(training.averager.rule, Independent)
+    wants_soups = bool(training.feed.num_repair_batches) and isinstance(training.averager.rule, Independent)
     # Before there are soups to keep: a process holds no more than two networks beside its own members.
     repaired = repaired_soups(training) if wants_soups else None
     aligned = aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None
@@ -115,7 +115,7 @@ def harvest(
         repaired=repaired,
         aligned=aligned,
         analysis=shared,
-        repair=repair_plan(training.population[0], training.plain_repair_batches()) if _uses_repair(training) else None,
+        repair=_repair_plan(training),
         trajectory=trajectory,
     )
 
@@ -129,7 +129,10 @@ def _analysed(training: Training, num_align_batches: int | None) -> Analysis | N
         return None
 
 
-def _uses_repair(training: Training) -> bool:
-    rule = training.averager.rule
+def _repair_plan(training: Training) -> RepairReport | None:
+    """What REPAIR rescales, where it follows merges or makes soups of independent members."""
+    feed, rule = training.feed, training.averager.rule
     is_whole = isinstance(rule, Independent) or not training.merging.batch_norm_only
-    return bool(training.num_repair_batches) and rule.is_merge and is_whole
+    if not feed.num_repair_batches or not rule.is_merge or not is_whole:
+        return None
+    return repair_plan(training.population[0], feed.plain_repair_batches())

@@ -50,7 +50,7 @@ def _pair_to_json(average: Evaluation, greedy: Evaluation) -> dict[str, Any]:
 
 def repaired_soups(training: Training) -> Soups:
     """Average and greedy soup, each average repaired before it is scored, as the paper does for independent members."""
-    batches = training.plain_repair_batches()
+    batches = training.feed.plain_repair_batches()
     moments = gathered(training.group, lambda: [layer_moments(model, batches) for model in training.population])
 
     def repair(network: nn.Module, row: Tensor) -> None:
@@ -81,7 +81,7 @@ def aligned_and_repaired_soups(
         The soups; None, with a warning, where it cannot be told which units are exchangeable.
     """
     population = training.population if population is None else population
-    inputs = training.plain_batches(num_align_batches)
+    inputs = training.feed.plain_batches(num_align_batches)
     groups = exchangeable(population[0], inputs[0])
     if groups is None:
         return None
@@ -91,7 +91,7 @@ def aligned_and_repaired_soups(
         inputs,
         by="activations",
         groups=groups,
-        repair_batches=training.plain_repair_batches(),
+        repair_batches=training.feed.plain_repair_batches(),
     )
     return _scored(training, soups.average, soups.greedy)
 

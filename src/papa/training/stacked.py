@@ -69,7 +69,7 @@ class Stacked:
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
         self._steps.clear()
-        is_plain = not self.training.is_augmented and _is_in_memory(self.training.data.train)
+        is_plain = not self.training.feed.is_augmented and _is_in_memory(self.training.data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
 
     def hand_back_(self) -> None:
@@ -140,11 +140,11 @@ class Stacked:
         training = self.training
         while True:
             epoch, position = divmod(training.step, training.length.steps_per_epoch)
-            orders = torch.stack([training.order(member, epoch) for member in training.members])
+            orders = torch.stack([training.feed.order(member, epoch) for member in training.members])
             steps = orders.view(len(orders), -1, training.batch_size).transpose(0, 1)[position:]
             for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
                 inputs, targets = training.data.train.batch(part.flatten())
-                inputs, targets = _one(training.prepare(training.here(inputs))), targets.to(training.device)
+                inputs, targets = _one(training.feed.prepare(training.feed.here(inputs))), targets.to(training.device)
                 stacked = (each.view(*part.shape, *each.shape[1:]) for each in (inputs, targets))
                 yield from zip(*stacked, strict=True)
 
@@ -152,7 +152,7 @@ class Stacked:
         """Each member's batch as the loop draws it, put together."""
         training = self.training
         while True:
-            drawn = [training.training_batch(index) for index in range(len(training.population))]
+            drawn = [training.feed.training_batch(index, training.step) for index in range(len(training.population))]
             batches = [(_one(inputs), targets) for inputs, targets in drawn]
             forms = [f"{tuple(targets.shape)} of {targets.dtype}" for _, targets in batches]
             for index, form in enumerate(forms):

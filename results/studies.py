@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from results.tables import Record, against_long, alike, half_lives, main_tables, of_methods, rates, side_by_side
+from results.tables import (
+    Record,
+    against_long,
+    alike,
+    half_lives,
+    main_tables,
+    of_methods,
+    push_against_merge,
+    rates,
+    side_by_side,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +64,6 @@ MAIN_CIFAR100 = (
     " --parallel 2 --data.root DATA --out runs/main/cifar100-resnet18"
 )
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
-
-PLAIN = (
-    "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3 --diversity.grid none"
-    " --parallel 2 --data.root DATA --out runs/plain/cifar10-vgg11"
-)
 
 HALF_LIVES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 LENGTHS = (5, 20)
@@ -175,7 +180,10 @@ STUDIES = (
         tables=(
             Table(
                 title="CIFAR-10, VGG-11, five members that differ in initial weights and data order alone",
-                commands=(PLAIN,),
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
+                    " --diversity.grid none --parallel 2 --data.root DATA --out runs/plain/cifar10-vgg11",
+                ),
                 render=main_tables,
             ),
         ),
@@ -193,15 +201,6 @@ STUDIES = (
                 beside=(MAIN_CIFAR10,),
                 render=against_long,
             ),
-            Table(
-                title="The same without augmentation",
-                commands=(
-                    "papa compare cifar10-vgg11-long --budget mini --methods independent --seeds 1,2,3"
-                    " --diversity.grid none --parallel 2 --data.root DATA --out runs/long/plain",
-                ),
-                beside=(PLAIN,),
-                render=against_long,
-            ),
         ),
     ),
     Study(
@@ -215,12 +214,19 @@ STUDIES = (
                     " --parallel 2 --data.root DATA --out runs/repair/none",
                     "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3"
                     " --average.repair-scope batch-norm --parallel 2 --data.root DATA --out runs/repair/batch-norm",
-                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
-                    " --average.every-epochs 0.082 --parallel 2 --data.root DATA"
-                    " --out runs/repair/none-every-10-steps",
                 ),
                 beside=(MAIN_CIFAR10,),
-                render=of_methods("independent", "papa", "papa-all"),
+                render=of_methods("independent", "papa-all"),
+            ),
+            Table(
+                title="Merged as often as PAPA pushes, without REPAIR",
+                commands=(
+                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
+                    " --average.every-epochs 0.082 --parallel 2 --data.root DATA"
+                    " --out runs/repair/every-10-steps",
+                ),
+                beside=(MAIN_CIFAR10,),
+                render=push_against_merge,
             ),
         ),
     ),

@@ -182,6 +182,15 @@ def against_long(records: Sequence[Record]) -> str:
     return "\n\n".join([side_by_side(records), difference_table(rows)])
 
 
+def push_against_merge(records: Sequence[Record]) -> str:
+    """PAPA against PAPA-all without REPAIR."""
+    pushed = _of_method(records, "papa")
+    merged = [one for one in _of_method(records, "papa-all") if not one["config"]["average"]["repair"]]
+    difference = _difference(pushed, merged, score("average_soup"))
+    rows = [] if difference is None else [("papa: average soup less that of papa-all", difference)]
+    return "\n\n".join([side_by_side([*pushed, *merged]), difference_table(rows)])
+
+
 def half_lives(records: Sequence[Record]) -> str:
     """How good the average soup is for each half-life of the push, at each length of training, for the same seeds."""
     records = of_common_seeds([record for record in records if record["method"] in ("independent", "papa")])

@@ -12,6 +12,7 @@ from papa.errors import ConfigError, DataError
 from papa.schedules import cosine
 from papa.streams import global_stream, stream
 from papa.training import EpochRecord, Hook, Numerics, Training
+from papa.training.feed import Feed
 from papa.training.state import load_state_, member_states, state_of
 
 
@@ -384,17 +385,16 @@ def test_augments_must_be_as_many_as_members() -> None:
         train(make_net, make_data(), num_members=3, num_epochs=1, augment=[plain, plain])
 
 
-def test_repair_after_merges_sees_the_same_batches_on_every_call() -> None:
+def test_repair_after_merges_sees_the_same_batches_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Tensor]] = []
-    original = Training.repair_batches
+    original = Feed.repair_batches
 
-    class Spy(Training):
-        def repair_batches(self, member: int) -> list[Tensor]:
-            batches = original(self, member)
-            seen.append(batches)
-            return batches
+    def spy(feed: Feed, member: int) -> list[Tensor]:
+        seen.append(original(feed, member))
+        return seen[-1]
 
-    training = Spy(
+    monkeypatch.setattr(Feed, "repair_batches", spy)
+    training = Training(
         make_net,
         make_data(),
         num_members=2,

@@ -168,7 +168,9 @@ def test_other_studies_show_what_they_are_about(records: Path) -> None:
         "papa-all, average.repair 5, average.repair_scope all",
         "papa-all, average.repair 0, average.repair_scope all",
         "papa-all, average.repair 5, average.repair_scope batch-norm",
+        "papa-all",
     }
+    assert len(rows_of(sections["repair"], "papa: average soup less that of papa-all")) == 1
     (longer,) = rows_of(sections["long"], "papa: average soup less one network, trained longer")
     assert longer[1] == "+3.00, +3.00, +3.00"
     (between,) = {tuple(row[1:]) for row in rows_of(sections["alike"], "papa, between two members |")}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from helpers import small_config
 from papa.checkpoint import checkpoints
 from papa.config import Config, TrajectoryConfig
-from papa.errors import ConfigError, RunError, StoppedError
+from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.launch import Saving, execute, useful_workers
 from papa.recipes import find
 from papa.recorder import Recorder
@@ -366,9 +366,17 @@ def test_tiny_runs_stay_in_one_process() -> None:
 
 def test_an_error_in_a_worker_is_raised_here(tmp_path: Path) -> None:
     config = small_config()
-    execute(config, tmp_path, workers=1)
+    missing = replace(config, model=replace(config.model, weights=str(tmp_path / "nothing.safetensors")))
+    with pytest.raises(PapaError, match=r"nothing\.safetensors"):
+        execute(missing, tmp_path / "run", workers=2)
+
+
+def test_a_directory_in_use_is_refused_before_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config()
+    execute(config, tmp_path)
+    monkeypatch.setattr("papa.launch.images_for", lambda config: pytest.fail("data was read"))
     with pytest.raises(RunError, match="already holds a finished run"):
-        execute(config, tmp_path, workers=2)
+        execute(config, tmp_path)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

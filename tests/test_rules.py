@@ -239,9 +239,18 @@ class TestMix:
         ],
     )
     def test_it_refuses_weights_that_cannot_mix(self, weights: object, message: str) -> None:
-        for rule in (Mix(weights), Mix(lambda _: weights)):
-            with pytest.raises(MixingError, match=message):
-                rule.matrix(moment(size=2))
+        with pytest.raises(MixingError, match=message):
+            Mix(weights).check_size(2)
+        with pytest.raises(MixingError, match=message):
+            Mix(lambda _: weights).matrix(moment(size=2))
+
+    def test_a_fixed_matrix_is_looked_at_before_training(self) -> None:
+        with pytest.raises(MixingError, match="row 0 of the mixing matrix sums to 2"):
+            Mix([[1.0, 1.0], [0.0, 1.0]], every_steps=1000)
+        with pytest.raises(MixingError, match=r"weights are 0\.5, expected a matrix or a function"):
+            Mix(0.5)
+        with pytest.raises(MixingError, match=r"has shape \(2, 2\), expected \(3, 3\)"):
+            Averager(Population(make_networks("linear", 3)), Mix([[0.5, 0.5], [0.0, 1.0]], every_steps=1000))
 
 
 def test_a_rule_without_a_matrix_says_so() -> None:

@@ -1,5 +1,6 @@
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -383,6 +384,19 @@ def test_augments_must_be_as_many_as_members() -> None:
     plain = lambda inputs, targets, generator: (inputs, targets)  # noqa: E731
     with pytest.raises(ConfigError, match="augment has 2 entries, expected one for each of 3 members"):
         train(make_net, make_data(), num_members=3, num_epochs=1, augment=[plain, plain])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"make_model": nn.Linear(2, 2)}, "make_model is a Linear, expected a function that makes one for each member"),
+        ({"make_optimizer": "sgd"}, "make_optimizer is a str, expected a function that makes one for each member"),
+        ({"loss": "cross-entropy"}, "loss is a str, expected a function"),
+    ],
+)
+def test_what_is_no_function_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(**{"make_model": make_net, "data": make_data(), "num_epochs": 1, **options})
 
 
 def test_repair_after_merges_sees_the_same_batches_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

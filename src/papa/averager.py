@@ -127,6 +127,7 @@ class Averager:
         symptom: Callable[[int], str | None] | None = None,
     ) -> None:
         _check_kinds(population, rule)
+        rule.check_size(population.size)
         if num_steps is not None and num_steps < 0:
             raise MixingError(f"num_steps is {num_steps}, expected the number of steps of the whole training")
         self.population = population

@@ -26,7 +26,7 @@ from papa.checkpoint import (
     write_json,
 )
 from papa.config import Config
-from papa.errors import ConfigError, RunError
+from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
 from papa.recipes import paper_details, paper_scores, paper_soups
 from papa.recipes.build import build, find_device, hooks_for, images_for, policies_for, sizes
@@ -100,12 +100,14 @@ def execute(
     if resume and run.is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
-    num_workers = useful_workers(config) if workers is None else workers
-    if not 1 <= num_workers <= config.members:
+    if workers is not None and not 1 <= workers <= config.members:
         raise ConfigError(
-            f"--workers is {num_workers}, expected 1 to {config.members}: a worker holds at least one of the members"
+            f"--workers is {workers}, expected 1 to {config.members}: a worker holds at least one of the members"
         )
     with run.lock(), heard(stop) as stop:
+        if not resume:
+            run.check_free(overwrite=overwrite)  # before data is read and networks are made, which may take long
+        num_workers = useful_workers(config) if workers is None else workers
         arguments = (config, path, overwrite, resume, saving, watch, stop)
         if num_workers == 1:
             return _job(Local(), *arguments)
@@ -230,6 +232,15 @@ def _job(
         return _train(config, run, training, hooks, recorder, card_for(config, images))
 
 
+def check_alike(config: Config, path: Path) -> None:
+    """Raise where a directory holds a run of another configuration; what cannot be read there is not looked at."""
+    try:
+        found = Config.from_json(RunDirectory(path).read_config())
+    except PapaError:
+        return
+    _check_same(config, found, path)
+
+
 def _check_same(config: Config, found: Config, path: Path) -> None:
     there = dict(flat(found.to_json()))
     differences = [
@@ -246,7 +257,10 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
     if found.state is None:
         if found.damaged:
             listing = "\n".join(f"  {error}" for error in found.damaged.values())
-            raise RunError(f"no checkpoint of {run.path} can be read; start anew with --overwrite:\n{listing}")
+            raise RunError(
+                f"no checkpoint of {run.path} can be read; start anew with --overwrite of papa run {config.recipe} "
+                f"and the options in its config.json:\n{listing}"
+            )
         notices.append(f"there is no checkpoint in {run.checkpoints}: beginning with the first step")
     if training.group.leads:
         run.make_directories()

@@ -77,6 +77,9 @@ class Rule:
             return False
         return step % self.every_steps == 0
 
+    def check_size(self, size: int) -> None:
+        """Raise a `MixingError` unless the rule can average so many members."""
+
     def previous(self, step: int) -> int:
         """The last step before `step` at which it was due; 0 if it never was."""
         return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
@@ -272,6 +275,20 @@ class Mix(Rule):
     """
 
     weights: Any | Callable[[Moment], Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.weights):
+            try:
+                size = len(self.weights)
+            except TypeError as error:
+                raise MixingError(f"weights are {self.weights!r}, expected a matrix or a function") from error
+            self.check_size(size)
+
+    def check_size(self, size: int) -> None:
+        """Raise unless a fixed matrix mixes so many members."""
+        if not callable(self.weights):
+            mixing.check_rows(self.weights, size)
 
     @property
     def uses_lr(self) -> bool:

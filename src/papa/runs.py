@@ -81,18 +81,24 @@ class RunDirectory:
 
     def create(self, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Begin a run here; one that is here already is refused, or removed when told to overwrite."""
+        self.check_free(overwrite=overwrite)
         if self.holds_run:
-            self._check_ours()
-            if not overwrite:
-                state = "a finished run" if self.is_finished else "an unfinished run"
-                raise RunError(
-                    f"{self.path} already holds {state}: choose another --out, continue it with --resume, "
-                    "or replace it with --overwrite"
-                )
             self._remove()
         self.make_directories()
         write_json(self.config, dict(config))
         write_atomically(self.metrics, "")
+
+    def check_free(self, *, overwrite: bool = False) -> None:
+        """Raise unless a run may begin here: there is none, or it may be overwritten. Nothing is changed."""
+        if not self.holds_run:
+            return
+        self._check_ours()
+        if not overwrite:
+            state = "a finished run" if self.is_finished else "an unfinished run"
+            raise RunError(
+                f"{self.path} already holds {state}: choose another --out, continue it with --resume, "
+                "or replace it with --overwrite"
+            )
 
     def make_directories(self) -> None:
         """Make what is not there of the run's directories."""

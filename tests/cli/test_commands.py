@@ -176,6 +176,18 @@ def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[st
     assert "--train.epochs" in capsys.readouterr().err
 
 
+def test_a_comparison_takes_no_runs_of_another_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["compare", "digits", "--methods", "papa", "--train.epochs", "1", "--workers", "1", "--out", str(tmp_path)]
+    assert main([*asked, "--members", "2"]) == 0
+    assert main([*asked, "--members", "3", "--seeds", "2,1"]) == 2
+    told = capsys.readouterr().err
+    assert "members is 2, asked for 3" in told
+    assert "choose another --out, or run all again with --overwrite" in told
+    assert not (tmp_path / "papa-seed2").exists()
+
+
 def test_a_comparison_does_not_move_into_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--members", "2", "--train.epochs", "1", "--workers", "1", "--out", str(tmp_path)]
     assert main(["run", "digits", "--average.every-steps", "500", *short]) == 0

@@ -183,7 +183,8 @@ def test_nothing_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion-mnist"])
 def test_a_failed_download(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"{name} is not in .* and could not be downloaded \(.*: expected the files "):
-        load_images(name, root=tmp_path / "data")
+        load_images(name, root=tmp_path / "some" / "data")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_files_that_do_not_fit_the_network_are_told(tmp_path: Path) -> None:
         ("papa:__version__", ConfigError, "is a str, expected a function"),
         (lambda: 3, ConfigError, r"returned int, expected \(network, batches\)"),
         (lambda: (nn.Linear(1, 1), []), DataError, "gave no batch"),
+        (lambda: {}["weights"], ConfigError, r"failed with KeyError: 'weights' \(.*test_kitchen\.py, line \d+\)"),
     ],
 )
 def test_a_factory_that_gives_no_kitchen_is_refused(factory: Any, error: type[Exception], message: str) -> None:

@@ -17,7 +17,7 @@ from papa.cli.run import NEVER_AVERAGED
 from papa.cli.tables import print_table
 from papa.config import METHODS, Config
 from papa.errors import ConfigError, RunError
-from papa.launch import Watch
+from papa.launch import Watch, check_alike
 from papa.launch_many import Outcomes, execute_all
 from papa.process import settle
 from papa.recipes import Recipe
@@ -65,8 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     options, out = parse_options(recipe, rest)
     if RunDirectory(out).config.exists():
         raise RunError(f"{out} holds a run by itself: choose another --out for several")
-    settle()
     jobs = jobs_of(options, out)
+    if not options.overwrite:
+        _check_alike(jobs)
+    settle()
     outcomes = execute_all(
         jobs,
         num_parallel=options.parallel,
@@ -80,6 +82,15 @@ def main(arguments: Sequence[str]) -> int:
         _show(outcomes, out)
     outcomes.check()
     return 0
+
+
+def _check_alike(jobs: Sequence[tuple[Config, Path]]) -> None:
+    """Refuse to add runs to a comparison of another configuration: they could not be compared."""
+    for config, path in jobs:
+        try:
+            check_alike(config, path)
+        except RunError as error:
+            raise RunError(f"{error}\nchoose another --out, or run all again with --overwrite") from error
 
 
 def _watch(config: Config, _: Path, *, display: bool) -> Watch:

@@ -29,7 +29,7 @@ Several directories are put side by side too; --out then says where the page goe
   --latex      print a table for a paper instead, with the lines of booktabs
   --png        write the figures as images instead, into DIR/figures
   --out PATH   write there instead: a file, or with --png a directory
-  --overwrite  replace files that are there; report.html, where papa wrote it, is replaced anyway
+  --overwrite  replace files that are there; pages that papa wrote are replaced anyway
 
 A run that has not finished is reported as far as it came.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +45,15 @@ class Native:
         return not self._missing(root)
 
     def fetch(self, root: Path) -> None:
-        """Download what is missing."""
+        """Download what is missing; where that fails, no empty directories are left."""
+        made = [path for path in (root, *root.parents) if not path.exists()]
         try:
             root.mkdir(parents=True, exist_ok=True)
             with locked(root):  # of several processes one downloads, the others find it done
                 if not self.is_in(root):
                     self._dataset()(root=str(root), train=True, download=True)
         except Exception as error:  # network, disk and archive errors of many kinds
+            _remove_empty(made)
             raise DataError(
                 f"{self.name} is not in {root} and could not be downloaded ({type(error).__name__}: "
                 f"{_one_line(error)}): {self.expected_files(root)}"
@@ -127,3 +131,11 @@ NATIVE = {
         Native("fashion-mnist", "FashionMNIST", "FashionMNIST/raw"),
     )
 }
+
+
+def _remove_empty(made: Sequence[Path]) -> None:
+    """Remove directories that were made, and those in them, as far as nothing is in them; the innermost comes first."""
+    inside = [Path(path) for path, _, _ in os.walk(made[0], topdown=False)] if made else []
+    for path in dict.fromkeys([*inside, *made]):
+        with contextlib.suppress(OSError):
+            path.rmdir()

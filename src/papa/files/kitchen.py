@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,16 @@ def kitchen_of(source: Any) -> Kitchen:
     if isinstance(source, Kitchen):
         return source
     name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__name__)
-    made = (_find(source) if isinstance(source, str) else source)()
+    factory = _find(source) if isinstance(source, str) else source
+    try:
+        made = factory()
+    except PapaError:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"the factory {name} failed with {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+        ) from error
     if isinstance(made, Kitchen):
         return made
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):

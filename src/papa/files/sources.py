@@ -235,7 +235,7 @@ def member_files(path: Path) -> list[Path]:
     num_members = run.read_config().get("members")
     files = sorted(run.members.glob("[0-9]*.safetensors"))
     if not run.is_finished:
-        raise RunError(f"{path} holds an unfinished run: finish it with papa run RECIPE --out {path} --resume")
+        raise RunError(f"{path} holds an unfinished run: finish it with papa resume {path}")
     if len(files) != num_members:
         raise RunError(
             f"{path} has {len(files)} of the {num_members} members its config names: name the files you want instead"

@@ -111,6 +111,7 @@ class Training:
         companion: Companion | None = None,
         group: Group | None,
     ) -> None:
+        _check_makers(make_model=make_model, make_optimizer=make_optimizer, loss=loss, metric=metric)
         _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
         if augment is not None and not callable(augment) and len(augment) != num_members:
             raise ConfigError(f"augment has {len(augment)} entries, expected one for each of {num_members} members")
@@ -403,6 +404,14 @@ def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training)
         half_life = max(1.0, HALF_LIFE_SHARE * training.length.num_steps)
         return Push(half_life=half_life, every_steps=min(10, round(half_life)))
     return rule if isinstance(rule, Rule) else rule(training)
+
+
+def _check_makers(**functions: object) -> None:
+    for name, function in functions.items():
+        is_made = name.startswith("make") and isinstance(function, nn.Module | Optimizer)
+        if is_made or not callable(function):
+            cure = "a function that makes one for each member" if name.startswith("make") else "a function"
+            raise ConfigError(f"{name} is a {type(function).__name__}, expected {cure}")
 
 
 def _check_whole(**numbers: int) -> None:

@@ -117,7 +117,8 @@ class Saver(Hook):
         self._failures_in_a_row += 1
         training.tell({"event": "checkpoint-failed", "step": failure.step, "error": failure.error})
         if self._failures_in_a_row > 1:
-            there = ". The last good one is untouched" if checkpoints(self.writer.directory) else ""
+            good = checkpoints(self.writer.directory)
+            there = f". That of step {good[-1][0]} is whole: resume from it when the cause is cured" if good else ""
             raise RunError(f"twice in a row a checkpoint failed; {told(failure)}{there}")
 
 

@@ -19,7 +19,7 @@ from results.studies import HEADLINE, STUDIES, Study, Table
 from results.tables import headline, prose_number
 
 PROSE = Path(__file__).parent / "prose"
-NUMBER = re.compile(r"\{([\w./-]+) ([\w.]+)\}")
+NUMBER = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
 """A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
 BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 
@@ -146,7 +146,7 @@ def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
     def tell(word: str, value: Any) -> None:
         if value is not None:
-            told.setdefault(word, []).append(f"{value:,}" if isinstance(value, int) else f"{value:.3g}")
+            told.setdefault(word, []).append(_told(value))
 
     for record in records:
         config, steps = record["config"], record["epochs"][-1]["step"]
@@ -160,6 +160,7 @@ def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         tell("epochs", train["epochs"])
         tell("steps", steps)
         tell("batches of", train["batch_size"])
+        tell("precision", train["precision"])
         tell("learning rate", train["lr"])
         if record["method"] == "papa" and average["half_life"] is not None:
             half_life = average["half_life"] * steps
@@ -167,6 +168,12 @@ def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
             tell("half-life of a push, in steps,", half_life)
             tell("its alpha", push.effective_alpha)
     return told
+
+
+def _told(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def _listed(values: Any) -> str:

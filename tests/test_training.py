@@ -392,6 +392,7 @@ def test_augments_must_be_as_many_as_members() -> None:
         ({"make_model": nn.Linear(2, 2)}, "make_model is a Linear, expected a function that makes one for each member"),
         ({"make_optimizer": "sgd"}, "make_optimizer is a str, expected a function that makes one for each member"),
         ({"loss": "cross-entropy"}, "loss is a str, expected a function"),
+        ({"metric": "accuracy"}, "metric is a str, expected a function"),
     ],
 )
 def test_what_is_no_function_is_named(options: dict[str, Any], message: str) -> None:

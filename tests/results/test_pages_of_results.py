@@ -31,6 +31,10 @@ def test_the_readmes_first_table_is_what_its_records_make() -> None:
     assert readme_with_headline(readme) == readme, "the README's first table is written from results/: `make results`"
 
 
+def test_every_number_of_the_page_is_filled_in() -> None:
+    assert not re.findall(r"\{[^}]*\}", PAGE)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_is_understood(command: str) -> None:
     """Its recipe, every option and every value; nothing is trained."""

@@ -201,6 +201,8 @@ def test_numbers_in_prose_come_from_records(records: Path, tmp_path: Path) -> No
     assert prose_of("main", records, tmp_path) == "papa 59.00 (1.00), {curly}"
     (tmp_path / "main.md").write_text("{main/cifar10-vgg11/independent aligned.greedy_soup}")
     assert prose_of("main", records, tmp_path) == "56.50 (1.00)"
+    (tmp_path / "main.md").write_text("{main/cifar10-vgg11/papa\n  average_soup}")
+    assert prose_of("main", records, tmp_path) == "59.00 (1.00)"
     (tmp_path / "main.md").write_text("{main/cifar10-vgg11/pappa average_soup}")
     with pytest.raises(
         RunError, match=r"main.md asks for \{main/cifar10-vgg11/pappa average_soup\}, of which there is no"

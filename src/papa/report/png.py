@@ -6,7 +6,7 @@ from typing import Any
 
 from papa.errors import ConfigError
 from papa.report.figure import Figure
-from papa.report.svg import standalone_svg
+from papa.report.svg import FONTS, standalone_svg
 
 CURE = "pip install 'papa-torch[report]'"
 
@@ -22,7 +22,7 @@ def check_png() -> None:
     render = _renderer()
     with_text, without = (
         bytes(render(svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{inside}</svg>'))
-        for inside in ('<text x="2" y="16" font-family="sans-serif">M</text>', "")
+        for inside in (f'<text x="2" y="16" font-family="{FONTS}">M</text>', "")
     )
     if with_text == without:
         raise ConfigError("--png found no font to write with: install one, such as Debian's fonts-dejavu-core")

@@ -31,9 +31,14 @@ DARK = {
 }
 """Colours that stay apart for readers who see no red or no green, and stand out from the paper."""
 
-STYLE = """
-svg text { font-family: system-ui, "Liberation Sans", "DejaVu Sans", Arial, sans-serif; font-size: 12px;
-  fill: var(--quiet); }
+FONTS = "system-ui, 'Liberation Sans', 'DejaVu Sans', Arial, sans-serif"
+"""Whom figures ask for letters, in turn: not every renderer knows a font for a generic name."""
+
+STYLE = (
+    f"""
+svg text {{ font-family: {FONTS}; font-size: 12px; fill: var(--quiet); }}
+"""
+    + """
 svg .grid { stroke: var(--line); } svg .zero { stroke: var(--quiet); stroke-dasharray: 2 3; }
 svg .ink { color: var(--ink); } svg .c0 { color: var(--c0); } svg .c1 { color: var(--c1); }
 svg .c2 { color: var(--c2); } svg .c3 { color: var(--c3); } svg .c4 { color: var(--c4); } svg .c5 { color: var(--c5); }
@@ -44,6 +49,7 @@ svg .mark { fill: currentColor; stroke: var(--paper); stroke-width: .6; } svg .c
 svg .band { fill: currentColor; fill-opacity: .15; }
 svg .far { fill: var(--ink); stroke: var(--paper); stroke-width: 4; paint-order: stroke; }
 """
+)
 
 
 def svg(figure: Figure) -> str:

@@ -17,7 +17,7 @@ from papa.averager import Around, Averager, Averaging, chain
 from papa.batches import Inputs
 from papa.data.source import Data, Source, Subset, as_source, hold_out
 from papa.errors import ConfigError, DataError
-from papa.evaluate import Apply, Evaluation, Loss, Metric, call, evaluate_together
+from papa.evaluate import Apply, Counting, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.health import Sickness
 from papa.population import Population
@@ -409,7 +409,8 @@ def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training)
 def _check_makers(**functions: object) -> None:
     for name, function in functions.items():
         is_made = name.startswith("make") and isinstance(function, nn.Module | Optimizer)
-        if is_made or not callable(function):
+        is_metric = name == "metric" and isinstance(function, Counting)
+        if is_made or not (callable(function) or is_metric):
             cure = "a function that makes one for each member" if name.startswith("make") else "a function"
             raise ConfigError(f"{name} is a {type(function).__name__}, expected {cure}")
 

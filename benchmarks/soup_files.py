@@ -90,9 +90,7 @@ def average_one_after_the_other(files: list[Path], out: Path) -> None:
 
 def main() -> None:
     """Measure, print, and check when asked to."""
-    arguments = parser(__doc__.splitlines()[0])
-    arguments.set_defaults(rounds=5)  # every round moves a dozen gigabytes
-    options = arguments.parse_args()
+    options = parser(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.safetensors" for number in range(NUM_FILES)]

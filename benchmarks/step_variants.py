@@ -25,6 +25,7 @@ from torch.utils import mkldnn
 
 from _bench import Result, finish, parser
 from papa.process import keep_memory
+from papa.recipes.budgets import fast_precision
 from papa.recipes.build import build
 from papa.training import Training
 from where_time_goes import config_for, write_images
@@ -80,6 +81,8 @@ def prepack(training: Training) -> None:
     training.evaluate = packed  # type: ignore[method-assign]
 
 
+OTHER_PRECISION = "float32" if fast_precision() == "bfloat16" else "bfloat16"
+"""The one that does not ship on this machine."""
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 STEPS = {
     AS_SHIPPED: Variant(),
@@ -92,7 +95,7 @@ STEPS = {
     "SGD, foreach": Variant(set_sgd(foreach=True)),
     "SGD, fused": Variant(set_sgd(fused=True)),
     "denormals flushed": Variant(lambda _: torch.set_flush_denormal(True)),
-    "bfloat16": Variant(train={"precision": "bfloat16"}),
+    OTHER_PRECISION: Variant(train={"precision": OTHER_PRECISION}),
     "products in medium precision": Variant(lambda _: torch.set_float32_matmul_precision("medium")),
     "torch.compile": Variant(compile_network),
 }
@@ -101,7 +104,7 @@ EVALUATIONS = {
     "freed memory goes back to the system": Variant(keeps_memory=False),
     **{f"batches of {size}": Variant(set_eval_batch(size)) for size in (32, 64, 128, 256, 1024)},
     "channels first": Variant(train={"channels_last": False}),
-    "bfloat16": Variant(train={"precision": "bfloat16"}),
+    OTHER_PRECISION: Variant(train={"precision": OTHER_PRECISION}),
     "inference mode": Variant(evaluate_in_inference_mode),
     "weights in oneDNN's order": Variant(prepack),
 }
@@ -159,7 +162,12 @@ def compare(what: str, names: list[str], root: Path, rounds: int) -> list[Result
                 seconds = contender.apply(take_turn, (what,))
                 best[name] = min(best[name], seconds) if counted else best[name]
     return [
-        Result(name=f"{what}, {name}", seconds=seconds, ratio=seconds / best[AS_SHIPPED])
+        Result(
+            name=f"{what}, {name}",
+            seconds=seconds,
+            ratio=seconds / best[AS_SHIPPED],
+            note=f"in {fast_precision()}" if name == AS_SHIPPED else None,
+        )
         for name, seconds in best.items()
     ]
 

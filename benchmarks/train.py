@@ -185,15 +185,20 @@ def main() -> None:
         "independent, two workers": lambda: start_workers(train_papa, 2, NUM_MEMBERS, Independent(), steps),
         "the script, a loader process for each member": lambda: (in_new_process(train_script, steps, 1), {}),
     }
+    close = ("independent, two workers", "papa, two workers")
+    """A percent apart or less: these run twice in a round, and more often than they are compared with others."""
     best: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
+    again: list[dict[str, float]] = []
     for _ in range(options.rounds):
         for name, run in contenders.items():
             seconds, where = run()
             if seconds < best.get(name, float("inf")):
                 best[name], parts[name] = seconds, where
+        again.append({name: contenders[name]()[0] for name in close})
     script, two, one = (best[name] for name in list(contenders)[:3])
-    alone, loading = best["independent, two workers"], best["the script, a loader process for each member"]
+    loading = best["the script, a loader process for each member"]
+    alone, together = (min(best[name], *(seconds[name] for seconds in again)) for name in close)
     spent = {name: parts["papa, one worker"][name] for name in ("data", "augmentation", "optimizer", "averaging")}
     met = parts["papa, two workers"]["averaging"]
     num_images = NUM_MEMBERS * BATCH_SIZE * steps
@@ -206,7 +211,7 @@ def main() -> None:
         Result(name="papa against the script with loader processes", ratio=two / loading),
         Result(name="papa, one worker, against the script", ratio=one / script),
         Result(name="two workers against one", ratio=two / one, target=1 / 1.85),
-        Result(name="papa against independent", ratio=two / alone, target=1.01),
+        Result(name="papa against independent", ratio=together / alone, target=1.01),
         Result(name="two workers: share of averaging in the first, waiting for the other included", ratio=met / two),
         Result(name="share of data and augmentation", ratio=(spent["data"] + spent["augmentation"]) / one, target=0.08),
         Result(name="share of the optimizer", ratio=spent["optimizer"] / one),

@@ -65,8 +65,12 @@ MAIN_CIFAR100 = (
 )
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
 
-HALF_LIVES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-LENGTHS = (5, 20)
+HALF_LIVES = {
+    5: (0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
+    20: (0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
+    80: (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
+}
+"""Shares of training, for each length in epochs; the longest training has steps enough for a shorter one."""
 
 
 def _half_life_commands(epochs: int) -> tuple[str, ...]:
@@ -81,7 +85,7 @@ def _half_life_commands(epochs: int) -> tuple[str, ...]:
         *(
             f"papa compare cifar10-vgg11 --budget mini --methods papa {setting} --average.half-life {share}"
             f" --out {out}-{share}"
-            for share in HALF_LIVES
+            for share in HALF_LIVES[epochs]
         ),
     )
 
@@ -108,8 +112,8 @@ STUDIES = (
         title="How strong the push should be, and how that depends on the length of training",
         tables=(
             Table(
-                title="CIFAR-10, VGG-11, four members, two lengths",
-                commands=tuple(command for epochs in LENGTHS for command in _half_life_commands(epochs)),
+                title="CIFAR-10, VGG-11, four members, three lengths",
+                commands=tuple(command for epochs in HALF_LIVES for command in _half_life_commands(epochs)),
                 render=half_lives,
             ),
         ),

@@ -56,7 +56,7 @@ class Timed(Hook):
     def on_start(self, training: Training) -> None:
         """Wrap everything that has a name."""
         timed = self.parts.timed
-        training._batch = timed("data", training._batch)  # type: ignore[method-assign]
+        training.feed.training_batch = timed("data", training.feed.training_batch)  # type: ignore[method-assign]
         training.feed.augments = [timed("augmentation", augment) for augment in training.feed.augments]
         training.loss_of = timed("forward", training.loss_of)  # type: ignore[method-assign]
         training.averager.step = timed("averaging", training.averager.step)  # type: ignore[method-assign]

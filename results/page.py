@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from papa.cli.arguments import take_budget
@@ -21,6 +21,8 @@ from results.tables import headline, prose_number
 PROSE = Path(__file__).parent / "prose"
 NUMBER = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
 """A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
+MOST_VALUES = 5
+"""How many values of one setting are listed."""
 BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 
 
@@ -61,7 +63,7 @@ def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
 
 def _headline_words(found: Mapping[str, list[dict[str, Any]]]) -> str:
     members = _listed(record["config"]["members"] for runs in found.values() for record in runs)
-    minutes = _each(found, lambda runs: f"{fmean(sum(run['seconds'].values()) for run in runs) / 60:.0f}")
+    minutes = _each(found, lambda runs: f"{median(sum(run['seconds'].values()) for run in runs) / 60:.0f}")
     seeds = _each(found, lambda runs: _listed(run["seed"] for run in runs))
     return (
         f"Small networks and a part of the training data: a population of {members} takes {minutes} minutes of one CPU "
@@ -136,17 +138,17 @@ def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
     )
     missing = len(asked) - len(records)
     so_far = f"; {missing} of {len(asked)} runs are still to come" if missing else ""
-    setting = "; ".join(f"{word} {_listed(found)}" for word, found in _setting(list(records.values())).items())
+    setting = "; ".join(f"{word} {_in_short(found)}" for word, found in _setting(list(records.values())).items())
     return f"Budget {budgets}; seeds {seeds}; {versions}{so_far}.\n\nThe setting: {setting}."
 
 
-def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What a reader needs to know of how large and how long these trainings are, and how strong their pushes."""
-    told: dict[str, list[str]] = {}
+def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What a reader needs to know of how large and how long these trainings are, and how members are averaged."""
+    told: dict[str, list[Any]] = {}
 
     def tell(word: str, value: Any) -> None:
         if value is not None:
-            told.setdefault(word, []).append(_told(value))
+            told.setdefault(word, []).append(value)
 
     for record in records:
         config, steps = record["config"], record["epochs"][-1]["step"]
@@ -165,9 +167,21 @@ def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         if record["method"] == "papa" and average["half_life"] is not None:
             half_life = average["half_life"] * steps
             push = Push(half_life=half_life, every_steps=average["every_steps"])
+            tell("steps between pushes", average["every_steps"])
             tell("half-life of a push, in steps,", half_life)
             tell("its alpha", push.effective_alpha)
+        if record["method"] in ("papa-all", "papa-2"):
+            tell("steps between merges", max(1, round(average["every_epochs"] * steps / train["epochs"])))
+            tell("batches for REPAIR", average["repair"])
     return told
+
+
+def _in_short(values: Sequence[Any]) -> str:
+    """Different values in their order; of many numbers the least and the largest."""
+    found = list(dict.fromkeys(values))
+    if len(found) > MOST_VALUES and not any(isinstance(value, str) for value in found):
+        return f"{_told(min(found))} to {_told(max(found))}"
+    return _listed(map(_told, found))
 
 
 def _told(value: float | str) -> str:

@@ -27,7 +27,7 @@ KEPT = (
 """What of `result.json` goes into a record."""
 ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "device", "workers")
 """What of its environment does; neither the command, which names directories, nor when it was."""
-OF_THE_MACHINE = ("device", "data.root", "model.weights", "train.precision")
+OF_THE_MACHINE = ("device", "data.root", "model.weights")
 """What of a configuration a command leaves to the machine."""
 DIGITS = 6
 

@@ -19,6 +19,7 @@ from results.tables import (
     of_methods,
     push_against_merge,
     rates,
+    renamed,
     side_by_side,
 )
 
@@ -55,13 +56,20 @@ class Study:
         return tuple(command for table in self.tables for command in table.commands)
 
 
-MAIN_CIFAR10 = (
-    "papa compare cifar10-vgg11 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3 --analysis"
-    " --parallel 2 --data.root DATA --out runs/main/cifar10-vgg11"
-)
-MAIN_CIFAR100 = (
-    "papa compare cifar100-resnet18 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3 --analysis"
-    " --parallel 2 --data.root DATA --out runs/main/cifar100-resnet18"
+def _compare(
+    recipe: str, out: str, *options: str, methods: str, seeds: str = "1,2,3", precision: str = "float32"
+) -> str:
+    """A command at the `mini` budget; the precision is said, since by itself it would be the processor's."""
+    words = ("papa compare", recipe, "--budget mini --methods", methods, "--seeds", seeds, *options)
+    root = "DATA/aerial" if recipe == "aerial-unet" else "DATA"
+    return " ".join([*words, "--train.precision", precision, "--data.root", root, "--out", f"runs/{out}"])
+
+
+ALL_METHODS = "independent,papa,papa-all,papa-2"
+SIDE_BY_SIDE = "--parallel 2"
+MAIN_CIFAR10, MAIN_CIFAR100 = (
+    _compare(recipe, f"main/{recipe}", "--analysis", SIDE_BY_SIDE, methods=ALL_METHODS)
+    for recipe in ("cifar10-vgg11", "cifar100-resnet18")
 )
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
 
@@ -71,31 +79,42 @@ HALF_LIVES = {
     80: (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
 }
 """Shares of training, for each length in epochs; the longest training has steps enough for a shorter one."""
+PRECISIONS = {80: "bfloat16"}
+"""Of lengths that were not run in float32."""
 
 
 def _half_life_commands(epochs: int) -> tuple[str, ...]:
     """A small setting, never pushed, and pushed with each half-life."""
     setting = (
-        f"--seeds 1 --members 4 --data.max-train 4000 --data.validation 0.125 --train.epochs {epochs}"
-        " --average.every-steps 2 --data.root DATA"
-    )
-    out = f"runs/half-life/{epochs}-epochs"
-    return (
-        f"papa compare cifar10-vgg11 --budget mini --methods independent {setting} --out {out}",
-        *(
-            f"papa compare cifar10-vgg11 --budget mini --methods papa {setting} --average.half-life {share}"
-            f" --out {out}-{share}"
-            for share in HALF_LIVES[epochs]
-        ),
+        f"--members 4 --data.max-train 4000 --data.validation 0.125 --train.epochs {epochs} --average.every-steps 2"
     )
 
+    def command(method: str, share: str = "") -> str:
+        options = (setting, f"--average.half-life {share}") if share else (setting,)
+        out = f"half-life/{epochs}-epochs{f'-{share}' if share else ''}"
+        precision = PRECISIONS.get(epochs, "float32")
+        return _compare("cifar10-vgg11", out, *options, methods=method, seeds="1", precision=precision)
 
-def _rate_command(recipe: str, rate: float, more: str = "") -> str:
+    return (command("independent"), *(command("papa", f"{share}") for share in HALF_LIVES[epochs]))
+
+
+def _rate_command(recipe: str, rate: float, *more: str) -> str:
     """A few independent members, of a seed that no other study uses, with more validation data than usual."""
-    return (
-        f"papa compare {recipe} --budget mini --methods independent --seeds 11 --members 3 --data.validation 0.1"
-        f" --train.lr {rate}{f' {more}' if more else ''} --data.root DATA --out runs/rates/{recipe}-{rate}"
+    options = ("--members 3 --data.validation 0.1", f"--train.lr {rate}", *more)
+    return _compare(recipe, f"rates/{recipe}-{rate}", *options, methods="independent", seeds="11")
+
+
+HIGH_RATE = "--analysis --train.lr 0.1 --train.epochs 20"
+REPAIRS = {
+    f"average.repair {batches}, average.repair_policy {policy}, average.repair_scope {scope}": told
+    for batches, policy, scope, told in (
+        (5, "own", "all", "REPAIR as in the paper"),
+        (5, "shared", "all", "REPAIR on the same images for all"),
+        (5, "own", "batch-norm", "BatchNorm reset alone"),
+        (0, "own", "all", "no REPAIR"),
     )
+}
+"""How the table of REPAIR calls its runs."""
 
 
 STUDIES = (
@@ -115,6 +134,23 @@ STUDIES = (
                 title="CIFAR-10, VGG-11, four members, three lengths",
                 commands=tuple(command for epochs in HALF_LIVES for command in _half_life_commands(epochs)),
                 render=half_lives,
+            ),
+        ),
+    ),
+    Study(
+        name="cadence",
+        title="How often to push",
+        tables=(
+            Table(
+                title="CIFAR-10, VGG-11, the same half-life, a push every 4 steps or every 10",
+                commands=(
+                    _compare(
+                        *("cifar10-vgg11", "cadence/every-4-steps", "--average.every-steps 4", SIDE_BY_SIDE),
+                        methods="papa",
+                    ),
+                ),
+                beside=(MAIN_CIFAR10,),
+                render=renamed(of_methods("independent", "papa"), {"average.every_steps": "a push every, in steps,"}),
             ),
         ),
     ),
@@ -143,21 +179,27 @@ STUDIES = (
             Table(
                 title="CIFAR-10, VGG-11, the paper's 0.1 for 20 epochs",
                 commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1,2,3"
-                    " --analysis --train.lr 0.1 --train.epochs 20 --average.every-epochs 0.3333333333333333"
-                    " --parallel 2 --data.root DATA --out runs/high-rate/cifar10-vgg11",
+                    _compare(
+                        *("cifar10-vgg11", "high-rate/cifar10-vgg11", HIGH_RATE),
+                        *("--average.every-epochs 0.3333333333333333", SIDE_BY_SIDE),
+                        methods=ALL_METHODS,
+                    ),
                 ),
                 render=main_tables,
             ),
             Table(
                 title="The same with a weaker push, and with rarer merges",
                 commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods papa --seeds 1,2,3 --analysis --train.lr 0.1"
-                    " --train.epochs 20 --average.half-life 0.02 --parallel 2 --data.root DATA"
-                    " --out runs/high-rate/half-life-0.02",
-                    "papa compare cifar10-vgg11 --budget mini --methods papa-all,papa-2 --seeds 1,2,3 --analysis"
-                    " --train.lr 0.1 --train.epochs 20 --average.every-epochs 1 --parallel 2 --data.root DATA"
-                    " --out runs/high-rate/every-epoch",
+                    _compare(
+                        *("cifar10-vgg11", "high-rate/half-life-0.02", HIGH_RATE),
+                        *("--average.half-life 0.02", SIDE_BY_SIDE),
+                        methods="papa",
+                    ),
+                    _compare(
+                        *("cifar10-vgg11", "high-rate/every-epoch", HIGH_RATE),
+                        *("--average.every-epochs 1", SIDE_BY_SIDE),
+                        methods="papa-all,papa-2",
+                    ),
                 ),
             ),
         ),
@@ -169,8 +211,10 @@ STUDIES = (
             Table(
                 title="CIFAR-10, VGG-11, two, three and five members",
                 commands=tuple(
-                    f"papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
-                    f" --members {members} --parallel 2 --data.root DATA --out runs/sizes/{members}-members"
+                    _compare(
+                        *("cifar10-vgg11", f"sizes/{members}-members", f"--members {members}", SIDE_BY_SIDE),
+                        methods="independent,papa",
+                    )
                     for members in (2, 3)
                 ),
                 beside=(MAIN_CIFAR10,),
@@ -183,10 +227,12 @@ STUDIES = (
         title="Without augmentation",
         tables=(
             Table(
-                title="CIFAR-10, VGG-11, five members that differ in initial weights and data order alone",
+                title="CIFAR-10, VGG-11, five members with crops and flips alone",
                 commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods independent,papa --seeds 1,2,3"
-                    " --diversity.grid none --parallel 2 --data.root DATA --out runs/plain/cifar10-vgg11",
+                    _compare(
+                        *("cifar10-vgg11", "plain/cifar10-vgg11", "--diversity.grid none", SIDE_BY_SIDE),
+                        methods="independent,papa",
+                    ),
                 ),
                 render=main_tables,
             ),
@@ -198,10 +244,7 @@ STUDIES = (
         tables=(
             Table(
                 title="CIFAR-10, VGG-11, five members, or one network for five times as many epochs",
-                commands=(
-                    "papa compare cifar10-vgg11-long --budget mini --methods independent --seeds 1,2,3 --parallel 2"
-                    " --data.root DATA --out runs/long/cifar10-vgg11",
-                ),
+                commands=(_compare("cifar10-vgg11-long", "long/cifar10-vgg11", SIDE_BY_SIDE, methods="independent"),),
                 beside=(MAIN_CIFAR10,),
                 render=against_long,
             ),
@@ -213,21 +256,25 @@ STUDIES = (
         tables=(
             Table(
                 title="CIFAR-10, VGG-11, five members",
-                commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
-                    " --parallel 2 --data.root DATA --out runs/repair/none",
-                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3"
-                    " --average.repair-scope batch-norm --parallel 2 --data.root DATA --out runs/repair/batch-norm",
+                commands=tuple(
+                    _compare("cifar10-vgg11", f"repair/{out}", option, SIDE_BY_SIDE, methods="papa-all")
+                    for out, option in (
+                        ("none", "--average.repair 0"),
+                        ("batch-norm", "--average.repair-scope batch-norm"),
+                        ("shared", "--average.repair-policy shared"),
+                    )
                 ),
                 beside=(MAIN_CIFAR10,),
-                render=of_methods("independent", "papa-all"),
+                render=renamed(of_methods("independent", "papa-all"), REPAIRS),
             ),
             Table(
                 title="Merged as often as PAPA pushes, without REPAIR",
                 commands=(
-                    "papa compare cifar10-vgg11 --budget mini --methods papa-all --seeds 1,2,3 --average.repair 0"
-                    " --average.every-epochs 0.082 --parallel 2 --data.root DATA"
-                    " --out runs/repair/every-10-steps",
+                    _compare(
+                        *("cifar10-vgg11", "repair/every-10-steps", "--average.repair 0"),
+                        *("--average.every-epochs 0.082", SIDE_BY_SIDE),
+                        methods="papa-all",
+                    ),
                 ),
                 beside=(MAIN_CIFAR10,),
                 render=push_against_merge,
@@ -249,10 +296,15 @@ STUDIES = (
             Table(
                 title="CIFAR-100, EfficientNet-Lite0 from ImageNet, two members",
                 commands=(
-                    "papa compare cifar100-finetune-effnetv2s --budget mini --methods independent,papa --seeds 1"
-                    " --model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.image-size 96"
-                    " --data.max-train 2000 --data.max-test 1000 --train.epochs 6 --train.lr 0.0003 --parallel 2"
-                    " --data.root DATA --out runs/finetune/efficientnet-lite0",
+                    _compare(
+                        *("cifar100-finetune-effnetv2s", "finetune/efficientnet-lite0"),
+                        "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors",
+                        "--data.image-size 96 --data.max-train 2000 --data.max-test 1000",
+                        "--train.epochs 6 --train.lr 0.0003",
+                        SIDE_BY_SIDE,
+                        methods="independent,papa",
+                        seeds="1",
+                    ),
                 ),
             ),
         ),
@@ -263,10 +315,7 @@ STUDIES = (
         tables=(
             Table(
                 title="Aerial images, UNet",
-                commands=(
-                    "papa compare aerial-unet --budget mini --methods independent,papa,papa-all,papa-2 --seeds 1"
-                    " --data.root DATA/aerial --out runs/segmentation",
-                ),
+                commands=(_compare("aerial-unet", "segmentation", methods=ALL_METHODS, seeds="1"),),
             ),
         ),
     ),

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
-from papa.report import COLUMNS, GAP_COLUMN, cells_of, compare_rows, details_table, mean_gap_closed, with_gap_closed
+from papa.report import (
+    COLUMNS,
+    GAP_COLUMN,
+    cells_of,
+    compare_rows,
+    details_table,
+    gap_text,
+    mean_gap_closed,
+    with_gap_closed,
+)
 from papa.report.groups import groups_of
 from papa.report.table import KEYS, SOUPS, of_soups, scores_of
 from papa.rules import Push
@@ -46,13 +55,32 @@ def of_methods(*methods: str) -> Callable[[Sequence[Record]], str]:
 
 
 def every_run(records: Sequence[Record]) -> str:
-    """One row for each run: its scores, and how long it took."""
+    """One row for each run: its scores, how much of its seed's gap it closes where that is known, how long it took."""
+    runs = [(label, record) for label, group in groups_of(records).items() for _, record in group]
+    gaps = [gap_text(mean_gap_closed([record], records)) for _, record in runs]
     rows = [
-        (label, f"{record['seed']}", *cells_of(scores_of(record)), f"{sum(record['seconds'].values()) / 60:.1f}")
-        for label, group in groups_of(records).items()
-        for _, record in group
+        (
+            label,
+            f"{record['seed']}",
+            *cells_of(scores_of(record)),
+            *([gap] if any(gaps) else []),
+            f"{sum(record['seconds'].values()) / 60:.1f}",
+        )
+        for (label, record), gap in zip(runs, gaps, strict=True)
     ]
-    return markdown(("method", "seed", *COLUMNS, "minutes"), rows)
+    return markdown(("method", "seed", *COLUMNS, *([GAP_COLUMN] if any(gaps) else []), "minutes"), rows)
+
+
+def renamed(render: Callable[[Sequence[Record]], str], words: Mapping[str, str]) -> Callable[[Sequence[Record]], str]:
+    """As `render`, with other words where runs are told apart by options that only papa's users know."""
+
+    def tell(records: Sequence[Record]) -> str:
+        text = render(records)
+        for found, told in words.items():
+            text = text.replace(found, told)
+        return text
+
+    return tell
 
 
 @dataclass(frozen=True)
@@ -136,14 +164,15 @@ def differences(records: Sequence[Record]) -> str:
     independent = _of_method(records, "independent")
     rows = []
     for method in dict.fromkeys(record["method"] for record in records if record["method"] != "independent"):
-        told: list[Difference] = []
+        greedy: list[Difference] = []
         for name, yardstick in YARDSTICKS.items():
             if all(yardstick(record) is None for record in independent):
                 continue  # soups that were not made
             difference = _difference(_of_method(records, method), independent, yardstick)
-            if difference is not None and not ("greedy" in name and difference in told):
-                rows.append((f"{method}: average soup less {name}", difference))
-                told.append(difference)
+            if difference is None or difference in greedy:
+                continue
+            rows.append((f"{method}: average soup less {name}", difference))
+            greedy += [difference] if "greedy" in name else []
     return difference_table(rows)
 
 
@@ -172,14 +201,15 @@ def main_tables(records: Sequence[Record]) -> str:
 
 def against_long(records: Sequence[Record]) -> str:
     """A population against one network that was trained as long as all of it."""
-    long = [record for record in records if record["recipe"].endswith("-long")]
+    # One network is its own soup; what REPAIR does to it is beside the point.
+    long = [{**record, **dict.fromkeys(SOUPS)} for record in records if record["recipe"].endswith("-long")]
     others = [record for record in records if not record["recipe"].endswith("-long")]
     rows = [
         (f"{method}: average soup less one network, trained longer", difference)
         for method in dict.fromkeys(record["method"] for record in others if record["method"] != "independent")
         if (difference := _difference(_of_method(others, method), long, score("mean"))) is not None
     ]
-    return "\n\n".join([side_by_side(records), difference_table(rows)])
+    return "\n\n".join([side_by_side([*others, *long]), difference_table(rows)])
 
 
 def push_against_merge(records: Sequence[Record]) -> str:
@@ -205,7 +235,7 @@ def half_lives(records: Sequence[Record]) -> str:
             told = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
         gap = mean_gap_closed(runs, records)
         cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
-        rows.append((f"{epochs}", f"{steps}", *told, *cells, "" if gap is None else f"{gap:.0f}%"))
+        rows.append((f"{epochs}", f"{steps}", *told, *cells, gap_text(gap)))
     head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha at the full learning rate")
     return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
 
@@ -277,7 +307,20 @@ def lines_between(records: Sequence[Record]) -> str:
 def alike(records: Sequence[Record]) -> str:
     """How alike members are, and what lies between two of them."""
     parts = ["Cosine similarity of features, by layer:", similarity(records)]
-    return "\n\n".join([*parts, "On the straight line between two members, test data:", lines_between(records)])
+    parts += ["On the straight line between two members, test data:", lines_between(records)]
+    return "\n\n".join([*parts, "The lines of independent members, point by point:", points_between(records)])
+
+
+def points_between(records: Sequence[Record]) -> str:
+    """The mean score at every point of the lines between two independent members."""
+    compared = [record["interpolation"]["curves"] for record in _of_method(records, "independent")]
+    names = [curve["name"] for curve in compared[0]]
+    rows = [
+        (name, *(f"{fmean(column):.1f}" for column in zip(*scores, strict=True)))
+        for name in names
+        if (scores := [curve["score"] for curves in compared for curve in curves if curve["name"] == name])
+    ]
+    return markdown(("line", *(f"{share:g}" for share in compared[0][0]["coefficients"])), rows)
 
 
 def headline(recipes: Mapping[str, Sequence[Record]]) -> str:

@@ -179,6 +179,26 @@ def test_parts_count_what_they_call_only_once(bench: ModuleType) -> None:
     assert 0.0 < sum(parts.seconds.values()) <= elapsed, "else the inner calls are counted twice"
 
 
+def test_where_time_goes_has_a_stopwatch_around_every_part() -> None:
+    timed = _module("where_time_goes").Timed()
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = timed.parts.timed("backward", backward)  # type: ignore[method-assign]
+    data = (torch.randn(60, 4), torch.randint(2, (60,)))
+    try:
+        papa.train(
+            *(lambda: torch.nn.Linear(4, 2), data),
+            num_members=2,
+            num_epochs=1,
+            batch_size=20,
+            augment=lambda inputs, targets, generator: (inputs, targets),
+            hooks=[timed],
+        )
+    finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+    expected = set(_module("where_time_goes").PARTS) - {"metrics and checkpoints"}  # nothing is recorded here
+    assert set(timed.parts.seconds) == expected
+
+
 def test_the_command_finds_the_scripts_of_the_repository(run: ModuleType) -> None:
     names = [script.stem for script in run.chosen_scripts(BENCHMARKS, None)]
     assert {"push", "train", "where_time_goes"} <= set(names)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import papa.launch
 from helpers import small_config
 from papa.checkpoint import checkpoints
 from papa.config import Config, TrajectoryConfig
@@ -327,6 +328,22 @@ def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     shutil.move(tmp_path / "aside" / "mine.pt", tmp_path / "checkpoint" / "mine.pt")
     execute(small_config(), tmp_path, overwrite=True)
     assert (tmp_path / "checkpoint" / "mine.pt").read_text() == "precious"
+
+
+def test_a_signal_while_data_is_read_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: Config) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        raise AssertionError("the signal was only noted")
+
+    monkeypatch.setattr(papa.launch, "useful_workers", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            execute(small_config(), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_finished_run_is_neither_overwritten_nor_run_again(tmp_path: Path) -> None:

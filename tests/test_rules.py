@@ -247,10 +247,24 @@ class TestMix:
     def test_a_fixed_matrix_is_looked_at_before_training(self) -> None:
         with pytest.raises(MixingError, match="row 0 of the mixing matrix sums to 2"):
             Mix([[1.0, 1.0], [0.0, 1.0]], every_steps=1000)
-        with pytest.raises(MixingError, match=r"weights are 0\.5, expected a matrix or a function"):
-            Mix(0.5)
+        for weights, shape in (
+            (0.5, r"\(\)"),
+            ([[0.5, 0.5]], r"\(1, 2\)"),
+            ([], r"\(0,\)"),
+            (torch.zeros(0, 0), r"\(0, 0\)"),
+        ):
+            with pytest.raises(MixingError, match=f"has shape {shape}, expected a function, or as many rows as col"):
+                Mix(weights)
+        with pytest.raises(MixingError, match=r"cannot be read .*, expected a function, or as many rows as columns"):
+            Mix("papa")
         with pytest.raises(MixingError, match=r"has shape \(2, 2\), expected \(3, 3\)"):
             Averager(Population(make_networks("linear", 3)), Mix([[0.5, 0.5], [0.0, 1.0]], every_steps=1000))
+
+
+def test_a_fixed_matrix_may_be_sparse_and_made_under_any_default_device() -> None:
+    assert torch.equal(Mix(torch.eye(2).to_sparse()).matrix(moment(size=2)), mixing.identity(2))
+    with torch.device("meta"):
+        Mix([[0.5, 0.5], [0.5, 0.5]])
 
 
 def test_a_rule_without_a_matrix_says_so() -> None:

@@ -386,6 +386,14 @@ def test_augments_must_be_as_many_as_members() -> None:
         train(make_net, make_data(), num_members=3, num_epochs=1, augment=[plain, plain])
 
 
+class HalfCounting:
+    """A metric that forgot what it is for."""
+
+    def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Nothing."""
+        return outputs
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -393,6 +401,12 @@ def test_augments_must_be_as_many_as_members() -> None:
         ({"make_optimizer": "sgd"}, "make_optimizer is a str, expected a function that makes one for each member"),
         ({"loss": "cross-entropy"}, "loss is a str, expected a function"),
         ({"metric": "accuracy"}, "metric is a str, expected a function"),
+        ({"metric": HalfCounting()}, "metric is a HalfCounting without score and details, expected a function, or an"),
+        ({"schedule": "cosine"}, "schedule is a str, expected a function"),
+        ({"prepare": 3}, "prepare is a int, expected a function"),
+        ({"apply": None}, "apply is a NoneType, expected a function"),
+        ({"rule": "papa"}, r"rule is a str, expected a rule such as papa\.MergeAll"),
+        ({"rule": MergeAll}, r"rule is the class MergeAll, expected one made of it, such as MergeAll\(\.\.\.\)"),
     ],
 )
 def test_what_is_no_function_is_named(options: dict[str, Any], message: str) -> None:

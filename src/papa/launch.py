@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from papa.checkpoint import (
     write_atomically,
     write_json,
 )
-from papa.config import Config
+from papa.config import Config, idle_options
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
 from papa.recipes import paper_details, paper_scores, paper_soups
@@ -104,15 +104,16 @@ def execute(
         raise ConfigError(
             f"--workers is {workers}, expected 1 to {config.members}: a worker holds at least one of the members"
         )
-    with run.lock(), heard(stop) as stop:
+    with run.lock():
         if not resume:
             run.check_free(overwrite=overwrite)  # before data is read and networks are made, which may take long
         num_workers = useful_workers(config) if workers is None else workers
-        arguments = (config, path, overwrite, resume, saving, watch, stop)
-        if num_workers == 1:
-            return _job(Local(), *arguments)
-        result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
-        return result
+        with heard(stop) as stop:  # not before: until now a signal ends all at once, and there is nothing to save
+            arguments = (config, path, overwrite, resume, saving, watch, stop)
+            if num_workers == 1:
+                return _job(Local(), *arguments)
+            result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
+            return result
 
 
 def _execute_under_torchrun(
@@ -137,6 +138,8 @@ def _execute_under_torchrun(
     is_restart = run.holds_run and run.torchrun.exists() and processes.is_restart_of(read_object(run.torchrun))
     overwrite, resume = overwrite and not is_restart, resume or is_restart
     is_finished = run.is_finished
+    if not resume:
+        run.check_free(overwrite=overwrite)  # all look at the same directory, so all are refused
     group.wait()  # nobody writes before everybody has looked
     if resume and is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
@@ -233,18 +236,24 @@ def _job(
 
 
 def check_alike(config: Config, path: Path) -> None:
-    """Raise where a directory holds a run of another configuration; what cannot be read there is not looked at."""
+    """Raise where a directory holds a run that could not be compared with this configuration's.
+
+    What only says where things are is left to `execute`; what cannot be read is not looked at.
+    """
     try:
         found = Config.from_json(RunDirectory(path).read_config())
     except PapaError:
         return
-    _check_same(config, found, path)
+    _check_same(config, found, path, beside=("device", "analysis", "data.root"))
 
 
-def _check_same(config: Config, found: Config, path: Path) -> None:
-    there = dict(flat(found.to_json()))
+def _check_same(config: Config, found: Config, path: Path, beside: Collection[str] = ()) -> None:
+    """Raise where a run differs from what is asked for in an option that its method looks at."""
+    there, beside = dict(flat(found.to_json())), {*beside, *idle_options(config.method)}
     differences = [
-        f"{key} is {there[key]!r}, asked for {value!r}" for key, value in flat(config.to_json()) if there[key] != value
+        f"{key} is {there[key]!r}, asked for {value!r}"
+        for key, value in flat(config.to_json())
+        if there[key] != value and key not in beside
     ]
     if differences:
         listing = "\n".join(f"  {difference}" for difference in differences)

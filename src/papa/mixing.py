@@ -113,14 +113,19 @@ def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
     return whole
 
 
-def check_rows(matrix: Any, size: int) -> Tensor:
-    """`matrix` as float64, or a `MixingError` that says why it cannot mix a population of `size`."""
+def check_rows(matrix: Any, size: int | None = None) -> Tensor:
+    """`matrix` as float64, or a `MixingError` that says why it cannot mix a population of `size`; None for of any."""
     try:
-        checked = torch.as_tensor(matrix, dtype=torch.float64).detach().cpu()
+        dense = matrix.to_dense() if isinstance(matrix, Tensor) and matrix.layout != torch.strided else matrix
+        checked = torch.as_tensor(dense, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError) as error:
-        expected = f"{size} rows of {size} numbers"
+        expected = "a function, or as many rows as columns" if size is None else f"{size} rows of {size} numbers"
         raise MixingError(f"mixing matrix cannot be read ({error}), expected {expected}") from error
-    if checked.shape != (size, size):
+    if size is None and (checked.dim() != 2 or checked.shape[0] != checked.shape[1] or not len(checked)):
+        raise MixingError(
+            f"mixing matrix has shape {tuple(checked.shape)}, expected a function, or as many rows as columns"
+        )
+    if size is not None and checked.shape != (size, size):
         raise MixingError(
             f"mixing matrix has shape {tuple(checked.shape)}, expected ({size}, {size}): "
             f"one row and one column for each of the {size} members"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -113,12 +114,14 @@ def _least_copies(parents: list[tuple[int, int, float]]) -> list[tuple[int, bool
 
     One whom no other child needs goes first; where there is none, the one whom most need, since it is copied once.
     """
+    others = [{first, second} - {child} for child, (first, second, _) in enumerate(parents)]
+    needs = Counter(parent for of_one in others for parent in of_one)
     left, order = list(range(len(parents))), []
     while left:
-        needs = {child: sum(child in parents[other][:2] for other in left if other != child) for child in left}
         chosen = min(left, key=lambda child: (needs[child] > 0, -needs[child]))
         order.append((chosen, needs[chosen] > 0))
         left.remove(chosen)
+        needs.subtract(others[chosen])
     return order
 
 

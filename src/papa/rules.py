@@ -279,11 +279,7 @@ class Mix(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.weights):
-            try:
-                size = len(self.weights)
-            except TypeError as error:
-                raise MixingError(f"weights are {self.weights!r}, expected a matrix or a function") from error
-            self.check_size(size)
+            mixing.check_rows(self.weights)
 
     def check_size(self, size: int) -> None:
         """Raise unless a fixed matrix mixes so many members."""

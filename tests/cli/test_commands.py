@@ -176,6 +176,18 @@ def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[st
     assert "--train.epochs" in capsys.readouterr().err
 
 
+def test_a_comparison_goes_on_with_options_that_make_no_difference(tmp_path: Path) -> None:
+    asked = ["compare", "digits", "--train.epochs", "1", "--members", "2", "--workers", "1", "--out", str(tmp_path)]
+    assert main([*asked, "--methods", "independent"]) == 0
+    before = (tmp_path / "independent-seed1" / "result.json").read_bytes()
+    assert main([*asked, "--methods", "independent,papa", "--average.every-steps", "7"]) == 0
+    assert (tmp_path / "papa-seed1" / "result.json").exists()
+    assert (tmp_path / "independent-seed1" / "result.json").read_bytes() == before, "it looks at no such option"
+    elsewhere = [*asked, "--methods", "independent", "--seeds", "1,2", "--data.root", str(tmp_path / "moved")]
+    assert main(elsewhere) == 2, "where data was is a part of what a run did"
+    assert (tmp_path / "independent-seed2" / "result.json").exists(), "but no reason to stop the others"
+
+
 def test_a_comparison_takes_no_runs_of_another_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,6 +185,9 @@ def test_a_failed_download(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"{name} is not in .* and could not be downloaded \(.*: expected the files "):
         load_images(name, root=tmp_path / "some" / "data")
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match="could not be downloaded"):
+        load_images(name, root=tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == [], "the root was there, what is in it was not"
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:

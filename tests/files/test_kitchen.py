@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ def test_files_that_do_not_fit_the_network_are_told(tmp_path: Path) -> None:
         ("papa:__version__", ConfigError, "is a str, expected a function"),
         (lambda: 3, ConfigError, r"returned int, expected \(network, batches\)"),
         (lambda: (nn.Linear(1, 1), []), DataError, "gave no batch"),
+        (3, ConfigError, "the factory int is a int, expected a function"),
+        (lambda: nn.Linear(2, 2)(torch.zeros(3)), ConfigError, r"RuntimeError: .* \(.*test_kitchen\.py, line \d+\)"),
+        (lambda: (nn.Linear(1, 1), (1 / 0 for _ in range(2))), ConfigError, "failed with ZeroDivisionError"),
+        (partial(json.loads, "{"), ConfigError, r"the factory loads failed with JSONDecodeError"),
         (lambda: {}["weights"], ConfigError, r"failed with KeyError: 'weights' \(.*test_kitchen\.py, line \d+\)"),
     ],
 )

@@ -30,7 +30,8 @@ USAGE = """usage: papa compare RECIPE [OPTIONS]
 Trains a recipe with several methods and seeds, prints them side by side and writes one report over all.
 Runs that are already there are not run again; broken ones are continued.
 On SIGINT (Ctrl-C) or SIGTERM the runs under way save, and it leaves with code 75: the same command goes on.
-A run that fails does not stop the others; it is named at the end.
+A run that fails does not stop the others; it is named at the end. Where a run is there already with other options,
+nothing is trained: it could not be compared.
 --budget full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores,
 smoke takes seconds.
 
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_alike(jobs: Sequence[tuple[Config, Path]]) -> None:
-    """Refuse to add runs to a comparison of another configuration: they could not be compared."""
+    """Refuse to train anything where a run that would be taken as it is, is of another configuration."""
     for config, path in jobs:
         try:
             check_alike(config, path)

@@ -46,7 +46,8 @@ class Native:
 
     def fetch(self, root: Path) -> None:
         """Download what is missing; where that fails, no empty directories are left."""
-        made = [path for path in (root, *root.parents) if not path.exists()]
+        home = root / self.folder
+        made = [path for path in (home, *home.parents) if not path.exists()]
         try:
             root.mkdir(parents=True, exist_ok=True)
             with locked(root):  # of several processes one downloads, the others find it done
@@ -135,7 +136,7 @@ NATIVE = {
 
 def _remove_empty(made: Sequence[Path]) -> None:
     """Remove directories that were made, and those in them, as far as nothing is in them; the innermost comes first."""
-    inside = [Path(path) for path, _, _ in os.walk(made[0], topdown=False)] if made else []
+    inside = [Path(path) for path, _, _ in os.walk(made[-1], topdown=False)] if made else []
     for path in dict.fromkeys([*inside, *made]):
         with contextlib.suppress(OSError):
             path.rmdir()

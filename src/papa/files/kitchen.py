@@ -7,6 +7,7 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,16 +63,19 @@ def kitchen_of(source: Any) -> Kitchen:
     """
     if isinstance(source, Kitchen):
         return source
-    name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__name__)
+    name = source if isinstance(source, str) else getattr(_unwrapped(source), "__qualname__", type(source).__name__)
     factory = _find(source) if isinstance(source, str) else source
+    if not callable(factory):
+        raise ConfigError(f"the factory {name} is a {type(factory).__name__}, expected a function")
     try:
         made = factory()
+        if isinstance(made, tuple) and len(made) > 1:
+            made = (made[0], list(made[1]), *made[2:])  # batches may come from a generator
     except PapaError:
         raise
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"the factory {name} failed with {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+            f"the factory {name} failed with {type(error).__name__}: {error}{_place_in(factory, error)}"
         ) from error
     if isinstance(made, Kitchen):
         return made
@@ -80,10 +84,22 @@ def kitchen_of(source: Any) -> Kitchen:
             f"the factory {name} returned {type(made).__name__}, expected (network, batches) or "
             "(network, batches, score)"
         )
-    batches = list(made[1])
-    if not batches:
+    if not made[1]:
         raise DataError(f"the factory {name} gave no batch, expected at least one")
-    return Kitchen(made[0], batches, made[2] if len(made) == 3 else None, name)
+    return Kitchen(made[0], made[1], made[2] if len(made) == 3 else None, name)
+
+
+def _unwrapped(factory: Any) -> Any:
+    """The function behind partials."""
+    return _unwrapped(factory.func) if isinstance(factory, partial) else factory
+
+
+def _place_in(factory: Any, error: BaseException) -> str:
+    """The last line of the factory's own file that an error came through; nothing where it is not known."""
+    code = getattr(_unwrapped(factory), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _find(name: str) -> Callable[[], Any]:
@@ -96,8 +112,6 @@ def _find(name: str) -> Callable[[], Any]:
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"the factory {name} cannot be found: {error}") from error
-    if not callable(value):
-        raise ConfigError(f"the factory {name} is a {type(value).__name__}, expected a function")
     return value  # type: ignore[no-any-return]
 
 

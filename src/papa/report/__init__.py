@@ -1,6 +1,6 @@
 """From results to tables, figures and pages."""
 
-from papa.report.gap import GAP_COLUMN, gap_closed, mean_gap_closed, with_gap_closed
+from papa.report.gap import GAP_COLUMN, gap_closed, gap_text, mean_gap_closed, with_gap_closed
 from papa.report.page import compare_page, run_page, table_page
 from papa.report.table import (
     COLUMNS,
@@ -22,6 +22,7 @@ __all__ = [
     "compare_rows",
     "details_table",
     "gap_closed",
+    "gap_text",
     "mean_gap_closed",
     "paper_cells",
     "paper_rows",

@@ -11,6 +11,7 @@ from papa.report.groups import BESIDE_THE_POINT, groups_of
 from papa.report.table import COLUMNS, SOUPS, of_soups, scores_of
 
 GAP_COLUMN = "gap closed"
+WORTHLESS = -100.0
 """Beside `COLUMNS`, where independent members are among the runs."""
 
 
@@ -31,6 +32,18 @@ def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
         ensemble: the score of their ensemble.
     """
     return 100.0 * (soup - mean) / (ensemble - mean) if ensemble > mean else None
+
+
+def gap_text(share: float | None) -> str:
+    """A share for a table; how far below the members' mean a worthless average is, nobody needs to know.
+
+    Example:
+        >>> gap_text(61.4), gap_text(-1397.0), gap_text(None)
+        ('61%', 'below -100%', '')
+    """
+    if share is None:
+        return ""
+    return f"{share:.0f}%" if share >= WORTHLESS else f"below {WORTHLESS:.0f}%"
 
 
 def mean_gap_closed(
@@ -73,7 +86,7 @@ def with_gap_closed(
     for label, group in groups_of(results).items():
         for soups in (None, *SOUPS):
             share = mean_gap_closed([result for _, result in group], results, soups)
-            cells[of_soups(label, soups)] = "" if share is None else f"{share:.0f}%"
+            cells[of_soups(label, soups)] = gap_text(share)
     return (*head, GAP_COLUMN), [(*row, cells.get(row[0], "")) for row in rows]
 
 

@@ -57,7 +57,8 @@ class Feed:
         self.augments = [_augment_of(augment, member, prepare) for member in members]
         self.is_augmented = augment is not None
         self._channels_last = channels_last
-        self._streams: dict[int, Iterator[Batch]] = {}
+        self._streams: dict[int, tuple[int, Iterator[Batch]]] = {}
+        """For each member, the step whose batch comes next, and where it comes from."""
 
     def training_batch(self, index: int, step: int) -> Batch:
         """What the member of this index trains on in a step."""
@@ -67,10 +68,6 @@ class Feed:
         generator = stream(self.seed, "augment", member, step)
         return self.augments[index](*self._next(member, step), generator)
 
-    def forget_streams(self) -> None:
-        """Begin anew where the next step is, wherever the last one was."""
-        self._streams.clear()
-
     def order(self, member: int, epoch: int) -> Tensor:
         """Which training examples a member sees in an epoch, in their order."""
         generator = stream(self.seed, "order", member, epoch)
@@ -79,14 +76,16 @@ class Feed:
 
     def _next(self, member: int, step: int) -> Batch:
         epoch, position = divmod(step, self.steps_per_epoch)
-        if position == 0 or member not in self._streams:
-            self._streams[member] = stream_batches(
+        expected, batches = self._streams.get(member, (None, iter(())))
+        if position == 0 or step != expected:
+            batches = stream_batches(
                 self.data.train,
                 torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
                 seed=derive(self.seed, "decode", member, epoch),
                 start=position,
             )
-        inputs, targets = next(self._streams[member])
+        inputs, targets = next(batches)
+        self._streams[member] = step + 1, batches
         return self.here(inputs), targets.to(self.device, non_blocking=True)
 
     def here(self, inputs: Inputs) -> Inputs:

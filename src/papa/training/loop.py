@@ -17,7 +17,7 @@ from papa.averager import Around, Averager, Averaging, chain
 from papa.batches import Inputs
 from papa.data.source import Data, Source, Subset, as_source, hold_out
 from papa.errors import ConfigError, DataError
-from papa.evaluate import Apply, Counting, Evaluation, Loss, Metric, call, evaluate_together
+from papa.evaluate import Apply, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
 from papa.health import Sickness
 from papa.population import Population
@@ -25,6 +25,7 @@ from papa.rules import HALF_LIFE_SHARE, Independent, Push, Rule
 from papa.schedules import Schedule
 from papa.selection import Mutation
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
+from papa.training.checks import check_functions, check_makers, check_metric, check_rule, check_whole
 from papa.training.feed import Augment, Feed
 from papa.training.merging import Merging, repair_around
 from papa.training.parts import Engine, EpochRecord, Length, Numerics
@@ -111,8 +112,11 @@ class Training:
         companion: Companion | None = None,
         group: Group | None,
     ) -> None:
-        _check_makers(make_model=make_model, make_optimizer=make_optimizer, loss=loss, metric=metric)
-        _check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
+        check_makers(make_model=make_model, make_optimizer=make_optimizer)
+        check_functions(loss=loss, schedule=schedule, prepare=prepare, apply=apply)
+        check_metric(metric)
+        check_rule(rule)
+        check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
         if augment is not None and not callable(augment) and len(augment) != num_members:
             raise ConfigError(f"augment has {len(augment)} entries, expected one for each of {num_members} members")
         self.data = as_data(data, validation, seed=seed)
@@ -210,7 +214,6 @@ class Training:
     def go_to_(self, step: int) -> None:
         """Go on from a step, with the state of that step; all random streams follow from it."""
         self.step = self.averager.num_steps_taken = step
-        self.feed.forget_streams()
         self.set_lr_()
 
     def run(self, hooks: Sequence[Hook] = ()) -> None:
@@ -404,18 +407,3 @@ def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training)
         half_life = max(1.0, HALF_LIFE_SHARE * training.length.num_steps)
         return Push(half_life=half_life, every_steps=min(10, round(half_life)))
     return rule if isinstance(rule, Rule) else rule(training)
-
-
-def _check_makers(**functions: object) -> None:
-    for name, function in functions.items():
-        is_made = name.startswith("make") and isinstance(function, nn.Module | Optimizer)
-        is_metric = name == "metric" and isinstance(function, Counting)
-        if is_made or not (callable(function) or is_metric):
-            cure = "a function that makes one for each member" if name.startswith("make") else "a function"
-            raise ConfigError(f"{name} is a {type(function).__name__}, expected {cure}")
-
-
-def _check_whole(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")

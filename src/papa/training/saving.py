@@ -118,7 +118,7 @@ class Saver(Hook):
         training.tell({"event": "checkpoint-failed", "step": failure.step, "error": failure.error})
         if self._failures_in_a_row > 1:
             good = checkpoints(self.writer.directory)
-            there = f". That of step {good[-1][0]} is whole: resume from it when the cause is cured" if good else ""
+            there = f". That of step {good[-1][0]} is whole: go on from it when the cause is cured" if good else ""
             raise RunError(f"twice in a row a checkpoint failed; {told(failure)}{there}")
 
 

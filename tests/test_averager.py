@@ -404,3 +404,34 @@ def test_a_first_group_that_is_never_trained_is_told() -> None:
     with pytest.warns(UserWarning, match="has a learning rate of 0 and scales pushes to nothing"):
         averager.step()
     assert averager.step(lr_ratio=1.0).alpha == 0.9  # type: ignore[union-attr]
+
+
+def test_pushes_that_the_schedule_scales_to_nothing_are_told_once() -> None:
+    population = Population(make_networks("linear", 2))
+    optimizers = [optim.Adam(net.parameters(), lr=1.0) for net in population]
+    for optimizer in optimizers:
+        lr_scheduler.LambdaLR(optimizer, lambda step: 0.001)
+    averager = Averager(population, Push(alpha=0.5, every_steps=1), optimizers)
+    for _ in range(19):
+        averager.step()
+    with pytest.warns(UserWarning, match=r"the first 20 pushes were scaled down to 0.001 or so"):
+        averager.step()
+    averager.step()
+
+
+def test_rates_that_begin_low_or_end_low_are_no_reason_to_warn() -> None:
+    population = Population(make_networks("linear", 2))
+    optimizers = [optim.SGD(net.parameters(), lr=1.0) for net in population]
+    averager = Averager(population, Push(alpha=0.5, every_steps=1), optimizers)
+    for step in range(60):
+        averager.step(lr_ratio=0.01)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 1.0 if step == 10 else 0.01
+        averager.step()
+
+
+def test_training_that_goes_on_after_its_end_is_told() -> None:
+    averager = Averager(Population(make_networks("linear", 2)), MergeAll(every_steps=2), num_steps=4)
+    assert [averager.step() is not None for _ in range(4)] == [False, True, False, False]
+    with pytest.warns(UserWarning, match="training goes on after num_steps = 4"):
+        averager.step()

@@ -17,6 +17,7 @@ from papa.product import is_finite
 from papa.training import Hook, Training, harvest
 from papa.training.loop import Numerics
 
+pytestmark = pytest.mark.filterwarnings("ignore:member .* its optimizer was not given:UserWarning")
 BAD = [math.nan, math.inf, -math.inf]
 
 
@@ -112,6 +113,14 @@ def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -
     Averager(population, MergeAll(), optimizers).step()
     assert [len(optimizer.state) for optimizer in optimizers] == [2, 0, 2]
     assert torch.equal(optimizers[0].state[population[0].weight]["momentum_buffer"], momentum)
+
+
+def test_a_restarted_member_whose_optimizer_nobody_knows_is_told() -> None:
+    population = poisoned(1, math.nan)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
+    averager = Averager(population, MergeAll(), [optimizers[0], *optimizers[2:]])
+    with pytest.warns(UserWarning, match="member 1 starts again, but its optimizer was not given to the averager"):
+        averager.step()
 
 
 def test_what_is_not_averaged_comes_from_a_healthy_member() -> None:

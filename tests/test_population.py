@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from helpers import (
     NETWORKS,
@@ -689,3 +690,14 @@ def test_copies_know_who_was_dropped(copied: Callable[[Population], Population])
     population = Population(make_networks("linear", 3))
     population.dropped = frozenset({1})
     assert copied(population).present == (0, 2)
+
+
+def test_pruning_masks_stay_with_their_member() -> None:
+    networks = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    for network in networks:
+        prune.l1_unstructured(network[0], "weight", 0.5)
+    masks = [network[0].weight_mask.clone() for network in networks]
+    population = Population(networks)
+    population.mix_([[0.5, 0.5], [0.5, 0.5]])
+    assert population.averaged == ("0.bias", "0.weight_orig")
+    assert all(torch.equal(network[0].weight_mask, mask) for network, mask in zip(population, masks, strict=True))

@@ -327,3 +327,22 @@ class TestErrors:
 def test_whole_numbers_and_others_under_one_name_are_refused() -> None:
     with pytest.raises(SoupError, match=r"state dict 1 has 'a' as torch\.float32, state dict 0 as torch\.int64"):
         average_soup([{"a": torch.ones(2, dtype=torch.int64)}, {"a": torch.ones(2)}])
+
+
+@pytest.mark.parametrize("kind", ["modules", "states", "population"])
+def test_an_average_that_has_nan_says_whose(kind: str) -> None:
+    nets = [nn.Linear(3, 2) for _ in range(3)]
+    with torch.no_grad():
+        nets[1].weight[0, 0] = math.nan
+    members: Any = nets if kind == "modules" else [net.state_dict() for net in nets]
+    members = Population(nets) if kind == "population" else members
+    with pytest.warns(UserWarning, match="the average soup has NaN, as member 1 has: leave it out by a weight of 0"):
+        average_soup(members)
+    average_soup(members, weights=[0.5, 0.0, 0.5])  # without a warning
+
+
+def test_infinite_masks_are_no_nan() -> None:
+    nets = [nn.Linear(3, 2) for _ in range(2)]
+    for net in nets:
+        net.register_buffer("bias_table", torch.tensor([-math.inf, 0.0, math.inf]))
+    average_soup(nets)

@@ -171,6 +171,11 @@ class Averager:
             What happened, or None when nothing was due.
         """
         self.num_steps_taken += 1
+        if self.num_steps is not None and self.num_steps_taken == self.num_steps + 1:
+            warnings.warn(
+                f"training goes on after num_steps = {self.num_steps}: merges have left out that step as the last",
+                stacklevel=2,
+            )
         self.found_sick = ()
         self._rates.note()
         start = time.perf_counter()

@@ -103,7 +103,8 @@ def frames_of(module: nn.Module) -> set[str]:
 
 
 def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tensor: Tensor) -> bool:
-    """Parameters always; buffers when persistent, of floating point, finite and not the frame of a constraint.
+    """Parameters always; buffers when persistent, of floating point, finite and neither a mask nor the frame of a
+    constraint. Masks are known by their names, as those that `torch.nn.utils.prune` makes.
 
     Running statistics of normalisation layers are averaged whatever their values: a member that diverged must not
     take them away from the others.
@@ -116,6 +117,7 @@ def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tenso
         tensor.numel() > 0  # it may be resized by the first forward pass
         and key not in owner._non_persistent_buffers_set
         and key not in frames_of(owner)
+        and not (key == "mask" or key.endswith("_mask"))
         and bool(torch.isfinite(tensor).all())
     )
 

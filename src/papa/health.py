@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -124,11 +125,18 @@ class Health:
         matrix[away] = mixing.soup_row(population.size, healthy)
         population.mix_(matrix)
         self._copy_what_is_not_averaged_(healthy[0], sick)
+        trained = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
         for index, model in enumerate(population):
             if population.members[index] in sick:
                 for optimizer in self.optimizers:
                     for parameter in model.parameters():
                         optimizer.state.pop(parameter, None)
+                if self.policy == "restart" and not any(id(parameter) in trained for parameter in model.parameters()):
+                    warnings.warn(
+                        f"member {population.members[index]} starts again, but its optimizer was not given to the "
+                        "averager: momentum that is not finite will make it sick again",
+                        stacklevel=6,
+                    )
 
     @torch.no_grad()
     def _copy_what_is_not_averaged_(self, source: int, sick: list[int]) -> None:

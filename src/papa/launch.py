@@ -28,8 +28,9 @@ from papa.checkpoint import (
 from papa.config import Config, idle_options
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, Local, Torchrun, rank_of_torchrun, start_workers
+from papa.process import find_device
 from papa.recipes import paper_details, paper_scores, paper_soups
-from papa.recipes.build import build, find_device, hooks_for, images_for, policies_for, sizes
+from papa.recipes.build import build, hooks_for, images_for, policies_for, sizes
 from papa.recipes.loading import card_for
 from papa.recipes.picture import prediction_picture
 from papa.recorder import Recorder
@@ -174,7 +175,7 @@ def _check_shared(path: Path, group: Group) -> None:
 
 def useful_workers(config: Config) -> int:
     """One process per accelerator, or else per core, up to one per member; one in all where the work is tiny."""
-    device = find_device(config.device)
+    device = find_device(config.device, option="--device")
     num_devices = torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
     most = min(config.members, usable_cores() if device.type == "cpu" else num_devices)
     if most == 1:

@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from papa.errors import ConfigError
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """The numbers by which glibc's `mallopt` knows what is set."""
 _LARGEST_KEPT = 2**25
@@ -21,6 +23,23 @@ def settle() -> None:
     """
     torch.set_num_threads(1)
     keep_memory()
+
+
+def find_device(name: str | torch.device, *, option: str = "device") -> torch.device:
+    """The device of that name; `auto` is an accelerator where there is one.
+
+    Args:
+        name: as torch has it, or `auto`.
+        option: what the user calls it, for messages.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{option} is {name}, which cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def keep_memory() -> bool:

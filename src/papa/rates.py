@@ -11,6 +11,10 @@ from torch.optim import Optimizer
 from papa.errors import MixingError
 from papa.population import Population
 
+LOW = 0.1
+MOST_LOW = 20
+"""So many low ratios from the first on, and somebody should know."""
+
 
 class LearningRates:
     """The learning rates of some optimizers, of the first parameter group of each.
@@ -23,6 +27,9 @@ class LearningRates:
         self.optimizers = list(optimizers)
         self.highest = [0.0] * len(self.optimizers)
         """The highest rate that each was seen to have."""
+        self._num_low = 0
+        """How often the ratio was asked for and low; it has never been otherwise."""
+        self._was_high = False
         self.note()
 
     def note(self) -> None:
@@ -50,7 +57,20 @@ class LearningRates:
                     f"optimizer {member} is at {ratio:.6g} of its initial learning rate, optimizer 0 at "
                     f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
                 )
-        return ratios[0] if ratios else 1.0
+        found = ratios[0] if ratios else 1.0
+        self._warn_if_always_low(found)
+        return found
+
+    def _warn_if_always_low(self, ratio: float) -> None:
+        self._was_high |= ratio >= LOW
+        self._num_low += ratio < LOW
+        if self._num_low == MOST_LOW and not self._was_high:
+            warnings.warn(
+                f"the first {MOST_LOW} pushes were scaled down to {ratio:.2g} or so, since learning rates have not yet "
+                "come near their initial values: if they never will, pass averager.step(lr_ratio=...) or make the push "
+                "with scale_by_lr=False",
+                stacklevel=4,
+            )
 
     def load_highest(self, highest: Iterable[float]) -> None:
         """Go on with what `highest` was."""
@@ -58,6 +78,7 @@ class LearningRates:
         if len(found) != len(self.optimizers):
             raise MixingError(f"the state is of {len(found)} optimizers, this averager has {len(self.optimizers)}")
         self.highest = found
+        self._was_high = True  # what was before is not known
 
 
 def clamped(ratio: float) -> float:

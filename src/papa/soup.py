@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar, overload
@@ -57,7 +58,28 @@ def average_soup(members: Any, weights: Weights | None = None, *, after: After |
     pot = pot_for(members, after)
     row = mixing.soup_row(pot.size, pot.present) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
+    _warn_of_nan(pot, row)
     return pot.network
+
+
+def _warn_of_nan(pot: Pot, row: Tensor) -> None:
+    """Say whose numbers have spoilt an average; it is handed back all the same, for nothing may be lost here."""
+    if not _has_nan(pot.network):
+        return
+    here = zip(pot.group.members(len(pot.members_here)), pot.members_here, strict=True)
+    sick = [member for member, network in here if row[member] > 0 and _has_nan(network)]
+    whose = f"as member {', '.join(map(str, sick))} has" if sick else "as a member that another process holds may have"
+    warnings.warn(
+        f"the average soup has NaN, {whose}: leave it out by a weight of 0, or call averager.check_health() first",
+        stacklevel=3,
+    )
+
+
+def _has_nan(network: Any) -> bool:
+    """Whether a network or state dict has a number that is none; a sum that is one spares a look at each."""
+    state = network.state_dict() if isinstance(network, nn.Module) else network
+    numbers = [tensor for tensor in state.values() if isinstance(tensor, Tensor) and _is_number(tensor)]
+    return any(bool(torch.isnan(one.sum())) and bool(torch.isnan(one).any()) for one in numbers)
 
 
 @dataclass(frozen=True)

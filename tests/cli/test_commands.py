@@ -208,3 +208,12 @@ def test_a_comparison_does_not_move_into_a_run(tmp_path: Path, capsys: pytest.Ca
     assert main(["compare", "digits", *short]) == 2
     assert "holds a run by itself: choose another --out for several" in capsys.readouterr().err
     assert (tmp_path / "report.html").read_bytes() == before
+
+
+def test_a_home_directory_behind_an_equals_sign_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    short = ["--members", "2", "--train.epochs", "1", "--workers", "1", "--out=~/runs/mine"]
+    assert main(["run", "digits", *short]) == 0
+    assert (tmp_path / "runs" / "mine" / "result.json").exists()
+    assert not (tmp_path / "~").exists()

@@ -353,6 +353,13 @@ def test_networks_of_another_architecture_are_refused() -> None:
     assert_same_state(child, before)
 
 
+def test_a_head_that_shares_its_weights_is_still_the_last_layer() -> None:
+    net = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
+    net[4].weight = net[0].weight
+    report = repair_plan(net, [torch.arange(6)])
+    assert (report.repaired, report.left_alone) == (("1", "3"), ("4",))
+
+
 def test_tied_layers_are_not_touched() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     net[1].weight = net[0].weight

@@ -109,6 +109,15 @@ def test_another_training_is_refused_and_nothing_is_changed(tmp_path: Path) -> N
         ({"num_epochs": 4}, "num_epochs is 3, asked for 4"),
         ({"rule": papa.MergeAll(every_steps=4)}, "rule is 'Push', asked for 'MergeAll'"),
         ({"num_members": 2}, "has 3 members, expected 2"),
+        (
+            {"make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.05)},
+            "optimizer's learning rate is 0.1, asked for 0.05",
+        ),
+        (
+            {"make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.5)},
+            "optimizer's weight decay is 0.0001, asked for 0.5",
+        ),
+        ({"make_optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer is 'SGD', asked for 'Adam'"),
     ):
         with pytest.raises(RunError, match=difference):
             train(Steps(), tmp_path, **changes)

@@ -49,9 +49,16 @@ STOPPED = 75
 """What the system calls a temporary failure: try again, with `papa resume`."""
 
 
+def _at_home(argument: str) -> str:
+    """`--out=~/runs` as a shell would have it, which leaves `~` alone behind an equals sign."""
+    name, equals, value = argument.partition("=")
+    is_option = name.startswith("-") and equals and value.startswith("~/")
+    return f"{name}={os.path.expanduser(value)}" if is_option else argument
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code, see `HELP`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

@@ -134,6 +134,12 @@ def as_source(data: Any) -> Source:
         source: Source = Arrays(*data)
     elif isinstance(data, Source):
         source = data
+    elif isinstance(data, (tuple, dict)) and _are_arrays(data):
+        raise DataError(
+            f"data is a {type(data).__name__} of {len(data)}, expected a pair of tensors (inputs, targets). Several "
+            "inputs go by name, ({'words': ..., 'mask': ...}, targets); training, validation and test data into a "
+            "papa.data.Data"
+        )
     elif isinstance(data, IterableDataset):
         raise DataError(
             f"data is a {type(data).__name__}, which can only be read in its own order: members need an order each, so "
@@ -149,6 +155,13 @@ def as_source(data: Any) -> Source:
     if len(source) == 0:
         raise DataError("data has no example, expected at least one")
     return source
+
+
+def _are_arrays(data: Any) -> bool:
+    """Whether what should be examples is a few arrays of many, or pairs of such."""
+    found = list(data.values()) if isinstance(data, dict) else list(data)
+    parts = [part for one in found for part in (one if isinstance(one, (tuple, list)) else [one])]
+    return 0 < len(found) <= 3 and all(isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0 for part in parts)
 
 
 def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source]:
@@ -194,3 +207,12 @@ def stream_batches(
     if isinstance(source, Streaming):
         return source.stream(index_batches, seed=seed, start=start)
     return (source.batch(indices) for indices in index_batches)
+
+
+def as_data(data: Any, validation: float, *, seed: int) -> Data:
+    """Whatever the user gave as data, with a share split off for validation unless there is validation data."""
+    if isinstance(data, Data):
+        test = None if data.test is None else as_source(data.test)
+        return Data(train=as_source(data.train), validation=as_source(data.validation), test=test)
+    train, held_out = hold_out(as_source(data), validation, seed=seed)
+    return Data(train=train, validation=held_out)

@@ -30,6 +30,7 @@ from papa.data.images import LOADERS
 from papa.errors import ConfigError, did_you_mean
 from papa.group import Group, Local
 from papa.models import input_size_of, make_model, normalization_of
+from papa.process import find_device
 from papa.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.selection import MergeElite, MergeGreedy, MergeTournament
@@ -70,7 +71,7 @@ def build(config: Config, group: Group | None = None, images: ImageSet | None = 
         images: what `images_for` gives, where it is there already.
     """
     config.check()
-    device = (group or Local()).place(find_device(config.device))
+    device = (group or Local()).place(find_device(config.device, option="--device"))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where what other processes send arrives
     images = images_for(config) if images is None else images
@@ -350,15 +351,3 @@ def numerics_for(config: Config) -> Numerics:
         channels_last=config.train.channels_last,
         clip_norm=config.train.clip_norm,
     )
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name; `auto` is an accelerator where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device is {name}, which cannot be used here: {str(error).splitlines()[0]}") from error
-    return device

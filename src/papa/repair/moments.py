@@ -68,14 +68,18 @@ class Record:
         self.moments.setdefault(name, Moments()).add(layer, output, use)
 
 
+def all_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Convolutions (plain, transposed, of any dimension) and linear layers, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, (_ConvNd, nn.Linear))}
+
+
 def repairable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Convolutions (plain, transposed, of any dimension) and linear layers whose tensors are theirs alone, by name."""
+    """Those whose tensors are theirs alone."""
     users = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     return {
         name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, (_ConvNd, nn.Linear))
-        and all(tensor is None or users[id(tensor)] == 1 for tensor in layer._parameters.values())
+        for name, layer in all_layers(model).items()
+        if all(tensor is None or users[id(tensor)] == 1 for tensor in layer._parameters.values())
         and "weight" in layer._parameters  # not so under a parametrization, which makes it from others
     }
 
@@ -177,5 +181,5 @@ def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):
                 hooks.callback(layer.register_forward_pre_hook(lambda _, inputs: take(inputs)).remove)
-        run_watched(model, [] if first is None else [first], note, repairable_layers(model))
+        run_watched(model, [] if first is None else [first], note, all_layers(model))
     return {name: num_fed[name] == runs for name, runs in num_runs.items()}

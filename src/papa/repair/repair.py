@@ -159,7 +159,8 @@ def repair_plan(model: nn.Module, batches: Sequence[Any]) -> RepairReport:
         ('0',)
     """
     layers, feeds = repairable_layers(model), feeds_batch_norm(model, batches)
-    to_repair = list(feeds)[:-1]  # the layer that runs last gives the outputs
+    # The layer that runs last gives the outputs; it may be one that shares its weights, as heads and embeddings do.
+    to_repair = [name for name in list(feeds)[:-1] if name in layers]
     return RepairReport(
         repaired=tuple(name for name in to_repair if has_bias(layers[name])),
         before_batch_norm=tuple(name for name in to_repair if not has_bias(layers[name]) and feeds[name]),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+import warnings
+from collections.abc import Sequence
 
-from papa.errors import ConfigError
+from torch import nn
+from torch.optim import Optimizer
+
+from papa.errors import ConfigError, did_you_mean
 from papa.evaluate import Counting
 from papa.rules import Rule
 
@@ -19,6 +23,12 @@ def check_functions(**functions: object) -> None:
 def check_makers(**makers: object) -> None:
     """Raise where a network or an optimizer is given instead of what makes one for each member."""
     for name, maker in makers.items():
+        if isinstance(maker, type) and issubclass(maker, Optimizer):
+            called = maker.__name__
+            raise ConfigError(
+                f"{name} is the class {called}, expected a function from a network to its optimizer, such as "
+                f"lambda network: {called}(network.parameters())"
+            )
         is_network = name == "make_model" and isinstance(maker, nn.Module)
         if is_network or not callable(maker):
             raise ConfigError(f"{name} is a {type(maker).__name__}, expected a function that makes one for each member")
@@ -53,3 +63,25 @@ def check_whole(**numbers: int) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")
+
+
+def check_hooks(hooks: object, base: type) -> None:
+    """Raise unless they are hooks; warn where one has a method that looks like a hook's, and nobody calls.
+
+    Args:
+        hooks: what the user gave.
+        base: the class that hooks are made from.
+    """
+    if not isinstance(hooks, Sequence):
+        raise ConfigError(f"hooks is a {type(hooks).__name__}, expected a list of hooks")
+    for hook in hooks:
+        if not isinstance(hook, base):
+            found = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
+            raise ConfigError(f"a hook is {found}, expected an object of a class made from papa.training.Hook")
+        called = {name for name in dir(base) if not name.startswith("_")}
+        told = {name for name in vars(type(hook)) if name.startswith(("on_", "before_", "after_"))}
+        for name in sorted(told - called):
+            warnings.warn(
+                f"the hook {type(hook).__name__} has {name}, which nobody calls: {did_you_mean(name, sorted(called))}",
+                stacklevel=4,
+            )

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from papa.batches import Inputs
 from papa.evaluate import Apply, Loss, Metric, accuracy, call
+from papa.process import find_device
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
 from papa.training.feed import Augment
@@ -49,7 +50,7 @@ def train(
     augment: Augment | Sequence[Augment] | None = None,
     prepare: Callable[[Inputs], Inputs] = unchanged,
     seed: int = 1,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     numerics: Numerics = Numerics(),  # noqa: B008
     eval_batch_size: int = 512,
     num_repair_batches: int = 0,
@@ -91,7 +92,7 @@ def train(
             one for each member. It replaces `prepare` during training.
         prepare: from a batch of raw inputs to what a network takes, with nothing random in it.
         seed: where every random stream starts.
-        device: where to train.
+        device: where to train; `auto` is an accelerator where there is one.
         numerics: precision, memory format, gradient clipping.
         eval_batch_size: examples per batch when scoring.
         num_repair_batches: repair members after each merge (REPAIR), by their statistics on so many batches; 0 for not.
@@ -101,13 +102,13 @@ def train(
         merging: how they are repaired.
         engine: how all members take a step; None for one after the other, `papa.training.Stacked` for all at once.
         companion: what goes along with each member, such as `papa.training.TrajectoryAverage` (SWA, EMA).
-        hooks: told of every step, averaging and epoch.
+        hooks: `papa.training.Hook`s, told of every step, averaging and epoch.
         checkpoints: a directory for this training alone. Its whole state is saved there at the end of each epoch and
             every ten minutes, and the same call made again goes on from there, to the same bits; once done, it returns
             the same outcome. None for not.
 
     Returns:
-        The population, its average and greedy soups, and their scores.
+        The population, its average and greedy soups in evaluation mode, and their scores.
     """
     training = Training(
         make_model,
@@ -124,7 +125,7 @@ def train(
         augment=augment,
         prepare=prepare,
         seed=seed,
-        device=device,
+        device=find_device(device),
         numerics=numerics,
         eval_batch_size=eval_batch_size,
         num_repair_batches=num_repair_batches,

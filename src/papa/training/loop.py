@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from papa.align import AlignMerges
 from papa.averager import Around, Averager, Averaging, chain
 from papa.batches import Inputs
-from papa.data.source import Data, Source, Subset, as_source, hold_out
+from papa.data.source import Source, Subset, as_data
 from papa.errors import ConfigError, DataError
 from papa.evaluate import Apply, Evaluation, Loss, Metric, call, evaluate_together
 from papa.group import Group, Local
@@ -25,7 +25,7 @@ from papa.rules import HALF_LIFE_SHARE, Independent, Push, Rule
 from papa.schedules import Schedule
 from papa.selection import Mutation
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
-from papa.training.checks import check_functions, check_makers, check_metric, check_rule, check_whole
+from papa.training.checks import check_functions, check_hooks, check_makers, check_metric, check_rule, check_whole
 from papa.training.feed import Augment, Feed
 from papa.training.merging import Merging, repair_around
 from papa.training.parts import Engine, EpochRecord, Length, Numerics
@@ -218,6 +218,7 @@ class Training:
 
     def run(self, hooks: Sequence[Hook] = ()) -> None:
         """Train from the current step to the end."""
+        check_hooks(hooks, Hook)
         self._try_out()
         self._hooks = hooks
         for hook in hooks:
@@ -391,15 +392,6 @@ class Training:
                 gather=gather,
                 ensemble_of=ensemble_of,
             )
-
-
-def as_data(data: Any, validation: float, *, seed: int) -> Data:
-    """Whatever the user gave as data, with a share split off for validation unless there is validation data."""
-    if isinstance(data, Data):
-        test = None if data.test is None else as_source(data.test)
-        return Data(train=as_source(data.train), validation=as_source(data.validation), test=test)
-    train, held_out = hold_out(as_source(data), validation, seed=seed)
-    return Data(train=train, validation=held_out)
 
 
 def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training) -> Rule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -104,12 +104,13 @@ def harvest(
         first, second = training.evaluate([average, greedy.network], source)[0]
         return Scores(members, ensemble, first, second, dropped=training.population.dropped)
 
+    on_validation, on_test = scores_on(validation), None if test is None else scores_on(test)
     return Outcome(
         population=training.population,
-        average_soup=average,
-        greedy=greedy,
-        validation=scores_on(validation),
-        test=None if test is None else scores_on(test),
+        average_soup=average.eval(),  # as they were scored: nobody trains a soup by mistake
+        greedy=replace(greedy, network=greedy.network.eval()),
+        validation=on_validation,
+        test=on_test,
         seconds=training.seconds,
         sick=training.sick,
         repaired=repaired,

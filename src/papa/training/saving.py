@@ -203,12 +203,20 @@ def kept(training: Training, directory: Path, *, minutes: float = 10.0, keep: in
 
 def _facts(training: Training) -> dict[str, Any]:
     """What makes a training another one, as far as what is made of functions can be compared."""
+    group = training.optimizers[0].param_groups[0]
+    decay = group.get("weight_decay")
     return {
         "num_epochs": training.num_epochs,
         "batch_size": training.batch_size,
         "num_examples": len(training.data.train),
         "seed": training.seed,
         "rule": type(training.averager.rule).__name__,
+        "optimizer": type(training.optimizers[0]).__name__,
+        **{
+            f"optimizer's {name}": value
+            for name, value in (("learning rate", group.get("initial_lr", group["lr"])), ("weight decay", decay))
+            if isinstance(value, int | float)
+        },
     }
 
 
@@ -219,7 +227,7 @@ def _check_facts(asked: Mapping[str, Any], path: Path, state: Mapping[str, Any])
     differences = [
         f"{name} is {there.get(name)!r}, asked for {value!r}"
         for name, value in asked.items()
-        if there.get(name) != value
+        if name in there and there[name] != value
     ]
     if differences:
         raise RunError(

@@ -1,0 +1,85 @@
+"""What `papa.train` is given is looked at before anything is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import papa
+from helpers import small_data, small_net
+from papa.errors import ConfigError, DataError
+from papa.training import Hook
+
+INPUTS, TARGETS = torch.zeros(40, 4), torch.zeros(40, dtype=torch.long)
+
+
+class Misspelt(Hook):
+    """Would never be called."""
+
+    def on_epoch_end(self, training: Any) -> None:
+        """Too late."""
+
+
+def train(**options: Any) -> papa.training.Outcome:
+    return papa.train(
+        **{
+            "make_model": small_net,
+            "data": small_data(),
+            "num_members": 2,
+            "num_epochs": 1,
+            "batch_size": 16,
+            **options,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hooks": Hook()}, "hooks is a Hook, expected a list of hooks"),
+        ({"hooks": [Hook]}, r"a hook is the class Hook, expected an object of a class made from papa\.training\.Hook"),
+        ({"hooks": [3]}, "a hook is a int, expected an object"),
+        ({"make_optimizer": torch.optim.AdamW}, "make_optimizer is the class AdamW, .* such as lambda network: AdamW"),
+        ({"device": "cuda:99"}, "device is cuda:99, which cannot be used here"),
+    ],
+)
+def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(**options)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (INPUTS, INPUTS, TARGETS),
+        ((INPUTS, TARGETS), (INPUTS, TARGETS)),
+        {"train": (INPUTS, TARGETS)},
+        {"words": INPUTS, "labels": TARGETS},
+    ],
+)
+def test_arrays_in_another_form_are_told_the_right_one(data: Any) -> None:
+    with pytest.raises(DataError, match=r"expected a pair of tensors \(inputs, targets\)\. Several inputs go by name"):
+        train(data=data)
+
+
+def test_a_hook_that_nobody_calls_is_told() -> None:
+    with pytest.warns(UserWarning, match="the hook Misspelt has on_epoch_end, which nobody calls: did you mean on_ep"):
+        train(hooks=[Misspelt()])
+
+
+def test_a_network_that_makes_networks_may_make_optimizers_too() -> None:
+    class Maker(nn.Module):
+        def forward(self, network: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(network.parameters(), lr=0.1)
+
+    assert train(make_optimizer=Maker()).validation.mean >= 0
+
+
+def test_soups_come_ready_to_be_used() -> None:
+    outcome = train(make_model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), device="auto")
+    assert not outcome.average_soup.training
+    assert not outcome.greedy.network.training
+    assert all(member.training for member in outcome.population), "members can be trained on"

@@ -251,8 +251,17 @@ class Joined(nn.Module):
         return outputs
 
 
+class ByKeyword(Joined):
+    """The same, with an argument for each."""
+
+    def forward(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        outputs: Tensor = self.net(torch.cat([left, right], dim=1)) * scale
+        return outputs
+
+
+@pytest.mark.parametrize("make", [Joined, ByKeyword])
 @pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=2), MergeAll(every_steps=7)])
-def test_inputs_by_name_train_to_the_same_bits_as_one_tensor_of_all(rule: Rule) -> None:
+def test_inputs_by_name_train_to_the_same_bits_as_one_tensor_of_all(rule: Rule, make: type[Joined]) -> None:
     data = make_data()
     parts = {
         name: ({"left": inputs[:, :1], "right": inputs[:, 1:]}, targets)
@@ -261,7 +270,7 @@ def test_inputs_by_name_train_to_the_same_bits_as_one_tensor_of_all(rule: Rule) 
     }
     options = {"num_members": 2, "num_epochs": 3, "batch_size": 16, "rule": rule, "num_repair_batches": 2}
     one = train(make_net, data, **options)
-    several = train(Joined, Data(**parts), **options)
+    several = train(make, Data(**parts), **options)
     for net, joined in zip(one.population, several.population, strict=True):
         assert same(net.state_dict(), joined.net.state_dict())
     assert one.test is not None

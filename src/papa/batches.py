@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from papa.errors import DataError
 
 Inputs: TypeAlias = Any
-"""A tensor whose first axis counts examples, or a mapping from names to such tensors: a network's one argument."""
+"""A tensor whose first axis counts examples, or a mapping from names to such tensors."""
+
+
+def outputs_of(model: Callable[..., Any], inputs: Inputs) -> Any:
+    """What a network makes of its inputs.
+
+    Tensors by name go by keyword where its `forward` has arguments of all these names, and as its one argument else.
+
+    Example:
+        >>> class Scaled(nn.Module):
+        ...     def forward(self, words, mask=None):
+        ...         return words if mask is None else words * mask
+        >>> import torch
+        >>> outputs_of(Scaled(), {"words": torch.tensor([1, 2]), "mask": torch.tensor([1, 0])})
+        tensor([1, 0])
+    """
+    if isinstance(inputs, Mapping) and inputs.keys() <= _arguments_of(model):
+        return model(**inputs)
+    return model(inputs)
+
+
+def _arguments_of(model: Callable[..., Any]) -> set[str]:
+    """The names of what a network's `forward` takes; of one that only passes on what it gets, of the one inside."""
+    within = model._modules if isinstance(model, nn.Module) else {}
+    inside = next((within[name] for name in ("module", "_orig_mod") if name in within), None)
+    parameters = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
+    if inside is not None and any(one.kind == one.VAR_KEYWORD for one in parameters):
+        return _arguments_of(inside)
+    return {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
 
 
 def inputs_of(batch: Any) -> Inputs:

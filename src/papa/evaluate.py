@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from papa.batches import Inputs
+from papa.batches import Inputs, outputs_of
 from papa.ensemble import mean_logits
 from papa.errors import DataError
 
@@ -75,7 +75,7 @@ def rereadable(batches: Any) -> Any:
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:
     """The network's outputs for the inputs as they are."""
-    outputs: Tensor = model(inputs)
+    outputs: Tensor = outputs_of(model, inputs)
     return outputs
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from papa.batches import inputs_of, num_examples
+from papa.batches import inputs_of, num_examples, outputs_of
 from papa.errors import DataError, did_you_mean
 from papa.evaluate import evaluating
 from papa.repair.moments import repairable_layers
@@ -104,7 +104,7 @@ def _features(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> dict[st
             layer = model.get_submodule(name)
             hook = layer.register_forward_hook(lambda _, __, output, name=name: keep(name, output))
             hooks.callback(hook.remove)
-        model(inputs)
+        outputs_of(model, inputs)
     for name in names:
         if name not in found:
             raise DataError(f"layer '{name}' did not run: name layers that the network's forward pass uses")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from papa.batches import inputs_of, num_examples
+from papa.batches import inputs_of, num_examples, outputs_of
 from papa.errors import DataError
 from papa.evaluate import evaluating
 
@@ -66,6 +66,6 @@ def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[An
         num_seen += num_here
         for layer in layers:
             layer.momentum = num_here / num_seen
-        model(inputs)
+        outputs_of(model, inputs)
     if not num_seen:
         raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from papa.batches import each, inputs_of, num_examples
+from papa.batches import each, inputs_of, num_examples, outputs_of
 from papa.errors import DataError
 from papa.evaluate import evaluating
 
@@ -123,7 +123,7 @@ def run_watched(model: nn.Module, batches: Iterable[Any], watch: Watch, layers: 
             inputs = inputs_of(batch)
             if num_examples(inputs):
                 uses.clear()
-                model(inputs)
+                outputs_of(model, inputs)
                 num_batches += 1
     if not num_batches:
         raise DataError("there was no batch to take activation statistics from: the data is empty")

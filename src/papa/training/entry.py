@@ -76,7 +76,8 @@ def train(
         make_model: makes one member; called once for each, with torch's generators seeded for it.
         data: a pair of tensors (inputs, targets) or a torch dataset, of which a share is held out for the greedy soup
             (through the same transforms); or a `papa.data.Data` that names training, validation and test data. Inputs
-            may be several tensors by name, `{"words": ..., "mask": ...}`, which a network takes as its one argument.
+            may be several tensors by name, `{"words": ..., "mask": ...}`, which a network takes by keyword, where its
+            `forward` has these names, or as its one argument.
         num_members: the size of the population.
         num_epochs: passes over the data.
         batch_size: examples per step; the last incomplete batch of an epoch is left out.

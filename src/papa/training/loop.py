@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from papa.align import AlignMerges
 from papa.averager import Around, Averager, Averaging, chain
-from papa.batches import Inputs
+from papa.batches import Inputs, outputs_of
 from papa.data.source import Source, Subset, as_data
 from papa.errors import ConfigError, DataError
 from papa.evaluate import Apply, Evaluation, Loss, Metric, call, evaluate_together
@@ -283,7 +283,7 @@ class Training:
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
-            return self.loss(model(inputs), targets)
+            return self.loss(outputs_of(model, inputs), targets)
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
 from papa import Population
 from papa.align import Group, Slot, Symmetries, align_, inverse, permute_, permute_all_, symmetries
-from papa.align.matching import WAYS
+from papa.align.matching import WAYS, checked_inputs
 from papa.align.sinkhorn import sinkhorn
 from papa.errors import DataError, MemberError, PapaError
 
@@ -158,7 +158,8 @@ def nets() -> Refusals:
     ("batches", "message"),
     [
         ([], "given no batches"),
-        ([torch.ones(4, 4), torch.ones(3, 4)], r"batch 1 has inputs of \(3, 4\), expected \(4, 4\) as batch 0"),
+        ([torch.ones(4, 4), torch.ones(5, 4)], r"batch 1 has inputs of \(5, 4\), expected \(4, 4\) as batch 0"),
+        ([*torch.ones(8, 4).split([4, 3, 1])], r"batch 1 has inputs of \(3, 4\), expected \(4, 4\) as batch 0"),
         ([torch.ones(0, 4)], r"batch 0 has inputs of \(0, 4\)"),
         (["text"], "batch 0 has a str as inputs, expected a tensor"),
         ([torch.full((4, 4), float("nan"))], "batch 0 has inputs that are not finite"),
@@ -219,3 +220,10 @@ def test_what_is_missing_or_unknown_is_said(nets: Refusals) -> None:
     with pytest.raises(MemberError, match=r"the network has no 'first.weight'"):
         align_(nets.model, nets.reference, groups=alien)
     assert same(nets.model, nets.before)
+
+
+def test_a_last_batch_of_fewer_examples_is_left_out() -> None:
+    whole = [torch.randn(8, 4), torch.randn(8, 4)]
+    found = checked_inputs([*whole, torch.randn(3, 4)])
+    assert [id(part) for part in found] == [id(part) for part in whole]
+    assert len(checked_inputs([torch.randn(3, 4)])) == 1

@@ -308,3 +308,29 @@ def test_groups_are_told_by_name_a_line_each() -> None:
         "0.weight: 8 units in 0.weight (axis 0), 0.bias (axis 0), 2.weight (axis 1)",
         "2.weight: 6 units in 2.weight (axis 0), 2.bias (axis 0), 4.weight (axis 1)",
     ]
+
+
+class Positions(nn.Module):
+    """A table of positions of which as many rows are used as there are words."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.start = start
+        self.words, self.head = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.positions = nn.Parameter(torch.randn(1, 12, 16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        end = self.start + inputs.shape[1]
+        outputs: Tensor = self.head((self.words(inputs) + self.positions[:, self.start : end]).relu().mean(dim=1))
+        return outputs
+
+
+@pytest.mark.parametrize("start", [0, 2, 5])
+def test_rows_that_are_cut_off_go_along_with_the_others(start: int) -> None:
+    (group,) = symmetries(Positions(start), torch.randn(2, 7, 5))
+    assert {(slot.tensor, slot.axis) for slot in group.slots} == {
+        ("words.weight", 0),
+        ("words.bias", 0),
+        ("head.weight", 1),
+        ("positions", 2),
+    }

@@ -159,20 +159,38 @@ def _smallest(count: int, edges: list[Integers]) -> Integers:
 
 
 def _settle_elements(trace: Trace, slots: dict[Key, Integers]) -> None:
-    """Find the axis along which a tensor that was used like an activation is permuted; freeze it if there is none."""
+    """Find the axis along which a tensor that was used like an activation is permuted; freeze it if there is none.
+
+    Numbers that were cut off, such as the later rows of a table of positions, go along with those that were not.
+    """
     unit = _smallest(trace.ledger.count, trace.ledger.edges)
+    is_loose = _untouched(trace, unit)
     for name, elements in trace.elements.items():
         labels = unit[elements.numpy()]
         for axis in sorted(range(labels.ndim), key=lambda axis: -labels.shape[axis]):
             lines = np.moveaxis(labels, axis, 0).reshape(labels.shape[axis], -1)
-            if (lines == lines[:, :1]).all():
-                first = np.ascontiguousarray(lines[:, 0])
+            first = lines[np.arange(len(lines)), np.argmin(is_loose[lines], axis=1)]
+            is_one = (lines == first[:, None]) | is_loose[lines]
+            if is_one.all():
                 known = slots.setdefault((name, axis, None), first)
-                trace.ledger.edges.append(np.stack([known, first]))
+                joined = np.broadcast_to(first[:, None], lines.shape)
+                trace.ledger.edges += [np.stack([known, first]), np.stack([lines.ravel(), joined.ravel()])]
                 break
         else:
             flat = np.unique(labels)
             trace.ledger.edges.append(np.stack([flat, np.zeros_like(flat)]))
+
+
+def _untouched(trace: Trace, unit: Integers) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which labels met no other and no operator that marks what passes: of numbers that are not used."""
+    is_touched = np.bincount(unit, minlength=len(unit))[unit] > 1
+    for labels, _ in trace.ledger.colours:
+        is_touched[labels] = True
+    for _, rows in trace.ledger.sets:
+        is_touched[rows[rows >= 0]] = True
+    is_touched[FROZEN] = True
+    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~is_touched
+    return found
 
 
 def _places(unit: Integers, block: Integers, owned: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Integers:

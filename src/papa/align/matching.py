@@ -79,8 +79,9 @@ def align_(
     Args:
         model: the network to permute in place; its tensors keep their memory, and it is untouched when anything fails.
         reference: the network to match, unchanged.
-        batches: inputs, or tuples whose first entry is the inputs, all of one shape, never test data; or one tensor, an
-            example from which the symmetries are derived. Not needed by weights when `groups` are given.
+        batches: inputs, or tuples whose first entry is the inputs, all of one shape (a smaller last one is left out),
+            never test data; or one tensor, an example from which the symmetries are derived. Not needed by weights when
+            `groups` are given.
         by: `"activations"`, `"weights"` or `"sinkhorn"`. By default activations where there is a list of batches, else
             weights.
         groups: what `symmetries` gave for this architecture (and batches of this shape), when known already.
@@ -322,9 +323,19 @@ def matched_tensors(models: Sequence[nn.Module], subjects: Sequence[str]) -> lis
     return networks
 
 
+def _is_rest(part: Any, like: Tensor) -> bool:
+    is_alike = isinstance(part, Tensor) and part.dim() > 0 and part.shape[1:] == like.shape[1:]
+    return is_alike and 0 < len(part) < len(like)
+
+
 def checked_inputs(batches: Sequence[Any]) -> list[Tensor]:
-    """The inputs of batches, or an error when there are none or their shapes differ."""
+    """The inputs of batches, or an error when there are none or their shapes differ.
+
+    A last batch of fewer examples, as loaders of data give, is left out.
+    """
     inputs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in batches]
+    if len(inputs) > 1 and isinstance(inputs[0], Tensor) and _is_rest(inputs[-1], inputs[0]):
+        inputs.pop()
     if not inputs:
         raise DataError("aligning was given no batches, expected at least one")
     for number, part in enumerate(inputs):

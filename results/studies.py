@@ -76,7 +76,7 @@ MAIN_CIFAR10, MAIN_CIFAR100 = (
 HALF_LIVES = {
     5: (0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
     20: (0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
-    80: (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
+    80: (0.0005, 0.002, 0.01, 0.02, 0.05, 0.1),
 }
 """Shares of training, for each length in epochs; the longest training has steps enough for a shorter one."""
 PRECISIONS = {80: "bfloat16"}

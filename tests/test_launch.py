@@ -98,6 +98,7 @@ class Patient(Hook):
 
     def __init__(self) -> None:
         self.events: list[Mapping[str, Any]] = []
+        self._others = set(threading.enumerate())
 
     def __enter__(self) -> "Patient":
         return self
@@ -107,7 +108,7 @@ class Patient(Hook):
 
     def before_step(self, training: Training) -> None:
         for thread in threading.enumerate():
-            if thread.name.startswith("checkpoint"):
+            if thread.name.startswith("checkpoint") and thread not in self._others:
                 thread.join()
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:

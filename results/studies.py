@@ -115,6 +115,8 @@ REPAIRS = {
     )
 }
 """How the table of REPAIR calls its runs."""
+PUSHES = {f"average.every_steps {steps}": f"a push every {steps} steps" for steps in (10, 4)}
+"""How the table of cadences does."""
 
 
 STUDIES = (
@@ -150,7 +152,7 @@ STUDIES = (
                     ),
                 ),
                 beside=(MAIN_CIFAR10,),
-                render=renamed(of_methods("independent", "papa"), {"average.every_steps": "a push every, in steps,"}),
+                render=renamed(of_methods("independent", "papa"), PUSHES),
             ),
         ),
     ),

@@ -346,3 +346,12 @@ def test_infinite_masks_are_no_nan() -> None:
     for net in nets:
         net.register_buffer("bias_table", torch.tensor([-math.inf, 0.0, math.inf]))
     average_soup(nets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
+def test_averages_of_narrow_numbers_are_looked_at_too(dtype: torch.dtype) -> None:
+    states = [{"weight": torch.ones(4).to(dtype)} for _ in range(2)]
+    assert average_soup(states)["weight"].dtype == dtype
+    states[0]["weight"] = torch.tensor([1.0, math.nan]).to(dtype).repeat(2)
+    with pytest.warns(UserWarning, match="the average soup has NaN, as member 0 has"):
+        average_soup(states)

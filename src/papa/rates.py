@@ -28,8 +28,8 @@ class LearningRates:
         self.highest = [0.0] * len(self.optimizers)
         """The highest rate that each was seen to have."""
         self._num_low = 0
-        """How often the ratio was asked for and low; it has never been otherwise."""
         self._was_high = False
+        """Of the ratios that were asked for, how many were low, and whether one was not."""
         self.note()
 
     def note(self) -> None:

@@ -78,7 +78,8 @@ def _warn_of_nan(pot: Pot, row: Tensor) -> None:
 def _has_nan(network: Any) -> bool:
     """Whether a network or state dict has a number that is none; a sum that is one spares a look at each."""
     state = network.state_dict() if isinstance(network, nn.Module) else network
-    numbers = [tensor for tensor in state.values() if isinstance(tensor, Tensor) and _is_number(tensor)]
+    found = [tensor for tensor in state.values() if isinstance(tensor, Tensor) and _is_number(tensor)]
+    numbers = [tensor.float() if tensor.element_size() == 1 else tensor for tensor in found]  # float8 has no sum
     return any(bool(torch.isnan(one.sum())) and bool(torch.isnan(one).any()) for one in numbers)
 
 

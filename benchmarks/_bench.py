@@ -127,7 +127,7 @@ def peak_extra_megabytes(run: Callable[[], object]) -> float:
 
 
 def _peak_allocated_bytes(run: Callable[[], object]) -> int:
-    """By how much torch's CPU allocator grew at the worst moment."""
+    """By how much torch's CPU allocator grew at the worst context."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells standard error of every start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
@@ -144,7 +144,7 @@ def _peak_allocated_bytes(run: Callable[[], object]) -> int:
 
 
 def _peak_resident_bytes(run: Callable[[], object]) -> int:
-    """By how much the process grew at the worst moment; 0 where the system does not tell."""
+    """By how much the process grew at the worst context; 0 where the system does not tell."""
     status, clear_refs = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not (status.exists() and clear_refs.exists()):
         return 0

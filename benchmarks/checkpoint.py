@@ -19,7 +19,7 @@ from torchvision.models import resnet18
 
 from _bench import Result, finish, parser
 from papa.checkpoint import CheckpointWriter, member_state
-from papa.group import Local
+from papa.group import LocalGroup
 
 NUM_MEMBERS = 5
 MOST_TIMES_A_COPY = 1.5
@@ -54,7 +54,7 @@ def main() -> None:
         best[name] = min(best[name], time.perf_counter() - begin)
 
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        writer = CheckpointWriter(Path(folder), group=Local(), num_members=NUM_MEMBERS, keep=1)
+        writer = CheckpointWriter(Path(folder), group=LocalGroup(), num_members=NUM_MEMBERS, keep=1)
         for number in range(chosen.rounds + 1):  # the first round makes the buffers, and is not counted
             if number == 1:
                 best = dict.fromkeys(best, float("inf"))

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from _bench import Result, finish, parser, positive
 from machines import Machines
 from papa import Averager, Population, Push
-from papa.costs import Plan, cost_of
-from papa.group import Shared, Spread, start_workers
+from papa.group import DistributedGroup, SharedMemoryGroup, start_workers
+from papa.lab.costs import Plan, cost_of
 from train import NUM_MEMBERS, train_papa
 
 COLUMNS = 11_000_000
@@ -58,10 +58,10 @@ def best_together(contenders: dict[str, Callable[[], object]], rounds: int) -> d
     return seconds
 
 
-def time_pushes(shared: Shared, rounds: int) -> dict[str, float]:
+def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
     """Seconds of a push of one member per rank, and of what it is held against, seen from rank 0."""
     size, rule = shared.num_ranks, Push(alpha=0.99, every_steps=1)
-    mapped = Population([Vector(COLUMNS)], Shared(size))
+    mapped = Population([Vector(COLUMNS)], SharedMemoryGroup(size))
     copied = torch.empty_like(mapped.matrix) if shared.leads else None
     own, total, spare = torch.zeros(COLUMNS), torch.zeros(COLUMNS), torch.zeros(COLUMNS)
 
@@ -75,7 +75,7 @@ def time_pushes(shared: Shared, rounds: int) -> dict[str, float]:
         "all-reduce and copy": plain,
     }
     for exchange in ("exact", "fast", "bfloat16"):
-        population = Population([Vector(COLUMNS)], Spread(exchange=exchange))
+        population = Population([Vector(COLUMNS)], DistributedGroup(exchange=exchange))
         contenders[exchange] = Averager(population, rule, measure=False).step
     return best_together(contenders, rounds)
 
@@ -86,7 +86,7 @@ def push_over_link(rounds: int) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for exchange in ("exact", "fast", "bfloat16"):
-        population = Population([Vector(THROTTLED_COLUMNS)], Spread(exchange=exchange))
+        population = Population([Vector(THROTTLED_COLUMNS)], DistributedGroup(exchange=exchange))
         averager = Averager(population, Push(alpha=0.99, every_steps=1), measure=False)
         averager.step()  # connects, and for bfloat16 sends the first mean in full
         times, logs = [], []

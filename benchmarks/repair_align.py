@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import papa
 from _bench import Result, best_times, finish, parser
-from papa import models
+from papa.lab import models
 from papa.repair import RepairMerges
 
 SIZES = (2, 4, 8)
@@ -53,7 +53,7 @@ def repairs(size: int, batches: Sequence[Tensor]) -> dict[str, Callable[[], obje
 
     def merging(batches_for: Callable[[int], Sequence[Tensor]]) -> Callable[[], object]:
         rule, repair = papa.MergeAll(every_steps=1), RepairMerges(batches_for)
-        return papa.Averager(population, rule, measure=False, around=repair).step
+        return papa.Averager(population, rule, measure=False, merge_hooks=repair).step
 
     return {
         f"REPAIR of {size}, shared batches ({size + 1} passes)": merging(lambda member: batches),

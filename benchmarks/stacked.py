@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from _bench import Result, best_times, finish, parser
-from papa.evaluate import accuracy
-from papa.models import make_model
+from papa.evaluation import accuracy
+from papa.lab.models import make_model
 from papa.rules import MergeAll
 from papa.schedules import constant
 from papa.training import Numerics, Stacked, Training

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils import mkldnn
 
 from _bench import Result, finish, parser
+from papa.lab.recipes.budgets import fast_precision
+from papa.lab.recipes.build import build
 from papa.process import keep_memory
-from papa.recipes.budgets import fast_precision
-from papa.recipes.build import build
 from papa.training import Training
 from where_time_goes import config_for, write_images
 
@@ -61,7 +61,7 @@ def compile_network(training: Training) -> None:
 
 def set_eval_batch(size: int) -> Callable[[Training], None]:
     """Other batches in evaluation."""
-    return lambda training: setattr(training.feed, "eval_batch_size", size)
+    return lambda training: setattr(training.batches, "eval_batch_size", size)
 
 
 def evaluate_in_inference_mode(training: Training) -> None:

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from _bench import Parts, Result, finish, parser, positive
-from papa.augment import DEFAULT_GRID, draw_policies
 from papa.data import Arrays, Data
-from papa.evaluate import accuracy
+from papa.evaluation import accuracy
 from papa.group import Group, start_workers
-from papa.models import make_model
-from papa.recipes.budgets import fast_precision
-from papa.recipes.pipeline import ImagePipeline
+from papa.lab.augment import DEFAULT_GRID, draw_policies
+from papa.lab.models import make_model
+from papa.lab.recipes.budgets import fast_precision
+from papa.lab.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, Push, Rule
 from papa.schedules import cosine
-from papa.training import Hook, Numerics, Training, sgd
+from papa.training import Callback, Numerics, Training, sgd
 from push import push_state_dicts_
 
 NUM_MEMBERS = 4
@@ -47,7 +47,7 @@ def images() -> tuple[Tensor, Tensor]:
     return pixels, torch.randint(10, (NUM_IMAGES,), generator=generator)
 
 
-class Stopwatch(Hook):
+class Stopwatch(Callback):
     """Times some steps after a warm-up, and ends the training."""
 
     class Done(Exception):  # noqa: N818

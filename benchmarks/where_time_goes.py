@@ -21,12 +21,12 @@ from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 
 from _bench import Parts, Result, finish, parser, positive
-from papa.config import Config
-from papa.launch import execute
-from papa.process import settle
-from papa.recipes.registry import find
-from papa.recorder import Recorder
-from papa.training import Hook, Training
+from papa.lab.config import Config
+from papa.lab.launch import execute
+from papa.lab.recipes.registry import find
+from papa.lab.recorder import Recorder
+from papa.process import configure_process
+from papa.training import Callback, Training
 
 RECIPE = "cifar10-vgg11"
 NUM_OPERATORS = 12
@@ -44,7 +44,7 @@ PARTS = (
 )
 
 
-class Timed(Hook):
+class Timed(Callback):
     """Puts a stopwatch around every part of a training."""
 
     def __init__(self) -> None:
@@ -56,17 +56,17 @@ class Timed(Hook):
     def on_start(self, training: Training) -> None:
         """Wrap everything that has a name."""
         timed = self.parts.timed
-        training.feed.training_batch = timed("data", training.feed.training_batch)  # type: ignore[method-assign]
-        training.feed.augments = [timed("augmentation", augment) for augment in training.feed.augments]
+        training.batches.training_batch = timed("data", training.batches.training_batch)  # type: ignore[method-assign]
+        training.batches.augments = [timed("augmentation", augment) for augment in training.batches.augments]
         training.loss_of = timed("forward", training.loss_of)  # type: ignore[method-assign]
         training.averager.step = timed("averaging", training.averager.step)  # type: ignore[method-assign]
         training.evaluate = timed("evaluation", training.evaluate)  # type: ignore[method-assign]
         for optimizer in training.optimizers:
             optimizer.step = timed("optimizer", optimizer.step)  # type: ignore[method-assign]
-        for hook in training._hooks:
-            if isinstance(hook, Recorder):
+        for callback in training._callbacks:
+            if isinstance(callback, Recorder):
                 for name in ("on_averaging", "on_epoch", "after_step", "finish"):
-                    setattr(hook, name, timed("metrics and checkpoints", getattr(hook, name)))
+                    setattr(callback, name, timed("metrics and checkpoints", getattr(callback, name)))
         self.start = time.perf_counter()
 
     def after_step(self, training: Training) -> None:
@@ -75,7 +75,7 @@ class Timed(Hook):
             self.end, self.at_end = time.perf_counter(), dict(self.parts.seconds)
 
 
-class Profiled(Hook):
+class Profiled(Callback):
     """Watches some steps with torch's profiler, after a warm-up."""
 
     def __init__(self, *, first_step: int = 10, num_steps: int = 20) -> None:
@@ -93,12 +93,12 @@ class Profiled(Hook):
             self.profiler.stop()
 
 
-def run_with(hook: Hook, config: Config, num_epochs: int) -> None:
+def run_with(callback: Callback, config: Config, num_epochs: int) -> None:
     """The whole run, the way `papa run` does it, with so many epochs."""
 
     @contextlib.contextmanager
-    def watch() -> Iterator[Hook]:
-        yield hook
+    def watch() -> Iterator[Callback]:
+        yield callback
 
     with tempfile.TemporaryDirectory() as folder:
         shorter = replace(config, train=replace(config.train, epochs=num_epochs))
@@ -107,16 +107,18 @@ def run_with(hook: Hook, config: Config, num_epochs: int) -> None:
 
 def shares(config: Config, num_epochs: int) -> list[Result]:
     """The parts of a run of so many epochs, as shares of one that has all the epochs of the config."""
-    hook = Timed()
+    callback = Timed()
     backward = torch.Tensor.backward
-    torch.Tensor.backward = hook.parts.timed("backward", backward)  # type: ignore[method-assign]
+    torch.Tensor.backward = callback.parts.timed("backward", backward)  # type: ignore[method-assign]
     try:
-        run_with(hook, config, num_epochs)
+        run_with(callback, config, num_epochs)
     finally:
         torch.Tensor.backward = backward  # type: ignore[method-assign]
     longer = config.train.epochs / num_epochs
-    spent = {name: longer * hook.at_end[name] + hook.parts.seconds[name] - hook.at_end[name] for name in PARTS}
-    whole = longer * (hook.end - hook.start) + time.perf_counter() - hook.end
+    spent = {
+        name: longer * callback.at_end[name] + callback.parts.seconds[name] - callback.at_end[name] for name in PARTS
+    }
+    whole = longer * (callback.end - callback.start) + time.perf_counter() - callback.end
     spent["the rest: seeds, losses, soups, files, report"] = whole - sum(spent.values())
     both = spent["data"] + spent["augmentation"]
     return [
@@ -137,9 +139,9 @@ def shares(config: Config, num_epochs: int) -> list[Result]:
 def operators(config: Config) -> list[Result]:
     """Which operators take the time of a step, by the time spent in themselves."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells standard error of every start and stop
-    hook = Profiled()
-    run_with(hook, config, 1)
-    events = sorted(hook.profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    callback = Profiled()
+    run_with(callback, config, 1)
+    events = sorted(callback.profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
     total = sum(event.self_cpu_time_total for event in events)
     return [
         Result(
@@ -174,7 +176,7 @@ def main() -> None:
     options_parser.add_argument("--data-root", type=Path, help="where CIFAR-10 is; noise of its shape when not given")
     options_parser.set_defaults(rounds=1)
     options = options_parser.parse_args()
-    settle()
+    configure_process()
     with tempfile.TemporaryDirectory() as folder:
         root = options.data_root
         if root is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from papa.checkpoint import write_atomically
 from papa.errors import PapaError
-from papa.report.reading import is_run, read_run
+from papa.lab.report.reading import is_run, read_run
 from results.page import readme_with_headline, results_page
 from results.record import FOLDER, record_of, runs_of, write_record
 from results.studies import STUDIES, Study

@@ -11,18 +11,18 @@ from typing import Any
 
 from papa.checkpoint import json_text, read_json, write_atomically
 from papa.cli.compare import jobs_of, parse_options
-from papa.config import Config, idle_options
 from papa.errors import RunError
-from papa.recipes import find
-from papa.report.fields import flat
-from papa.report.reading import Run
+from papa.lab.config import Config, idle_options
+from papa.lab.recipes import find
+from papa.lab.report.fields import flat
+from papa.lab.report.reading import Run
 
 FOLDER = Path(__file__).parent / "records"
 LARGEST = 20_000
 """How many bytes a record may have."""
 KEPT = (
     *("recipe", "method", "seed", "config", "test", "validation", "repaired", "aligned", "greedy_members"),
-    *("similarity", "interpolation", "num_averagings", "sick", "seconds", "policies"),
+    *("similarity", "interpolation", "num_averagings", "nonfinite", "seconds", "policies"),
 )
 """What of `result.json` goes into a record."""
 ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "device", "workers")

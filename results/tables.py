@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
-from papa.report import (
+from papa.lab.report import (
     COLUMNS,
     GAP_COLUMN,
     cells_of,
@@ -17,8 +17,8 @@ from papa.report import (
     mean_gap_closed,
     with_gap_closed,
 )
-from papa.report.groups import groups_of
-from papa.report.table import KEYS, SOUPS, of_soups, scores_of
+from papa.lab.report.groups import groups_of
+from papa.lab.report.table import KEYS, SOUPS, of_soups, scores_of
 from papa.rules import Push
 
 Record: TypeAlias = Mapping[str, Any]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers import Attention
-from papa import models
 from papa.align import Symmetries
+from papa.lab import models
 
 
 def mlp(*widths: int) -> nn.Sequential:

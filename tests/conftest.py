@@ -28,7 +28,7 @@ def _fixed_seed() -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the small config that nothing disturbed."""
     from helpers import small_config
-    from papa.launch import execute
+    from papa.lab.launch import execute
 
     path = tmp_path_factory.mktemp("whole") / "run"
     execute(small_config(), path, workers=1)

@@ -18,10 +18,10 @@ import torch
 from papa.checkpoint import Expected, checkpoints, load_checkpoint
 from papa.checkpoint.files import read_file
 from papa.cli import main
-from papa.config import Config
-from papa.recipes import find
-from papa.recipes.build import build
-from papa.runs import RunDirectory
+from papa.lab.config import Config
+from papa.lab.recipes import find
+from papa.lab.recipes.build import build
+from papa.lab.runs import RunDirectory
 
 OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"]
 
@@ -66,10 +66,10 @@ def run_to_end(arguments: list[str]) -> int:
 
 
 def kill_at(process: BaseProcess, path: Path, generator: random.Random, longest: float) -> bool:
-    """Kill it at a random moment, every other time while it writes; whether it was still alive."""
+    """Kill it at a random context, every other time while it writes; whether it was still alive."""
     begin = time.monotonic()
-    moment = begin + generator.uniform(0.0, longest)
-    while process.is_alive() and time.monotonic() < moment:
+    context = begin + generator.uniform(0.0, longest)
+    while process.is_alive() and time.monotonic() < context:
         time.sleep(0.001)
     if generator.random() < 0.5:
         while process.is_alive() and not is_writing(path) and time.monotonic() < begin + 2 * longest:

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from helpers import write_images
-from papa.config import Config
-from papa.errors import DataError
-from papa.launch import usable_cores
-from papa.launch_many import execute_all
-from papa.recipes.build import images_for
-from papa.recipes.tables import TABLES
-from papa.reproduce import Request, entries_of, jobs_for
 from recipes.test_smoke import write_optdigits, write_tiles
+
+from helpers import write_images
+from papa.errors import DataError
+from papa.lab.config import Config
+from papa.lab.launch import usable_cores
+from papa.lab.launch_many import execute_all
+from papa.lab.recipes.build import images_for
+from papa.lab.recipes.tables import TABLES
+from papa.lab.reproduce import Request, entries_of, jobs_for
 
 
 def write_folders(root: Path) -> None:

@@ -22,13 +22,13 @@ from papa import (
     symmetries,
 )
 from papa.errors import SoupError
-from papa.group import Group, Local, Shared, Spread, start_workers
-from papa.training import Hook, Training, harvest
+from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup, start_workers
+from papa.training import Callback, Training, finalize
 
 SIZE = 5
 
 
-class AlwaysStaged(Shared):
+class AlwaysStaged(SharedMemoryGroup):
     """Treats the CPU as an accelerator: rows of its own, and a mapping to meet in."""
 
     def is_staged(self, device: torch.device) -> bool:
@@ -48,7 +48,7 @@ def march(group: Group) -> dict[str, Any]:
     rules = [
         Push(alpha=0.9, every_steps=1),
         MergePairs(every_steps=1),
-        Mix(lambda moment: torch.softmax(torch.arange(25.0).sin().view(5, 5), dim=1), every_steps=1),
+        Mix(lambda context: torch.softmax(torch.arange(25.0).sin().view(5, 5), dim=1), every_steps=1),
         Push(alpha=0.3, every_steps=1),
         MergeAll(every_steps=1),
     ]
@@ -74,21 +74,21 @@ def march(group: Group) -> dict[str, Any]:
     }
 
 
-def march_shared(group: Shared) -> dict[str, Any]:
+def march_shared(group: SharedMemoryGroup) -> dict[str, Any]:
     return march(group)
 
 
-def march_staged(group: Shared) -> dict[str, Any]:
+def march_staged(group: SharedMemoryGroup) -> dict[str, Any]:
     return march(AlwaysStaged(SIZE))
 
 
 def march_alone() -> dict[str, Any]:
-    return march(Local())
+    return march(LocalGroup())
 
 
 def fresh(group: Group, exchange: str | None = None) -> Group:
     """A group of the same processes for another population."""
-    return Spread(exchange=exchange or group.exchange) if isinstance(group, Spread) else group
+    return DistributedGroup(exchange=exchange or group.exchange) if isinstance(group, DistributedGroup) else group
 
 
 def align(group: Group) -> dict[str, Any]:
@@ -107,42 +107,44 @@ def align(group: Group) -> dict[str, Any]:
             population, lambda net: float(net[0].weight.detach().mean()), batches, by=by, groups=groups
         )
         states += [soups.average.state_dict(), soups.greedy.network.state_dict()]
-        Averager(population, Push(alpha=0.5, every_steps=1), around=AlignMerges(batches, by=by, groups=groups)).step()
+        Averager(
+            population, Push(alpha=0.5, every_steps=1), merge_hooks=AlignMerges(batches, by=by, groups=groups)
+        ).step()
         states += group.gather([net.state_dict() for net in population])
     return {"states": states}
 
 
-def align_shared(group: Shared) -> dict[str, Any]:
+def align_shared(group: SharedMemoryGroup) -> dict[str, Any]:
     return align(group)
 
 
 def align_alone() -> dict[str, Any]:
-    return align(Local())
+    return align(LocalGroup())
 
 
-def fail_on_rank_1(group: Shared) -> None:
+def fail_on_rank_1(group: SharedMemoryGroup) -> None:
     if group.rank == 1:
         raise SoupError("rank 1 has had enough")
     group.wait()
 
 
-def stumble_on_rank_1(group: Shared) -> None:
+def stumble_on_rank_1(group: SharedMemoryGroup) -> None:
     if group.rank == 1:
         raise ZeroDivisionError("not a papa error")
     group.wait()
 
 
-def die_on_rank_1(group: Shared) -> None:
+def die_on_rank_1(group: SharedMemoryGroup) -> None:
     if group.rank == 1:
         os._exit(3)
     group.wait()
 
 
-def disagree(group: Shared) -> None:
+def disagree(group: SharedMemoryGroup) -> None:
     Population([nn.Linear(3 + group.rank, 2)], group)
 
 
-def sleep_and_tell(group: Shared, path: str) -> None:
+def sleep_and_tell(group: SharedMemoryGroup, path: str) -> None:
     """Writes its process number, then waits to be left alone."""
     with open(f"{path}/{group.rank}", "w") as file:
         file.write(str(os.getpid()))
@@ -166,7 +168,7 @@ def same(first: Any, second: Any) -> bool:
 def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
     """Two members become sick one after the other, on different ranks."""
     population = Population([make_member(member) for member in group.share(SIZE)], group)
-    averager = Averager(population, Push(alpha=0.9, every_steps=1), sick=policy)
+    averager = Averager(population, Push(alpha=0.9, every_steps=1), on_nonfinite=policy)
     sick = []
     for victim in (3, None, 0, None):
         for index, member in enumerate(population.members):
@@ -175,11 +177,11 @@ def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
                     population[index][2].bias[7] = float("nan")
         averaging = averager.step()
         assert averaging is not None
-        sick += averaging.sick
-    return {"sick": sick, "states": group.gather([net.state_dict() for net in population])}
+        sick += averaging.nonfinite
+    return {"nonfinite": sick, "states": group.gather([net.state_dict() for net in population])}
 
 
-class PoisonLast(Hook):
+class PoisonLast(Callback):
     """Ruins the last member's weights after the seventh step, on whichever rank it lives."""
 
     def before_step(self, training: Training) -> None:
@@ -191,12 +193,12 @@ class PoisonLast(Hook):
 def train_with_a_sick_member(group: Group, policy: str) -> dict[str, Any]:
     """A small training whose last member falls sick; what everyone sees of it."""
     torch.set_num_threads(1)
-    training = small_training(group=group, sick=policy)
+    training = small_training(group=group, on_nonfinite=policy)
     training.run([PoisonLast()])
-    outcome = harvest(training)
+    outcome = finalize(training)
     scores = [repr(member.score) for member in outcome.validation.members]
     return {
-        "sick": training.sick,
+        "nonfinite": training.nonfinite,
         "dropped": sorted(training.population.dropped),
         "scores": [*scores, outcome.validation.average_soup.score, outcome.validation.ensemble.score],
         "states": group.gather([net.state_dict() for net in training.population]),
@@ -223,7 +225,7 @@ def reassign_a_buffer(group: Group) -> list[list[float]]:
     """A buffer that a forward pass replaced, on the slower of two ranks, without anybody looking for sick members."""
     net = nn.BatchNorm1d(4)
     population = Population([net], group)
-    averager = Averager(population, Push(alpha=0.0, every_steps=1), measure=False, sick=None)
+    averager = Averager(population, Push(alpha=0.0, every_steps=1), measure=False, on_nonfinite=None)
     if not group.leads:
         refresh = population.refresh_
 

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from papa import flat
-from papa.config import Config
+from papa import layout
 from papa.data import Data, as_source
-from papa.evaluate import accuracy
+from papa.evaluation import accuracy
+from papa.lab.config import Config
+from papa.lab.recipes import find
 from papa.population import Population
-from papa.recipes import find
 from papa.rules import MergeAll
 from papa.schedules import cosine
 from papa.training import Numerics, Training
@@ -166,7 +166,7 @@ def averaged_tensors(population: Population) -> list[dict[str, Tensor]]:
     """The averaged tensors of every member held here, by name, where they are."""
     population.refresh_()
     return [
-        {name: tensor.detach() for name, tensor in flat.named_tensors(model, population.averaged).items()}
+        {name: tensor.detach() for name, tensor in layout.named_tensors(model, population.averaged).items()}
         for model in population
     ]
 

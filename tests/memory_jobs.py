@@ -28,10 +28,10 @@ from papa import (
 )
 from papa.checkpoint import CheckpointWriter, load_checkpoint
 from papa.data import Data, as_source
-from papa.group import Shared, Spread
+from papa.group import DistributedGroup, SharedMemoryGroup
+from papa.lab.analysis import analyse
 from papa.repair import RepairMerges
 from papa.training import Training
-from papa.training.analysis import analyse
 from papa.training.state import expected_states, load_state_, member_states, state_of
 
 SIZE, UNITS = 4, 32
@@ -59,7 +59,7 @@ def make_data(num_inputs: int) -> Data:
 def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]:
     """What is measured, by name."""
     population = training.population
-    batches = training.feed.plain_batches(2)
+    batches = training.batches.plain_batches(2)
     groups = symmetries(population[0], batches[0])
 
     def score(network: nn.Module) -> float:
@@ -69,7 +69,7 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
         return repair_(network, population, batches, row)
 
     def merged(around: Any) -> object:
-        return Averager(population, MergeAll(), around=around).step()
+        return Averager(population, MergeAll(), merge_hooks=around).step()
 
     def save() -> None:
         with CheckpointWriter(folder, group=training.group, num_members=SIZE, background=False) as writer:
@@ -106,7 +106,7 @@ def make_training(num_layers: int, num_inputs: int) -> Training:
         num_members=SIZE,
         batch_size=4,
         rule=Independent(),
-        group=Spread(),
+        group=DistributedGroup(),
     )
     for network, optimizer in zip(training.population, training.optimizers, strict=True):
         for parameter in network.parameters():
@@ -116,7 +116,7 @@ def make_training(num_layers: int, num_inputs: int) -> Training:
     return training
 
 
-def peaks(group: Shared, num_layers: int, num_inputs: int, folder: Path) -> dict[str, Any]:
+def peaks(group: SharedMemoryGroup, num_layers: int, num_inputs: int, folder: Path) -> dict[str, Any]:
     """The most that any process held for each operation beyond what it held before, in bytes."""
     # Whatever is large is given back to the system at once, so that what is resident is what is held.
     ctypes.CDLL(None).mallopt(-3, 1 << 17)

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, average_soup
 from papa.errors import PapaError
-from papa.group import Shared
+from papa.group import SharedMemoryGroup
 
 RULES: list[Rule] = [
     Push(alpha=0.8, every_steps=1),
@@ -112,7 +112,7 @@ def train(kind: str) -> dict[str, Any]:
         soup = str(error)
     sick, mended = sick_shard(population, is_here=(member, half) == (1, 1))
     found = {"record": record, "merged": merged, "soup": soup, "size": population.size}
-    return {**found, "sick": sick, "mended": mended}
+    return {**found, "nonfinite": sick, "mended": mended}
 
 
 def sick_shard(population: Population, *, is_here: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
@@ -124,10 +124,10 @@ def sick_shard(population: Population, *, is_here: bool) -> tuple[list[int], lis
             local[0, 0] = torch.nan
     log = Averager(population, Push(alpha=0.5, every_steps=1)).step()
     assert log is not None
-    return [sickness.member for sickness in log.sick], population.group.gather([state_of(population[0])])
+    return [sickness.member for sickness in log.nonfinite], population.group.gather([state_of(population[0])])
 
 
-def train_all(group: Shared) -> dict[str, Any]:
+def train_all(group: SharedMemoryGroup) -> dict[str, Any]:
     found = {kind: train(kind) for kind in ("ddp before", "ddp after", "fsdp")}
     nameless = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
     try:

@@ -64,7 +64,7 @@ def make_full_result() -> dict[str, Any]:
             ],
         },
         "communication": {"bytes": 2_500_000, "seconds": 0.25},
-        "sick": [{"step": 5, "member": 1, "reason": "loss is not finite", "action": "left out"}],
+        "nonfinite": [{"step": 5, "member": 1, "reason": "loss is not finite", "action": "left out"}],
         "paper": {"ensemble": 93.5, "average_soup": 92.75},
     }
 
@@ -101,7 +101,7 @@ FULL_METRICS: list[dict[str, Any]] = [
         "steps_later": 3,
     },
     make_epoch(1),
-    {"event": "sick", "step": 12, "member": 0, "reason": HOSTILE, "action": "replaced"},
+    {"event": "nonfinite", "step": 12, "member": 0, "reason": HOSTILE, "action": "replaced"},
     {"event": "checkpoint-failed", "step": 20, "error": "no space left on the device"},
     make_epoch(2),
 ]

@@ -36,7 +36,6 @@ from papa import (
     aligned_soups,
     average_soup,
     greedy_soup,
-    launch,
     mixing,
     repair_,
     symmetries,
@@ -44,14 +43,15 @@ from papa import (
 from papa.averager import chain
 from papa.checkpoint import read_json, write_json
 from papa.cli.main import main
-from papa.config import AverageConfig
 from papa.errors import PapaError
-from papa.group import Group, Local, Shared, Spread, background
+from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup, background
+from papa.lab import launch
+from papa.lab.config import AverageConfig
+from papa.lab.recipes import find
 from papa.product import ALIGNMENT_BYTES
-from papa.recipes import find
 from papa.repair import RepairMerges
-from papa.training import harvest
-from papa.training.merging import Merging
+from papa.training import finalize
+from papa.training.merge_options import MergeOptions
 
 SIZE = 5
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -86,7 +86,7 @@ def rows_of(members: range, num_columns: int, dtype: torch.dtype) -> Tensor:
 def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
     """Every operation of a group on matrices of many shapes and dtypes; the whole population's result comes back."""
     mine = group.share(SIZE)
-    if uneven and isinstance(group, Spread):  # the first rank gives members away
+    if uneven and isinstance(group, DistributedGroup):  # the first rank gives members away
         mine = range(0, 1) if group.rank == 0 else range(1, SIZE)
     found: dict[str, Any] = {}
     for dtype, lines in [*itertools.product(DTYPES, WIDTHS), (torch.float32, MANY_ROUNDS)]:
@@ -114,15 +114,15 @@ def digest(row: Tensor) -> str:
     return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def spread_operations(group: Shared) -> dict[str, Any]:
-    found = operations(Spread())
+def spread_operations(group: SharedMemoryGroup) -> dict[str, Any]:
+    found = operations(DistributedGroup())
     if group.num_ranks == 2:
-        found.update({f"uneven {name}": value for name, value in operations(Spread(), uneven=True).items()})
+        found.update({f"uneven {name}": value for name, value in operations(DistributedGroup(), uneven=True).items()})
     return found
 
 
-def march_spread(group: Shared) -> dict[str, Any]:
-    return group_jobs.march(Spread())
+def march_spread(group: SharedMemoryGroup) -> dict[str, Any]:
+    return group_jobs.march(DistributedGroup())
 
 
 def delayed_march(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def delayed_march(group: Group, *, save_at: int | None = None) -> dict[str, Any]
     return {"states": group.gather([net.state_dict() for net in population]), "logs": logs}
 
 
-def delayed_spread(group: Shared) -> dict[str, Any]:
-    return delayed_march(Spread())
+def delayed_spread(group: SharedMemoryGroup) -> dict[str, Any]:
+    return delayed_march(DistributedGroup())
 
 
 def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
             with torch.no_grad():
                 population[index].weight += 0.01 * torch.randn(200, 300, generator=generator)
         log = averager.step()
-        if step == save_at and isinstance(group, Spread):
-            state, group = averager.state_dict(), Spread(exchange=group.exchange)
+        if step == save_at and isinstance(group, DistributedGroup):
+            state, group = averager.state_dict(), DistributedGroup(exchange=group.exchange)
             population = Population(copy.deepcopy(list(population)), group)
             averager = Averager(population, averager.rule, measure=False)
             averager.load_state_dict(state)
@@ -174,16 +174,16 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
     return {"pushed": pushed, "merged": merged, "bytes": log.bytes}
 
 
-def spread_fast_pushes(group: Shared) -> dict[str, dict[str, Any]]:
-    found = {exchange: fast_pushes(Spread(exchange=exchange)) for exchange in ("exact", "fast", "bfloat16")}
-    return found | {"bfloat16, resumed": fast_pushes(Spread(exchange="bfloat16"), save_at=1)}
+def spread_fast_pushes(group: SharedMemoryGroup) -> dict[str, dict[str, Any]]:
+    found = {exchange: fast_pushes(DistributedGroup(exchange=exchange)) for exchange in ("exact", "fast", "bfloat16")}
+    return found | {"bfloat16, resumed": fast_pushes(DistributedGroup(exchange="bfloat16"), save_at=1)}
 
 
 def half_precision_bytes() -> dict[str, int]:
     """What a push of float16 sends; the first with bfloat16 travels in full."""
     found = {}
     for exchange in ("fast", "bfloat16"):
-        population = Population([nn.Linear(300, 200, dtype=torch.float16)], Spread(exchange=exchange))
+        population = Population([nn.Linear(300, 200, dtype=torch.float16)], DistributedGroup(exchange=exchange))
         averager = Averager(population, Push(alpha=0.8, every_steps=1), measure=False)
         found[exchange] = [averager.step().bytes for _ in range(2)][1]
     return found
@@ -192,8 +192,8 @@ def half_precision_bytes() -> dict[str, int]:
 def after_a_number_that_is_not_finite() -> list[float]:
     """Members that were poisoned and given new weights, merged again: the same member number on every rank."""
     net = nn.Linear(3, 2)
-    population = Population([net], Spread(exchange="bfloat16"))
-    averager = Averager(population, MergeAll(every_steps=1), measure=False, sick=None)
+    population = Population([net], DistributedGroup(exchange="bfloat16"))
+    averager = Averager(population, MergeAll(every_steps=1), measure=False, on_nonfinite=None)
     found = []
     for value in (1.0, float("inf"), float(dist.get_rank())):
         nn.init.constant_(net.weight, value)
@@ -224,7 +224,7 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
     ).network.state_dict()
     for rule in (MergePairs(every_steps=1), MergeAll(every_steps=1)):
         around = chain(AlignMerges(batches, groups=groups), RepairMerges(lambda member: batches))
-        Averager(population, rule, around=around).step()
+        Averager(population, rule, merge_hooks=around).step()
         found[type(rule).__name__] = group.gather([copy.deepcopy(net.state_dict()) for net in population])
         for index, member in enumerate(population.members):
             population[index].load_state_dict(make_matchable(member).state_dict())
@@ -238,13 +238,13 @@ def harvested(group: Group) -> dict[str, Any]:
     """Two whole trainings and all that is made of them: members that never met, and members that merged."""
     found: dict[str, Any] = {}
     for name, rule, merging in (
-        ("apart", Independent(), Merging()),
-        ("merged", MergeAll(every_steps=5), Merging(align="activations", num_align_batches=2)),
+        ("apart", Independent(), MergeOptions()),
+        ("merged", MergeAll(every_steps=5), MergeOptions(align="activations", num_align_batches=2)),
     ):
         training = small_training(rule=rule, merging=merging, num_members=4, group=group_jobs.fresh(group))
         training.run()
         before = [copy.deepcopy(net.state_dict()) for net in training.population]
-        outcome = harvest(training, align_soups=True, analysis=True, num_align_batches=2)
+        outcome = finalize(training, align_soups=True, analysis=True, num_align_batches=2)
         found[name] = {
             **{key: value for key, value in outcome.to_json().items() if key != "seconds"},
             "soup": outcome.average_soup.state_dict(),
@@ -269,7 +269,9 @@ def one_sick(group: Group) -> dict[str, str]:
         if member == SIZE - 1:
             with torch.no_grad():
                 population[index][0].weight[0] = float("nan")
-    merge = Averager(population, MergeAll(), around=RepairMerges(lambda member: batches), measure=False, sick=None)
+    merge = Averager(
+        population, MergeAll(), merge_hooks=RepairMerges(lambda member: batches), measure=False, on_nonfinite=None
+    )
     soups = partial(aligned_soups, population, lambda net: 1.0, batches, groups=groups)
     return {
         "align": message_of(lambda: align_all_(population, batches, groups=groups)),
@@ -279,23 +281,23 @@ def one_sick(group: Group) -> dict[str, str]:
     }
 
 
-def everything(group: Shared) -> dict[str, Any]:
+def everything(group: SharedMemoryGroup) -> dict[str, Any]:
     """All of the above in one start of the processes."""
     return {
         "operations": spread_operations(group),
         "march": march_spread(group),
         "delayed": delayed_spread(group),
         "delayed, shared": delayed_march(group),
-        "delayed, resumed": delayed_march(Spread(), save_at=11),
-        "delayed, bfloat16": delayed_march(Spread(exchange="bfloat16")),
-        "delayed, bfloat16, resumed": delayed_march(Spread(exchange="bfloat16"), save_at=10),
+        "delayed, resumed": delayed_march(DistributedGroup(), save_at=11),
+        "delayed, bfloat16": delayed_march(DistributedGroup(exchange="bfloat16")),
+        "delayed, bfloat16, resumed": delayed_march(DistributedGroup(exchange="bfloat16"), save_at=10),
         "half precision": half_precision_bytes(),
         "not finite": after_a_number_that_is_not_finite(),
         "fast": spread_fast_pushes(group),
-        "matched": matched_and_repaired(Spread()),
-        "harvested": harvested(Spread()),
-        "one sick": one_sick(Spread()),
-        "bfloat16": {scale: bfloat16_pushes(Spread(exchange="bfloat16"), scale, 40) for scale in SCALES},
+        "matched": matched_and_repaired(DistributedGroup()),
+        "harvested": harvested(DistributedGroup()),
+        "one sick": one_sick(DistributedGroup()),
+        "bfloat16": {scale: bfloat16_pushes(DistributedGroup(exchange="bfloat16"), scale, 40) for scale in SCALES},
         "names": named_errors(),
     }
 
@@ -310,7 +312,7 @@ def named_errors() -> dict[str, str]:
         return message_of(lambda: Averager(Population([nn.Linear(3, 2)], world), rule, **options))
 
     def push_at(lr_ratio: float, sick: str | None, delay: int) -> str:
-        averager = Averager(Population([nn.Linear(3, 2)], world), Push(every_steps=3, delay=delay), sick=sick)
+        averager = Averager(Population([nn.Linear(3, 2)], world), Push(every_steps=3, delay=delay), on_nonfinite=sick)
         averager.step(lr_ratio), averager.step(lr_ratio)
         return message_of(lambda: averager.step(lr_ratio))
 
@@ -318,7 +320,9 @@ def named_errors() -> dict[str, str]:
         "architecture": message_of(lambda: Population([nn.Linear(3 + rank, 2)], world)),
         "order": message_of(lambda: Population([nn.ModuleDict({name: nn.Linear(3, 2) for name in names})], world)),
         "memory": message_of(lambda: Population([nn.Conv2d(2, 3, 2).to(memory_format=order)], world)),
-        "exchanges": message_of(lambda: Population([nn.Linear(3, 2)], Spread(exchange="fast" if rank else "exact"))),
+        "exchanges": message_of(
+            lambda: Population([nn.Linear(3, 2)], DistributedGroup(exchange="fast" if rank else "exact"))
+        ),
         "alpha": disagree_on(Push(alpha=0.9 - 0.1 * rank)),
         "cadence": disagree_on(Push(every_steps=10 + rank)),
         "steps": disagree_on(Push(), num_steps=100 + rank),
@@ -326,12 +330,12 @@ def named_errors() -> dict[str, str]:
             f"learning rate, {sick}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), sick, delay)
             for sick, delay in (("restart", 0), ("restart", 2), (None, 0))
         },
-        "too many": message_of(lambda: Spread().share(1)),
-        "exchange": message_of(lambda: Spread(exchange="quick")),
+        "too many": message_of(lambda: DistributedGroup().share(1)),
+        "exchange": message_of(lambda: DistributedGroup(exchange="quick")),
     }
 
 
-def look_like_torchrun(group: Shared) -> None:
+def look_like_torchrun(group: SharedMemoryGroup) -> None:
     """Set the variables that torchrun sets; the processes are connected already."""
     rank = str(group.rank)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -344,7 +348,7 @@ def when_begun(run: Path) -> int | None:
     return config.stat().st_mtime_ns if config.exists() else None
 
 
-def commands(group: Shared, path: str) -> dict[str, list[tuple[int, str, bool]]]:
+def commands(group: SharedMemoryGroup, path: str) -> dict[str, list[tuple[int, str, bool]]]:
     """Commands under torchrun: what each rank returned and said, and whether the run that was there is the same still.
 
     The second run stands for the first one's second attempt: its result is gone, its checkpoints are there.
@@ -384,7 +388,7 @@ def commands(group: Shared, path: str) -> dict[str, list[tuple[int, str, bool]]]
     return found
 
 
-def bad_starts(group: Shared, path: str) -> dict[str, str]:
+def bad_starts(group: SharedMemoryGroup, path: str) -> dict[str, str]:
     """What `papa run` says under torchrun to those who cannot go on."""
     look_like_torchrun(group)
     config, fast = replace(find("digits").config(), members=2), AverageConfig(exchange="fast")
@@ -425,7 +429,7 @@ def leave_with_a_push_under_way(how: str) -> None:
     """A script that ends before its last push lands; in one way, rank 1 never begins it."""
     dist.init_process_group("gloo")
     population = Population([nn.Linear(600, 600)], dist.group.WORLD)
-    averager = Averager(population, Push(alpha=0.9, every_steps=4, delay=2), measure=False, sick=None)
+    averager = Averager(population, Push(alpha=0.9, every_steps=4, delay=2), measure=False, on_nonfinite=None)
     for _ in range(4):
         averager.step()
     if how == "the connections are closed":
@@ -473,11 +477,11 @@ def message_of(call: Callable[[], object]) -> str:
 def alone() -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        "operations": operations(Local()),
-        "march": group_jobs.march(Local()),
-        "delayed": delayed_march(Local()),
-        "fast": fast_pushes(Local()),
-        "matched": matched_and_repaired(Local()),
-        "harvested": harvested(Local()),
-        "one sick": one_sick(Local()),
+        "operations": operations(LocalGroup()),
+        "march": group_jobs.march(LocalGroup()),
+        "delayed": delayed_march(LocalGroup()),
+        "fast": fast_pushes(LocalGroup()),
+        "matched": matched_and_repaired(LocalGroup()),
+        "harvested": harvested(LocalGroup()),
+        "one sick": one_sick(LocalGroup()),
     }

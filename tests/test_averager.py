@@ -17,7 +17,7 @@ from papa import mixing
 from papa.averager import Averager, Averaging
 from papa.errors import MixingError
 from papa.population import Population
-from papa.rules import Independent, MergeAll, MergePairs, Mix, Moment, Push, Rule
+from papa.rules import AveragingContext, Independent, MergeAll, MergePairs, Mix, Push, Rule
 
 
 def sgd(network: nn.Module, lr: float = 0.1) -> optim.SGD:
@@ -30,9 +30,9 @@ def ratios_along(
     """The learning-rate ratios that a rule gets to see at the first steps of a schedule, or of lrs set by hand."""
     seen: list[float] = []
 
-    def note(moment: Moment) -> Tensor:
-        seen.append(moment.lr_ratio)
-        return mixing.identity(moment.size)
+    def note(context: AveragingContext) -> Tensor:
+        seen.append(context.lr_ratio)
+        return mixing.identity(context.size)
 
     population = Population(make_networks("linear", 2))
     optimizers = [sgd(network) for network in population]
@@ -257,14 +257,14 @@ class TestRecord:
 
     def test_a_push_is_measured_when_something_else_moves_members(self) -> None:
         @contextlib.contextmanager
-        def shrink(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
+        def shrink(population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
             with torch.no_grad():
                 for parameter in population[0].parameters():
                     parameter.mul_(0.5)
             yield
 
         population = Population(make_networks("linear", 3))
-        record = Averager(population, Push(alpha=0.7, every_steps=1), around=shrink).step()
+        record = Averager(population, Push(alpha=0.7, every_steps=1), merge_hooks=shrink).step()
         assert record.distances_after == tuple(population.distances().tolist())
 
     def test_a_merge_tells_measured_distances_and_no_alpha(self) -> None:
@@ -381,9 +381,9 @@ def test_a_state_from_before_a_member_was_dropped_brings_it_back() -> None:
     averager.population.dropped = frozenset({2})
     after = averager.state_dict()
     averager.load_state_dict(before)
-    assert averager.population.present == (0, 1, 2)
+    assert averager.population.active == (0, 1, 2)
     averager.load_state_dict(after)
-    assert averager.population.present == (0, 1)
+    assert averager.population.active == (0, 1)
 
 
 def test_optimizers_of_other_networks_are_refused() -> None:

@@ -191,7 +191,7 @@ def test_where_time_goes_has_a_stopwatch_around_every_part() -> None:
             num_epochs=1,
             batch_size=20,
             augment=lambda inputs, targets, generator: (inputs, targets),
-            hooks=[timed],
+            callbacks=[timed],
         )
     finally:
         torch.Tensor.backward = backward  # type: ignore[method-assign]

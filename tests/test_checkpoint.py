@@ -28,7 +28,7 @@ from papa.checkpoint import (
     write_json,
 )
 from papa.errors import RunError
-from papa.group import Local
+from papa.group import LocalGroup
 
 Member = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -48,7 +48,7 @@ def trained_member(optimizer_type: type[torch.optim.Optimizer], seed: int) -> Me
 def save(directory: Path, step: int, members: list[Member], *, keep: int = 2, state: Any = None) -> Path:
     """One checkpoint, waited for."""
     directory.mkdir(exist_ok=True)
-    with CheckpointWriter(directory, group=Local(), num_members=len(members), keep=keep) as writer:
+    with CheckpointWriter(directory, group=LocalGroup(), num_members=len(members), keep=keep) as writer:
         states = {number: member_state(*member) for number, member in enumerate(members)}
         assert writer.save(step, states, state or {}, lambda: None) is None
         assert writer.settle() is None
@@ -120,7 +120,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 
 def test_in_the_foreground_nothing_is_copied_and_members_are_written_when_saving_returns(tmp_path: Path) -> None:
     member = trained_member(torch.optim.SGD, seed=0)
-    with CheckpointWriter(tmp_path, group=Local(), num_members=1, background=False) as writer:
+    with CheckpointWriter(tmp_path, group=LocalGroup(), num_members=1, background=False) as writer:
         assert writer.save(1, {0: member_state(*member)}, {}, lambda: None) is None
         with torch.no_grad():
             for parameter in member[0].parameters():
@@ -172,7 +172,7 @@ def test_what_an_optimizer_will_keep_is_known_before_it_took_a_step(optimizer_ty
 def test_what_is_saved_is_what_was_there_when_it_was_handed_over(tmp_path: Path) -> None:
     net, optimizer = trained_member(torch.optim.SGD, seed=0)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    with CheckpointWriter(tmp_path, group=Local(), num_members=1) as writer:
+    with CheckpointWriter(tmp_path, group=LocalGroup(), num_members=1) as writer:
         writer.save(1, {0: member_state(net, optimizer)}, {}, lambda: None)
         with torch.no_grad():
             for parameter in net.parameters():
@@ -268,7 +268,7 @@ def test_no_checkpoint_is_none_and_what_was_half_written_goes(tmp_path: Path) ->
     assert checkpoints(tmp_path / "nowhere") == []
     (tmp_path / ".step-00000001.partial").mkdir()
     assert checkpoints(tmp_path) == []
-    CheckpointWriter(tmp_path, group=Local(), num_members=1)
+    CheckpointWriter(tmp_path, group=LocalGroup(), num_members=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -280,7 +280,7 @@ def test_a_failure_is_told_at_the_next_save_and_the_last_good_checkpoint_stays(t
     def fail() -> None:
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
-    writer = CheckpointWriter(tmp_path, group=Local(), num_members=1)
+    writer = CheckpointWriter(tmp_path, group=LocalGroup(), num_members=1)
     assert writer.save(2, states, {}, fail) is None
     assert writer.save(3, states, {}, lambda: None) == Failure(2, "No space left on device: metrics.jsonl")
     assert writer.settle() is None

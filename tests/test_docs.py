@@ -19,7 +19,7 @@ from papa.cli.arguments import parse, split_names, split_numbers, take_recipe
 from papa.cli.compare import CompareOptions
 from papa.cli.main import COMMANDS
 from papa.cli.run import RunOptions
-from papa.config import METHODS
+from papa.lab.config import METHODS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -83,7 +83,7 @@ def test_renaming_weights(tmp_path: Path) -> None:
     foreign["0.weight"] = foreign["0.weight"].contiguous(memory_format=torch.channels_last)
     torch.save(foreign, tmp_path / "theirs.pth")
     assert rename(tmp_path / "theirs.pth", tmp_path / "ours.safetensors").returncode == 0
-    net = papa.models.make_model(
+    net = papa.lab.models.make_model(
         "timm:resnet10t", num_classes=1000, image_size=64, weights=tmp_path / "ours.safetensors"
     )
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in net.state_dict().items())

@@ -19,14 +19,14 @@ import torch
 
 from papa.checkpoint import save_network
 from papa.cli.run import print_result
-from papa.config import Config
 from papa.errors import PapaError
-from papa.launch import _check_state
-from papa.models.weights import read_state_dict
-from papa.recipes import find
-from papa.recipes.build import build
-from papa.report import compare_page, run_page
-from papa.runs import RunDirectory
+from papa.lab.config import Config
+from papa.lab.launch import _check_state
+from papa.lab.models.weights import read_state_dict
+from papa.lab.recipes import find
+from papa.lab.recipes.build import build
+from papa.lab.report import compare_page, run_page
+from papa.lab.runs import RunDirectory
 from papa.training.saving import _load_
 from papa.training.state import member_states, state_of
 from test_checkpoint import Member, expected_of, load_whole, save, trained_member
@@ -188,11 +188,15 @@ def test_configs(tmp_path: Path) -> None:
 def result() -> dict[str, Any]:
     scores = {"members": [97.1, None], "mean": 97.1, "min": 97.1, "max": 97.1}
     scores |= {"ensemble": 97.4, "average_soup": 97.3, "greedy_soup": None}
-    sick = {"event": "sick", "step": 3, "member": 1, "reason": "<b>", "action": "dropped"}
+    sick = {"event": "nonfinite", "step": 3, "member": 1, "reason": "<b>", "action": "dropped"}
     return {
         **{"recipe": "digits", "method": "papa", "seed": 1, "config": {"a": 1}, "environment": {"b": [2]}},
         **{"test": scores, "validation": scores, "greedy_members": [0], "num_averagings": 3, "seconds": {"train": 1.0}},
-        **{"repaired": {"test": {"average_soup": 1.0}, "greedy_members": [1]}, "paper": {"mean": 1.5}, "sick": [sick]},
+        **{
+            "repaired": {"test": {"average_soup": 1.0}, "greedy_members": [1]},
+            "paper": {"mean": 1.5},
+            "nonfinite": [sick],
+        },
         **{"policies": [{"mixup": 0.5}, {"mixup": 0.0}]},
     }
 

@@ -11,10 +11,10 @@ from group_jobs import sicken_and_average, train_with_a_sick_member
 from helpers import assert_close, assert_same_bits, make_networks, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
 from papa.errors import MemberError
-from papa.evaluate import Evaluation
-from papa.group import Local, start_workers
+from papa.evaluation import Evaluation
+from papa.group import LocalGroup, start_workers
 from papa.product import is_finite
-from papa.training import Hook, Training, harvest
+from papa.training import Callback, Training, finalize
 from papa.training.loop import Numerics
 
 pytestmark = pytest.mark.filterwarnings("ignore:member .* its optimizer was not given:UserWarning")
@@ -38,7 +38,9 @@ def test_a_sick_member_restarts_from_the_mean_of_the_healthy(value: float, measu
     averager = Averager(population, Push(alpha=0.5, every_steps=1), measure=measure)
     averaging = averager.step()
     assert averaging is not None
-    assert [(found.member, found.action) for found in averaging.sick] == [(2, "restarted from the mean of the healthy")]
+    assert [(found.member, found.action) for found in averaging.nonfinite] == [
+        (2, "restarted from the mean of the healthy")
+    ]
     for name in population.averaged:
         mean = sum(state[name].double() for state in healthy) / 3
         assert_close(snapshot(population[2])[name], mean, 1e-5)
@@ -63,11 +65,11 @@ def test_looking_changes_no_bit_of_the_healthy() -> None:
 @pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=1), MergeAll(), MergePairs(), Mix(mixing.merge_many(4))])
 def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
     population = poisoned(0, math.nan)
-    averager = Averager(population, rule, sick="drop")
+    averager = Averager(population, rule, on_nonfinite="drop")
     first = averager.step()
     assert first is not None
-    assert first.sick[0].action == "dropped"
-    assert population.present == (1, 2, 3)
+    assert first.nonfinite[0].action == "dropped"
+    assert population.active == (1, 2, 3)
     with torch.no_grad():
         for parameter in population[0].parameters():
             parameter.fill_(1e30)  # whatever becomes of it
@@ -80,7 +82,7 @@ def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
     assert math.isnan(greedy.member_scores[0])
     averaging = averager.step()
     assert averaging is not None
-    assert averaging.sick == ()
+    assert averaging.nonfinite == ()
     for member in (1, 2, 3):
         assert all(float(tensor.detach().abs().max()) < 1e6 for tensor in population[member].parameters())
 
@@ -88,16 +90,16 @@ def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
 def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name_it() -> None:
     population = poisoned(3, math.inf)
     with pytest.raises(MemberError, match=r"a member is sick at step 1 \(member 3: its weights are not finite\)"):
-        Averager(population, MergeAll(), sick="stop").step()
+        Averager(population, MergeAll(), on_nonfinite="stop").step()
     with pytest.raises(MemberError, match="all members are sick"):
         Averager(poisoned(0, math.nan, size=1), MergeAll()).step()
     with pytest.raises(MemberError, match="there is no policy restrat for sick members: did you mean restart"):
-        Averager(population, MergeAll(), sick="restrat")
+        Averager(population, MergeAll(), on_nonfinite="restrat")
 
 
 def test_not_looking_lets_the_mean_be_poisoned_which_shows_that_looking_is_needed() -> None:
     population = poisoned(2, math.nan)
-    Averager(population, Push(alpha=0.5, every_steps=1), sick=None).step()
+    Averager(population, Push(alpha=0.5, every_steps=1), on_nonfinite=None).step()
     assert not any(population.is_finite(index) for index in range(4))
 
 
@@ -141,25 +143,25 @@ def test_numbers_too_large_to_add_up_are_not_sick() -> None:
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
 def test_two_ranks_agree_on_who_is_sick_and_end_with_the_bits_of_one(policy: str) -> None:
-    alone = sicken_and_average(Local(), policy)
+    alone = sicken_and_average(LocalGroup(), policy)
     together = start_workers(sicken_and_average, 2, 5, policy)
-    assert alone["sick"] == together["sick"]
-    assert [found.member for found in alone["sick"]] == [3, 0]
+    assert alone["nonfinite"] == together["nonfinite"]
+    assert [found.member for found in alone["nonfinite"]] == [3, 0]
     for first, second in zip(alone["states"], together["states"], strict=True):
         assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
 def test_a_whole_training_over_two_ranks_survives_a_sick_member_as_one_process_does(policy: str) -> None:
-    alone = train_with_a_sick_member(Local(), policy)
+    alone = train_with_a_sick_member(LocalGroup(), policy)
     together = start_workers(train_with_a_sick_member, 2, 3, policy)
-    assert [event["member"] for event in alone["sick"]] == [2]
+    assert [event["member"] for event in alone["nonfinite"]] == [2]
     assert {**alone, "states": None} == {**together, "states": None}
     for first, second in zip(alone["states"], together["states"], strict=True):
         assert_same_bits(second, first)
 
 
-class Poison(Hook):
+class Poison(Callback):
     """Ruins one member's weights, gradients or loss at some step."""
 
     def __init__(self, what: str, member: int, step: int) -> None:
@@ -180,7 +182,7 @@ class Poison(Hook):
 
 
 def train_with(
-    hook: Hook | None = None, rule: Any = None, sick: str | None = "restart", loss: Any = None
+    callback: Callback | None = None, rule: Any = None, sick: str | None = "restart", loss: Any = None
 ) -> tuple[Training, Any]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(600, 6, generator=generator)
@@ -203,11 +205,11 @@ def train_with(
         device="cpu",
         numerics=Numerics(),
         eval_batch_size=512,
-        sick=sick,
+        on_nonfinite=sick,
         group=None,
     )
-    training.run([hook] if hook else [])
-    return training, harvest(training)
+    training.run([callback] if callback else [])
+    return training, finalize(training)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +218,7 @@ def healthy() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("what", "member", "step", "sick"),
+    ("what", "member", "step", "policy"),
     [
         ("weights", 0, 7, "restart"),
         ("momentum", 1, 29, "restart"),
@@ -226,10 +228,10 @@ def healthy() -> Any:
         ("momentum", 0, 41, "drop"),
     ],
 )
-def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member: int, step: int, sick: str) -> None:
-    training, outcome = train_with(Poison(what, member, step), sick=sick)
-    assert [event["member"] for event in training.sick] == [member]
-    assert outcome.to_json()["sick"] == training.sick
+def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member: int, step: int, policy: str) -> None:
+    training, outcome = train_with(Poison(what, member, step), on_nonfinite=policy)
+    assert [event["member"] for event in training.nonfinite] == [member]
+    assert outcome.to_json()["nonfinite"] == training.nonfinite
     others = [found.score for index, found in enumerate(outcome.validation.members) if index != member]
     assert min(others) > healthy.validation.mean - 5.0
     assert outcome.validation.average_soup.score > healthy.validation.average_soup.score - 5.0
@@ -251,16 +253,16 @@ def test_a_loss_that_stays_not_finite_is_sick_and_one_bad_loss_is_not() -> None:
 
     calls["steps"] = {10}  # type: ignore[assignment]
     training, _ = train_with(loss=loss)
-    assert training.sick == []
+    assert training.nonfinite == []
     calls["count"], calls["steps"] = 0, set(range(10, 16))  # type: ignore[assignment]
     training, _ = train_with(loss=loss)
-    assert [(event["member"], event["step"], event["reason"]) for event in training.sick] == [
+    assert [(event["member"], event["step"], event["reason"]) for event in training.nonfinite] == [
         (1, 16, "its loss was not finite for 3 steps")
     ]
 
 
 def test_members_that_are_never_averaged_are_dropped_since_their_mean_is_no_network() -> None:
     training, outcome = train_with(Poison("weights", 1, 30), rule=Independent())
-    assert [(event["member"], event["action"]) for event in training.sick] == [(1, "dropped")]
+    assert [(event["member"], event["action"]) for event in training.nonfinite] == [(1, "dropped")]
     assert isinstance(outcome.validation.ensemble, Evaluation)
     assert outcome.validation.ensemble.score > 80

@@ -689,7 +689,7 @@ class TestCombined:
 def test_copies_know_who_was_dropped(copied: Callable[[Population], Population]) -> None:
     population = Population(make_networks("linear", 3))
     population.dropped = frozenset({1})
-    assert copied(population).present == (0, 2)
+    assert copied(population).active == (0, 2)
 
 
 def test_pruning_masks_stay_with_their_member() -> None:

@@ -11,9 +11,9 @@ import pytest
 PAGES_FAULTED = """
 import resource
 import torch
-from papa.process import settle
+from papa.process import configure_process
 
-settle()
+configure_process()
 assert torch.get_num_threads() == 1
 
 def use_memory():

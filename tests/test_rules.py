@@ -16,13 +16,13 @@ from helpers import assert_same_bits, make_networks, random_stochastic, snapshot
 from papa import mixing
 from papa.averager import Averager
 from papa.errors import MixingError
+from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
 from papa.population import Population
-from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
-from papa.selection import MergeElite, MergeGreedy, MergeTournament
+from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
 
 
-def weights_of_the_moment(moment: Moment) -> Tensor:
-    return random_stochastic(moment.size, seed=moment.step)
+def weights_of_the_moment(context: AveragingContext) -> Tensor:
+    return random_stochastic(context.size, seed=context.step)
 
 
 def best_of_all() -> tuple[int, ...]:
@@ -59,8 +59,8 @@ RULES = {
 PUSHES = {name for name in RULES if name.startswith("Push")}
 
 
-def moment(step: int = 10, size: int = 5, lr_ratio: float = 1.0) -> Moment:
-    return Moment(step=step, size=size, lr_ratio=lr_ratio)
+def context(step: int = 10, size: int = 5, lr_ratio: float = 1.0) -> AveragingContext:
+    return AveragingContext(step=step, size=size, lr_ratio=lr_ratio)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -68,7 +68,7 @@ class TestEveryRule:
     @pytest.mark.parametrize("size", range(1, 11))
     def test_asks_for_a_row_stochastic_matrix(self, name: str, size: int) -> None:
         for step, lr_ratio in ((1, 1.0), (10, 0.5), (999, 0.0)):
-            matrix = RULES[name](size).matrix(moment(step, size, lr_ratio))
+            matrix = RULES[name](size).matrix(context(step, size, lr_ratio))
             assert matrix.dtype == torch.float64
             assert torch.equal(mixing.check_rows(matrix, size), matrix)
             assert torch.allclose(matrix.sum(dim=1), torch.ones(size).double(), rtol=0, atol=1e-14)
@@ -114,15 +114,15 @@ class TestEveryRule:
     def test_is_a_function_of_the_moment(self, name: str) -> None:
         rule = RULES[name](5)
         for step in (3, 8):
-            first = rule.matrix(moment(step))
+            first = rule.matrix(context(step))
             torch.rand(3)
-            rule.matrix(moment(step + 1))
+            rule.matrix(context(step + 1))
             for twin in (rule, copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
-                assert torch.equal(twin.matrix(moment(step)), first)
+                assert torch.equal(twin.matrix(context(step)), first)
 
     def test_leaves_the_global_generator_alone(self, name: str) -> None:
         state = torch.get_rng_state()
-        RULES[name](5).matrix(moment())
+        RULES[name](5).matrix(context())
         assert torch.equal(torch.get_rng_state(), state)
 
     @pytest.mark.parametrize("value", [0, -1, 2.5, True, "ten"])
@@ -152,11 +152,11 @@ class TestPush:
     def test_its_matrix_is_the_equation(self) -> None:
         kept = 1 - (1 - 0.9) * 0.5
         expected = kept * torch.eye(5) + (1 - kept) / 5
-        assert torch.allclose(Push(0.9).matrix(moment(lr_ratio=0.5)), expected.double(), rtol=0, atol=1e-7)
+        assert torch.allclose(Push(0.9).matrix(context(lr_ratio=0.5)), expected.double(), rtol=0, atol=1e-7)
 
     def test_it_is_the_identity_at_one_and_merges_all_at_zero(self) -> None:
-        assert torch.equal(Push(1.0).matrix(moment()), mixing.identity(5))
-        assert torch.equal(Push(0.0).matrix(moment()), mixing.merge_all(5))
+        assert torch.equal(Push(1.0).matrix(context()), mixing.identity(5))
+        assert torch.equal(Push(0.0).matrix(context()), mixing.merge_all(5))
 
     def test_it_weakens_with_the_learning_rate_unless_told_not_to(self) -> None:
         assert [Push(0.8).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8, 0.9, 1.0])
@@ -198,17 +198,17 @@ class TestMergePairs:
     def test_pairs_are_uniform_over_steps(self, share: float, num_outcomes: int) -> None:
         rule = MergePairs(share=share, seed=11)
         for child in range(4):
-            rows = [tuple(rule.matrix(moment(step, size=4))[child].tolist()) for step in range(600)]
+            rows = [tuple(rule.matrix(context(step, size=4))[child].tolist()) for step in range(600)]
             counts = collections.Counter(rows)
             assert len(counts) == num_outcomes
             assert scipy.stats.chisquare(list(counts.values())).pvalue > 0.01
 
     def test_pairs_are_drawn_afresh_at_each_step_and_for_each_seed(self) -> None:
-        drawn = [MergePairs(seed=seed).matrix(moment(step, size=8)) for seed in (0, 1) for step in (5, 10)]
+        drawn = [MergePairs(seed=seed).matrix(context(step, size=8)) for seed in (0, 1) for step in (5, 10)]
         assert all(not torch.equal(one, other) for i, one in enumerate(drawn) for other in drawn[:i])
 
     def test_two_members_always_become_their_mean(self) -> None:
-        assert MergePairs().matrix(moment(size=2)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+        assert MergePairs().matrix(context(size=2)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("rule", [MergePairs, MergeMany])
@@ -222,12 +222,12 @@ class TestMix:
     def test_a_function_sees_the_moment(self) -> None:
         seen = []
 
-        def weights(now: Moment) -> Tensor:
+        def weights(now: AveragingContext) -> Tensor:
             seen.append(now)
             return mixing.identity(now.size)
 
-        Mix(weights).matrix(moment(step=7, size=3, lr_ratio=0.25))
-        assert seen == [Moment(step=7, size=3, lr_ratio=0.25)]
+        Mix(weights).matrix(context(step=7, size=3, lr_ratio=0.25))
+        assert seen == [AveragingContext(step=7, size=3, lr_ratio=0.25)]
 
     @pytest.mark.parametrize(
         ("weights", "message"),
@@ -242,7 +242,7 @@ class TestMix:
         with pytest.raises(MixingError, match=message):
             Mix(weights).check_size(2)
         with pytest.raises(MixingError, match=message):
-            Mix(lambda _: weights).matrix(moment(size=2))
+            Mix(lambda _: weights).matrix(context(size=2))
 
     def test_a_fixed_matrix_is_looked_at_before_training(self) -> None:
         with pytest.raises(MixingError, match="row 0 of the mixing matrix sums to 2"):
@@ -262,14 +262,14 @@ class TestMix:
 
 
 def test_a_fixed_matrix_may_be_sparse_and_made_under_any_default_device() -> None:
-    assert torch.equal(Mix(torch.eye(2).to_sparse()).matrix(moment(size=2)), mixing.identity(2))
+    assert torch.equal(Mix(torch.eye(2).to_sparse()).matrix(context(size=2)), mixing.identity(2))
     with torch.device("meta"):
         Mix([[0.5, 0.5], [0.5, 0.5]])
 
 
 def test_a_rule_without_a_matrix_says_so() -> None:
     with pytest.raises(TypeError, match="Rule has no `matrix` method: a rule must say which matrix it wants"):
-        Rule().matrix(moment())
+        Rule().matrix(context())
 
 
 def test_a_rule_knows_when_it_was_due_before() -> None:
@@ -285,7 +285,7 @@ def test_a_slower_cadence_is_met_by_the_first_averaging_at_or_after_each_multipl
     found = [
         step
         for step in due
-        if Moment(step=step, size=2, lr_ratio=1.0, previous=rule.previous(step)).is_first_since(every_steps)
+        if AveragingContext(step=step, size=2, lr_ratio=1.0, previous=rule.previous(step)).is_first_since(every_steps)
     ]
     multiples = range(every_steps, 201, every_steps)
     assert found == sorted({min(step for step in due if step >= multiple) for multiple in multiples})

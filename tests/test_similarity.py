@@ -6,7 +6,7 @@ from torch import nn
 
 from papa import feature_similarity
 from papa.errors import DataError
-from papa.models import make_model
+from papa.lab.models import make_model
 
 
 def make_nets(size: int = 3) -> list[nn.Module]:

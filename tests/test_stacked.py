@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from papa import Independent, MergeAll, Population, Push, train
 from papa.checkpoint import CheckpointWriter, Expected, load_checkpoint
-from papa.config import AverageConfig, Config
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
-from papa.launch import execute
-from papa.recipes import find
+from papa.lab.config import AverageConfig, Config
+from papa.lab.launch import execute
+from papa.lab.recipes import find
 from papa.schedules import cosine
-from papa.training import FrozenBody, Hook, Merging, Numerics, Stacked, Training
+from papa.training import Callback, FrozenBody, MergeOptions, Numerics, Stacked, Training
 from papa.training.state import load_state_, member_states, state_of
 
 
@@ -101,7 +101,7 @@ def assert_same_members(first: Training, second: Training, *, rtol: float = 1e-4
             )
 
 
-class Losses(Hook):
+class Losses(Callback):
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
 
@@ -110,14 +110,14 @@ class Losses(Hook):
 
 
 def assert_stacked_is_the_loop(
-    make_net: Callable[[], nn.Module], hooks: Callable[[], Sequence[Hook]] = list, **changes: Any
+    make_net: Callable[[], nn.Module], callbacks: Callable[[], Sequence[Callback]] = list, **changes: Any
 ) -> Training:
     trainings, losses = [], []
     tolerance = changes.pop("tolerance", {})
     for stacked in (False, True):
         training, watch = build(make_net, stacked=stacked, **changes), Losses()
         start = copy.deepcopy(training.population[0].state_dict())
-        training.run([*hooks(), watch])
+        training.run([*callbacks(), watch])
         trainings.append(training)
         losses.append(watch.seen)
     assert any(not torch.equal(start[name], value) for name, value in training.population[0].state_dict().items())
@@ -210,10 +210,10 @@ class Headed(nn.Module):
 
 
 def test_a_frozen_body_stays_until_it_is_thawed() -> None:
-    assert_stacked_is_the_loop(Headed, hooks=lambda: [FrozenBody(0.5)], numerics=Numerics(clip_norm=0.1))
+    assert_stacked_is_the_loop(Headed, callbacks=lambda: [FrozenBody(0.5)], numerics=Numerics(clip_norm=0.1))
 
 
-class ToChannelsLast(Hook):
+class ToChannelsLast(Callback):
     """Brings all members into another memory order in the middle of training, so that the matrix is laid out anew."""
 
     def before_step(self, training: Training) -> None:
@@ -224,14 +224,14 @@ class ToChannelsLast(Hook):
 
 
 def test_the_matrix_may_be_laid_out_anew() -> None:
-    assert_stacked_is_the_loop(convolutional, hooks=lambda: [ToChannelsLast()])
+    assert_stacked_is_the_loop(convolutional, callbacks=lambda: [ToChannelsLast()])
 
 
 class StopError(Exception):
     pass
 
 
-class StopAt(Hook):
+class StopAt(Callback):
     def __init__(self, step: int, directory: Path) -> None:
         self.step, self.directory = step, directory
 
@@ -347,7 +347,7 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which has no gradient scaler"):
         config_of(engine="stacked", precision="float16").check()
     with pytest.raises(ConfigError, match="state, which would have to move with units that are matched"):
-        build(linear, stacked=True, merging=Merging(align="weights"))
+        build(linear, stacked=True, merging=MergeOptions(align="weights"))
     aligned = replace(config_of(engine="stacked"), average=AverageConfig(alpha=0.9, align="weights"))
     with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which cannot match units"):
         aligned.check()
@@ -368,7 +368,7 @@ def test_inputs_by_name_are_refused(is_dataset: bool) -> None:
 
 
 def test_members_that_differ_are_refused() -> None:
-    class Freeze(Hook):
+    class Freeze(Callback):
         def before_step(self, training: Training) -> None:
             training.population[1].requires_grad_(False)
 
@@ -388,14 +388,14 @@ def test_train_takes_an_engine() -> None:
 
 
 def test_a_sick_member_is_restarted_with_fresh_momentum() -> None:
-    class Poison(Hook):
+    class Poison(Callback):
         def before_step(self, training: Training) -> None:
             if training.step == 7:
                 training.population[1].get_parameter("weight").data.fill_(torch.nan)
 
     training = build(linear, stacked=True, make_optimizer=OPTIMIZERS["nesterov"], rule=MergeAll(every_steps=5))
     training.run([Poison()])
-    assert [event["member"] for event in training.sick] == [1]
+    assert [event["member"] for event in training.nonfinite] == [1]
     for net, optimizer in zip(training.population, training.optimizers, strict=True):
         assert all(torch.isfinite(tensor).all() for tensor in net.state_dict().values())
         assert all(torch.isfinite(state["momentum_buffer"]).all() for state in optimizer.state.values())

@@ -22,12 +22,12 @@ import group_jobs
 import papa
 import spread_jobs
 from machines import Machines
-from papa.config import Config
 from papa.errors import ConfigError
 from papa.group import rank_of_torchrun, start_workers
-from papa.launch import execute
-from papa.recipes import find
-from papa.runs import RunDirectory
+from papa.lab.config import Config
+from papa.lab.launch import execute
+from papa.lab.recipes import find
+from papa.lab.runs import RunDirectory
 
 ROOT = Path(papa.__file__).parents[2]
 PATIENCE = 150.0

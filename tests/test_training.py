@@ -12,8 +12,8 @@ from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.schedules import cosine
 from papa.streams import global_stream, stream
-from papa.training import EpochRecord, Hook, Numerics, Training
-from papa.training.feed import Feed
+from papa.training import Callback, EpochRecord, Numerics, Training
+from papa.training.batches import Batches
 from papa.training.state import load_state_, member_states, state_of
 
 
@@ -107,7 +107,7 @@ class StopError(Exception):
     pass
 
 
-class StopAt(Hook):
+class StopAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
         self.saved: tuple[object, ...] = ()
@@ -147,18 +147,18 @@ def test_a_stopped_and_resumed_training_ends_like_one_never_stopped(stop_at: int
     whole = build()
     whole_records = Records()
     whole.run([whole_records])
-    hook, first_records = StopAt(stop_at), Records()
+    callback, first_records = StopAt(stop_at), Records()
     with pytest.raises(StopError):
-        build().run([first_records, hook])
+        build().run([first_records, callback])
     resumed, second_records = build(), Records()
-    load_state_(resumed, *hook.saved)  # type: ignore[arg-type]
+    load_state_(resumed, *callback.saved)  # type: ignore[arg-type]
     resumed.run([second_records])
     for first, second in zip(states_of(whole.population), states_of(resumed.population), strict=True):
         assert same(first, second)
     assert [*first_records.seen, *second_records.seen] == whole_records.seen
 
 
-class Records(Hook):
+class Records(Callback):
     def __init__(self) -> None:
         self.seen: list[EpochRecord] = []
 
@@ -189,7 +189,7 @@ def test_scores_of_one_member_agree_however_they_are_made() -> None:
 def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
     rules = []
 
-    class Look(Hook):
+    class Look(Callback):
         def on_start(self, training: Training) -> None:
             rules.append(training.averager.rule)
 
@@ -201,20 +201,20 @@ def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
             num_members=2,
             num_epochs=num_epochs,
             batch_size=batch_size,
-            hooks=[Look()],
+            callbacks=[Look()],
         )
     assert [(rule.every_steps, rule.half_life) for rule in rules] == [(1, 1.0), (10, pytest.approx(0.003 * 40 * 98))]
 
 
 def test_a_hook_may_end_the_training_early() -> None:
-    class Patience(Hook):
+    class Patience(Callback):
         def on_epoch(self, training: Training, record: EpochRecord) -> None:
             if record.epoch == 2:
                 training.stop()
 
     steps = []
 
-    class Count(Hook):
+    class Count(Callback):
         def after_step(self, training: Training) -> None:
             steps.append(training.step)
 
@@ -225,7 +225,7 @@ def test_a_hook_may_end_the_training_early() -> None:
         num_members=2,
         num_epochs=5,
         batch_size=14,
-        hooks=[Patience(), Count()],
+        callbacks=[Patience(), Count()],
     )
     assert steps == list(range(1, 15))
     assert outcome.validation.mean >= 0.0
@@ -378,11 +378,11 @@ def test_what_cannot_be_scored_shows_before_training() -> None:
         def forward(self, inputs: Tensor) -> tuple[Tensor]:  # type: ignore[override]
             return (super().forward(inputs),)
 
-    class Never(Hook):
+    class Never(Callback):
         def before_step(self, training: Training) -> None:
             never(training)
 
-    options = {"num_members": 2, "num_epochs": 1, "batch_size": 10, "hooks": [Never()]}
+    options = {"num_members": 2, "num_epochs": 1, "batch_size": 10, "callbacks": [Never()]}
     with pytest.raises(DataError, match=r"accuracy got outputs of shape \(2, 1\) for targets of shape \(2, 1\)"):
         train(lambda: nn.Linear(4, 1), (inputs, inputs[:, :1]), loss=F.mse_loss, **options)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="Tuple returned a tuple, expected a tensor"):
@@ -425,13 +425,13 @@ def test_what_is_no_function_is_named(options: dict[str, Any], message: str) -> 
 
 def test_repair_after_merges_sees_the_same_batches_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Tensor]] = []
-    original = Feed.repair_batches
+    original = Batches.repair_batches
 
-    def spy(feed: Feed, member: int) -> list[Tensor]:
+    def spy(feed: Batches, member: int) -> list[Tensor]:
         seen.append(original(feed, member))
         return seen[-1]
 
-    monkeypatch.setattr(Feed, "repair_batches", spy)
+    monkeypatch.setattr(Batches, "repair_batches", spy)
     training = Training(
         make_net,
         make_data(),

@@ -8,12 +8,12 @@ from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetrie
 from papa.averager import Averager, Averaging
 from papa.ensemble import Ensemble
 from papa.errors import PapaError
-from papa.evaluate import Evaluation, evaluate
+from papa.evaluation import Evaluation, evaluate
 from papa.files import soup_files
-from papa.interpolate import interpolate
+from papa.interpolation import interpolate
 from papa.population import Population
 from papa.repair import RepairMerges, repair_, reset_batch_norm_
-from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Moment, Push, Rule
+from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
 from papa.similarity import feature_similarity
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, train
@@ -22,6 +22,7 @@ __all__ = [
     "AlignMerges",
     "Averager",
     "Averaging",
+    "AveragingContext",
     "Ensemble",
     "Evaluation",
     "GreedySoup",
@@ -30,7 +31,6 @@ __all__ = [
     "MergeMany",
     "MergePairs",
     "Mix",
-    "Moment",
     "Outcome",
     "PapaError",
     "Population",

@@ -14,32 +14,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from papa import mixing
+from papa.delayed import PushUnderWay, name_of
 from papa.errors import MixingError
-from papa.health import Health, Sickness, check_one_ratio
-from papa.overlap import PushUnderWay, name_of
+from papa.health import Health, NonFiniteMember, check_one_ratio
+from papa.learning_rates import LearningRates, check_owners, clamped
 from papa.population import Population
-from papa.rates import LearningRates, check_owners, clamped
-from papa.rules import Independent, Moment, Push, Rule
+from papa.rules import AveragingContext, Independent, Push, Rule
 
-Around: TypeAlias = Callable[[Population, Tensor, Moment], AbstractContextManager[None]]
-"""What happens right before and right after members are mixed, given the population, the matrix and the moment."""
+MergeHook: TypeAlias = Callable[[Population, Tensor, AveragingContext], AbstractContextManager[None]]
+"""What happens right before and right after members are mixed, given the population, the matrix and the context."""
 
 InFlight: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 """What averaging has under way for one member: named tensors, and numbers."""
 
 
-def chain(*arounds: Around) -> Around:
+def chain(*arounds: MergeHook) -> MergeHook:
     """Several things around a mix as one: the first is the outermost, so it begins first and ends last.
 
     Example:
         >>> @contextlib.contextmanager
-        ... def note(population, matrix, moment):
-        ...     print("before", moment.step)
+        ... def note(population, matrix, context):
+        ...     print("before", context.step)
         ...     yield
-        ...     print("after", moment.step)
+        ...     print("after", context.step)
         >>> from torch import nn
         >>> around = chain(note, note)
-        >>> with around(Population([nn.Linear(2, 1)]), Tensor([[1.0]]), Moment(step=3, size=1, lr_ratio=1.0)):
+        >>> with around(Population([nn.Linear(2, 1)]), Tensor([[1.0]]), AveragingContext(step=3, size=1, lr_ratio=1.0)):
         ...     print("mix")
         before 3
         before 3
@@ -49,10 +49,10 @@ def chain(*arounds: Around) -> Around:
     """
 
     @contextlib.contextmanager
-    def together(population: Population, matrix: Tensor, moment: Moment) -> Iterator[None]:
+    def together(population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for around in arounds:
-                stack.enter_context(around(population, matrix, moment))
+                stack.enter_context(around(population, matrix, context))
             yield
 
     return together
@@ -72,7 +72,7 @@ class Averaging:
     """Each member's distance to the mean before; None when not measured."""
     distances_after: tuple[float, ...] | None
     """Each member's distance to the mean after; None when not measured."""
-    sick: tuple[Sickness, ...] = ()
+    nonfinite: tuple[NonFiniteMember, ...] = ()
     """Members that were found sick right before, and what was done about them."""
     bytes: int = field(default=0, compare=False)
     """What this process sent to others for it."""
@@ -105,13 +105,13 @@ class Averager:
         optimizers: the members' optimizers (or one for all), read for the learning rate that scales `Push`: that of
             the first parameter group. Without them, and without passing `lr_ratio` to `step`, a push is not scaled.
         num_steps: how many steps training has in all; merges then leave out the last.
-        around: makes a context for each averaging from population, matrix and moment, such as
+        merge_hooks: makes a context for each averaging from population, matrix and context, such as
             `papa.repair.RepairMerges` or `papa.AlignMerges`; several with `papa.averager.chain`.
         measure: record distances to the mean, at the price of reading the matrix once more (twice for a merge).
-        sick: what to do with a member whose numbers are not finite, before it poisons the mean: `restart` it from the
+        on_nonfinite: what to do with a member whose numbers are not finite, before it poisons the mean: `restart` it from the
             mean of the healthy ones with fresh optimizer state, `drop` it, `stop` with an error; None not to look.
             Without averaging there is no mean to restart from: then `restart` drops.
-        symptom: what else is wrong with a member held here, by its index, such as its loss; None when nothing is.
+        unhealthy_reason: what else is wrong with a member held here, by its index, such as its loss; None when nothing is.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class Averager:
         *,
         num_steps: int | None = None,
         measure: bool = True,
-        around: Around | None = None,
-        sick: str | None = "restart",
-        symptom: Callable[[int], str | None] | None = None,
+        merge_hooks: MergeHook | None = None,
+        on_nonfinite: str | None = "restart",
+        unhealthy_reason: Callable[[int], str | None] | None = None,
     ) -> None:
         _check_kinds(population, rule)
         rule.check_size(population.size)
@@ -134,21 +134,25 @@ class Averager:
         self.rule = rule
         self.num_steps = num_steps
         self.measure = measure
-        self.around = around
+        self.merge_hooks = merge_hooks
         self._under_way: PushUnderWay | None = None
         self._seconds_to_begin = 0.0
-        self._sick_at_begin: tuple[Sickness, ...] = ()
-        self.found_sick: tuple[Sickness, ...] = ()
+        self._sick_at_begin: tuple[NonFiniteMember, ...] = ()
+        self.found_nonfinite: tuple[NonFiniteMember, ...] = ()
         """Members that the last step found sick: also where it began a push, which tells of them when it lands."""
-        if around is not None and self._delay:
+        if merge_hooks is not None and self._delay:
             raise MixingError("a Push with a delay cannot have something around it: members train on meanwhile")
         self.num_steps_taken = 0
         self.num_averagings = 0
         self._rates = LearningRates([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers))
         check_owners(population, self._rates.optimizers)
-        if sick == "restart" and isinstance(rule, Independent):
-            sick = "drop"
-        self.health = None if sick is None else Health(population, self._rates.optimizers, policy=sick, symptom=symptom)
+        if on_nonfinite == "restart" and isinstance(rule, Independent):
+            on_nonfinite = "drop"
+        self.health = (
+            None
+            if on_nonfinite is None
+            else Health(population, self._rates.optimizers, policy=on_nonfinite, unhealthy_reason=unhealthy_reason)
+        )
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
         if self._is_rounded and isinstance(rule, Push) and rule.effective_alpha > MOST_ALPHA_OF_FEW_BITS:
             warnings.warn(
@@ -157,7 +161,12 @@ class Averager:
                 stacklevel=2,
             )
         population.group.check_same(
-            {**_plain_facts(rule), "num_steps": str(num_steps), "measure": str(measure), "sick": str(sick)},
+            {
+                **_plain_facts(rule),
+                "num_steps": str(num_steps),
+                "measure": str(measure),
+                "on_nonfinite": str(on_nonfinite),
+            },
             cure="give every process the same rule and options",
         )
 
@@ -176,7 +185,7 @@ class Averager:
                 f"training goes on after num_steps = {self.num_steps}: merges have left out that step as the last",
                 stacklevel=2,
             )
-        self.found_sick = ()
+        self.found_nonfinite = ()
         self._rates.note()
         start = time.perf_counter()
         landed = self._land(start)
@@ -184,7 +193,7 @@ class Averager:
             return landed
         if lr_ratio is None:
             lr_ratio = self._rates.ratio() if self.rule.uses_lr else 1.0
-        moment = Moment(
+        context = AveragingContext(
             step=self.num_steps_taken,
             size=self.population.size,
             lr_ratio=clamped(lr_ratio),
@@ -192,61 +201,65 @@ class Averager:
             previous=self.rule.previous(self.num_steps_taken),
         )
         if self._delay:
-            self._begin(moment, start)
+            self._begin(context, start)
             return None
-        return self._average(moment, start)
+        return self._average(context, start)
 
     @property
     def _delay(self) -> int:
         return self.rule.delay if isinstance(self.rule, Push) else 0
 
-    def _average(self, moment: Moment, start: float) -> Averaging:
-        alpha = self.rule.keep(moment.lr_ratio) if isinstance(self.rule, Push) else None
+    def _average(self, context: AveragingContext, start: float) -> Averaging:
+        alpha = self.rule.keep(context.lr_ratio) if isinstance(self.rule, Push) else None
         bytes_before = self.population.group.bytes_sent
         distances = self.population.distances() if self.measure else None
-        sick = self.found_sick = self._checked(moment, distances)
+        sick = self.found_nonfinite = self._checked(context, distances)
         if distances is not None and (sick or self.population.dropped):
             distances = self.population.distances()
         before = None if distances is None else tuple(distances.tolist())
-        matrix = self._matrix(moment)
-        with self.around(self.population, matrix, moment) if self.around is not None else contextlib.nullcontext():
+        matrix = self._matrix(context)
+        with (
+            self.merge_hooks(self.population, matrix, context)
+            if self.merge_hooks is not None
+            else contextlib.nullcontext()
+        ):
             # All processes have met to look for sick members; since then only `around` may have moved anything.
-            self.population.mix_(matrix, met=self.around is None and isinstance(self.rule, Push))
+            self.population.mix_(matrix, met=self.merge_hooks is None and isinstance(self.rule, Push))
         self.num_averagings += 1
-        if before is None or alpha is None or self.around is not None or self._is_rounded:
+        if before is None or alpha is None or self.merge_hooks is not None or self._is_rounded:
             after = tuple(self.population.distances().tolist()) if self.measure else None
         else:
             after = tuple(alpha * distance for distance in before)  # a push contracts by exactly alpha
         num_bytes = self.population.group.bytes_sent - bytes_before
         seconds = time.perf_counter() - start
-        return Averaging(moment.step, type(self.rule).__name__, alpha, before, after, sick, num_bytes, seconds)
+        return Averaging(context.step, type(self.rule).__name__, alpha, before, after, sick, num_bytes, seconds)
 
-    def check_health(self, distances: Tensor | None = None) -> tuple[Sickness, ...]:
+    def check_health(self, distances: Tensor | None = None) -> tuple[NonFiniteMember, ...]:
         """Look for sick members now and treat them; `step` does so before each averaging."""
         return () if self.health is None else self.health.check_(self.num_steps_taken, distances)
 
-    def _checked(self, moment: Moment, distances: Tensor | None = None) -> tuple[Sickness, ...]:
+    def _checked(self, context: AveragingContext, distances: Tensor | None = None) -> tuple[NonFiniteMember, ...]:
         """As `check_health`; and raise unless all processes are at the same learning rate.
 
         Where nobody looks for sick members, a push with a delay waits for nobody, and this is left out.
         """
         if self.health is not None:
-            return self.health.check_(self.num_steps_taken, distances, moment.lr_ratio)
+            return self.health.check_(self.num_steps_taken, distances, context.lr_ratio)
         if not self._delay:
             self.population.refresh_()  # where rows meet in one mapping, nobody may still be bringing numbers home
-            check_one_ratio(*self.population.group.highest(moment.lr_ratio, -moment.lr_ratio))
+            check_one_ratio(*self.population.group.highest(context.lr_ratio, -context.lr_ratio))
         return ()
 
-    def _matrix(self, moment: Moment) -> Tensor:
-        present = self.population.present
-        if len(present) == moment.size:
-            return self.rule.matrix(moment)
-        return mixing.among(self.rule.matrix_among(moment, present), present, moment.size)
+    def _matrix(self, context: AveragingContext) -> Tensor:
+        active = self.population.active
+        if len(active) == context.size:
+            return self.rule.matrix(context)
+        return mixing.among(self.rule.matrix_among(context, active), active, context.size)
 
-    def _begin(self, moment: Moment, start: float) -> None:
+    def _begin(self, context: AveragingContext, start: float) -> None:
         assert isinstance(self.rule, Push)
-        keep, due = self.rule.keep(moment.lr_ratio), moment.step + self._delay
-        self._sick_at_begin = self.found_sick = self._checked(moment)
+        keep, due = self.rule.keep(context.lr_ratio), context.step + self._delay
+        self._sick_at_begin = self.found_nonfinite = self._checked(context)
         self._under_way = PushUnderWay.begin(self.population, keep, due)
         self._seconds_to_begin = time.perf_counter() - start
 
@@ -297,7 +310,7 @@ class Averager:
         self._rates.load_highest(state["highest_lrs"])
         self.num_steps_taken = int(state["num_steps_taken"])
         self.num_averagings = int(state["num_averagings"])
-        self._sick_at_begin = tuple(Sickness(**sickness) for sickness in state.get("sick_at_begin", ()))
+        self._sick_at_begin = tuple(NonFiniteMember(**sickness) for sickness in state.get("sick_at_begin", ()))
         self.population.dropped = dropped
         self.load_in_flight(state.get("in_flight", [({}, {})] * len(self.population)))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from papa.errors import MemberError
-from papa.flat import Layout, alias, here, is_sharded, tensors_of
+from papa.layout import Layout, alias, here, is_sharded, tensors_of
 
 
 @dataclass(frozen=True)

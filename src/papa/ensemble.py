@@ -43,7 +43,7 @@ class Ensemble(nn.Module):
         if isinstance(members, Population):
             if members.size != len(members):
                 self._gather = members.group.gather
-            members = [net for member, net in zip(members.members, members, strict=True) if member in members.present]
+            members = [net for member, net in zip(members.members, members, strict=True) if member in members.active]
         self.members = nn.ModuleList(members)
         self.combine = combine
         if not len(self.members) and self._gather is list:

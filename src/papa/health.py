@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from papa import mixing
 from papa.errors import MemberError, MixingError, did_you_mean
-from papa.flat import named_tensors
+from papa.layout import named_tensors
 from papa.population import Population
 
 POLICIES = {
@@ -29,7 +29,7 @@ ACTIONS = {"restart": "restarted from the mean of the healthy", "drop": "dropped
 
 
 @dataclass(frozen=True)
-class Sickness:
+class NonFiniteMember:
     """A member that was found sick, and what was done about it."""
 
     step: int
@@ -43,7 +43,7 @@ class Sickness:
 
     def to_json(self) -> dict[str, Any]:
         """As a line of `metrics.jsonl`."""
-        return {"event": "sick", **asdict(self)}
+        return {"event": "nonfinite", **asdict(self)}
 
 
 class Health:
@@ -53,7 +53,7 @@ class Health:
         population: whose members are looked at.
         optimizers: theirs; what they keep of a restarted member is forgotten.
         policy: one of `POLICIES`.
-        symptom: what else is wrong with a member held here, by its index; None when nothing is.
+        unhealthy_reason: what else is wrong with a member held here, by its index; None when nothing is.
     """
 
     def __init__(
@@ -62,13 +62,18 @@ class Health:
         optimizers: Sequence[Optimizer] = (),
         *,
         policy: str = "restart",
-        symptom: Callable[[int], str | None] | None = None,
+        unhealthy_reason: Callable[[int], str | None] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise MemberError(f"there is no policy {policy} for sick members: {did_you_mean(policy, POLICIES)}")
-        self.population, self.optimizers, self.policy, self.symptom = population, optimizers, policy, symptom
+        self.population, self.optimizers, self.policy, self.unhealthy_reason = (
+            population,
+            optimizers,
+            policy,
+            unhealthy_reason,
+        )
 
-    def check_(self, step: int, distances: Tensor | None = None, lr_ratio: float = 1.0) -> tuple[Sickness, ...]:
+    def check_(self, step: int, distances: Tensor | None = None, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
         """Find and treat sick members; the healthy ones' numbers are not touched.
 
         Args:
@@ -92,14 +97,14 @@ class Health:
         if found or population.dropped:
             self._mend_(sorted(found))
         action = ACTIONS.get(self.policy, "")
-        return tuple(Sickness(step, member, reason, action) for member, reason in found.items())
+        return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
 
     def _reason(self, index: int, are_parameters_finite: bool) -> str | None:
         if self.population.members[index] in self.population.dropped:
             return None
         if not self.population.is_finite(index, only_buffers=are_parameters_finite):
             return NOT_FINITE
-        return None if self.symptom is None else self.symptom(index)
+        return None if self.unhealthy_reason is None else self.unhealthy_reason(index)
 
     def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
         """A member is sick wherever one of its shards is."""
@@ -108,7 +113,7 @@ class Health:
         return [reason or (NOT_FINITE if sick else None) for reason, sick in zip(reasons, anywhere, strict=True)]
 
     def _treat_(self, step: int, sick: list[int], told: str) -> None:
-        healthy = [member for member in self.population.present if member not in sick]
+        healthy = [member for member in self.population.active if member not in sick]
         if self.policy == "stop" or not healthy:
             cure = "look for what made them diverge: the learning rate, the loss, the data"
             who = "all members are" if not healthy else "a member is" if len(sick) == 1 else "members are"
@@ -119,7 +124,7 @@ class Health:
     def _mend_(self, sick: list[int]) -> None:
         """Restarted and dropped members become the mean of the healthy ones, who keep every bit."""
         population = self.population
-        healthy = [member for member in population.present if member not in sick]
+        healthy = [member for member in population.active if member not in sick]
         away = [member for member in range(population.size) if member not in healthy]
         matrix = mixing.identity(population.size)
         matrix[away] = mixing.soup_row(population.size, healthy)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa import flat
+from papa import layout
 from papa.binding import BoundMember
 from papa.errors import MemberError, MixingError
-from papa.group import Group, Local, as_group
+from papa.group import Group, LocalGroup, as_group
 from papa.mixing import check_row, check_rows, soup_row
 from papa.product import is_finite
 
@@ -36,7 +36,7 @@ class Population:
             `torch.distributed.group.WORLD`, where every rank holds members of its own, or a device mesh of
             `population` and one more dimension, along which ranks train one member together (with
             `DistributedDataParallel` or `fully_shard`); or a group of `papa.group`, such as
-            `papa.group.Spread(exchange="fast")`.
+            `papa.group.DistributedGroup(exchange="fast")`.
         average: which tensors are averaged, as glob patterns over their names. By default all parameters are, and
             buffers that are persistent, of floating point and finite (BatchNorm statistics are, masks and
             spectral-norm vectors are not). `{"head.*": False}` leaves each member its own head.
@@ -70,10 +70,10 @@ class Population:
 
     def _bind(self) -> None:
         for model in self._models:
-            flat.reshard_(model)
-        self._layout = flat.plan(self._models, self._average)
+            layout.reshard_(model)
+        self._layout = layout.plan(self._models, self._average)
         cure = "all members of a population must share one architecture"
-        self.group.check_same({slot.name: flat.described(slot) for slot in self._layout.slots}, cure=cure)
+        self.group.check_same({slot.name: layout.described(slot) for slot in self._layout.slots}, cure=cure)
         # Of the same tensors in another order every column would be another number.
         self.group.check_same({f"tensor {n}": slot.name for n, slot in enumerate(self._layout.slots)}, cure=cure)
         self.matrices: dict[torch.dtype, Tensor] = {
@@ -112,7 +112,7 @@ class Population:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not isinstance(self.group, Local):
+        if not isinstance(self.group, LocalGroup):
             raise MemberError("a population over several processes cannot be pickled: save its members")
         return _rebuild, (self._models, self._average, self.dropped)
 
@@ -127,7 +127,7 @@ class Population:
         return self.group.members(len(self))
 
     @property
-    def present(self) -> tuple[int, ...]:
+    def active(self) -> tuple[int, ...]:
         """The indices of all members of the whole population that were not dropped."""
         return tuple(member for member in range(self.size) if member not in self.dropped)
 
@@ -150,7 +150,7 @@ class Population:
     def not_averaged(self) -> tuple[str, ...]:
         """The names of floating-point tensors that stay with their member."""
         averaged, seen, names = set(self.averaged), set(), []
-        for name, _, _, _, tensor in flat.tensors_of(self._models[0]):
+        for name, _, _, _, tensor in layout.tensors_of(self._models[0]):
             is_number = tensor.is_floating_point() or tensor.is_complex()
             if is_number and id(tensor) not in seen and name not in averaged:
                 names.append(name)
@@ -175,7 +175,7 @@ class Population:
         """
         first = self.group.first_row(len(self), self._layout.device)
         return {
-            slot.name: flat.stacked(self.matrices[slot.dtype][first : first + len(self)], slot)
+            slot.name: layout.stacked(self.matrices[slot.dtype][first : first + len(self)], slot)
             for slot in self._layout.slots
         }
 
@@ -191,7 +191,7 @@ class Population:
         row = self._checked_row(weights)
         self._settle_()
         rows = {dtype: self.group.combine(matrix, row) for dtype, matrix in self.matrices.items()}
-        return {slot.name: flat.alias(rows[slot.dtype], slot) for slot in self._layout.slots}
+        return {slot.name: layout.alias(rows[slot.dtype], slot) for slot in self._layout.slots}
 
     def _checked_row(self, weights: Any) -> Tensor:
         row = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
@@ -200,7 +200,7 @@ class Population:
         check_row(row, subject="the row of weights")
         return row
 
-    def vessel(self, index: int = 0) -> Vessel:
+    def soup_buffer(self, index: int = 0) -> SoupBuffer:
         """A network of its own, to be filled with weighted means of members; it takes the memory of one network.
 
         Args:
@@ -208,7 +208,7 @@ class Population:
         """
         self.refresh_()
         rows = {dtype: torch.zeros_like(matrix[0]) for dtype, matrix in self.matrices.items()}
-        return Vessel(self, flat.twin(self[index], self._layout, rows), rows)
+        return SoupBuffer(self, layout.twin(self[index], self._layout, rows), rows)
 
     def pour_(self, rows: Mapping[torch.dtype, Tensor], weights: Any) -> None:
         """Fill rows with the weighted mean of all members; see `combined`."""
@@ -238,7 +238,7 @@ class Population:
         matrix calls this first. What cannot be brought back without hiding a mistake raises a `MemberError`.
         """
         for model in self._models:
-            flat.reshard_(model)
+            layout.reshard_(model)
         moved = [bound.new_strides() for bound in self._bound]
         if self.group.is_alone and moved[0] and all(strides == moved[0] for strides in moved):
             self._bind()  # all members were brought into another memory order: the matrix follows
@@ -249,7 +249,7 @@ class Population:
         """Tell autograd and autocast that the members' numbers changed, after writing to the matrix by hand."""
         for bound in self._bound:
             bound.write_back_()
-        tensors = [tensor for bound in self._bound for tensor in bound.tensors if not flat.is_sharded(tensor)]
+        tensors = [tensor for bound in self._bound for tensor in bound.tensors if not layout.is_sharded(tensor)]
         torch.autograd.graph.increment_version(tensors)
         torch.clear_autocast_cache()
 
@@ -274,7 +274,7 @@ class Population:
         """
         self._settle_()
         snapshot = {dtype: rows.clone() for dtype, rows in self.rows_here().items()}
-        weights = soup_row(self.size, self.present)
+        weights = soup_row(self.size, self.active)
         waits = {dtype: self.group.begin_mean(rows, snapshot[dtype], weights) for dtype, rows in self.matrices.items()}
         return snapshot, lambda: {dtype: wait() for dtype, wait in waits.items()}
 
@@ -285,7 +285,7 @@ class Population:
     def mean(self) -> Tensor:
         """The mean row of `matrix`: the average soup as one vector."""
         self._settle_()
-        return self.group.combine(self.matrix, soup_row(self.size, self.present))
+        return self.group.combine(self.matrix, soup_row(self.size, self.active))
 
     def distances(self) -> Tensor:
         """The Euclidean distance of each member's parameters to the population's mean, one per member of all."""
@@ -310,14 +310,14 @@ class Population:
         return self
 
 
-class Vessel:
+class SoupBuffer:
     """A network that lives in a row of its own, into which means of members are written without a detour.
 
     Example:
         >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
-        >>> vessel = population.vessel()
-        >>> vessel.fill_([0.0, 0.0, 1.0])
-        >>> torch.equal(vessel.network.weight, population[2].weight)
+        >>> soup_buffer = population.soup_buffer()
+        >>> soup_buffer.fill_([0.0, 0.0, 1.0])
+        >>> torch.equal(soup_buffer.network.weight, population[2].weight)
         True
 
     Args:
@@ -330,7 +330,7 @@ class Vessel:
         self.network = network
         self._population, self._rows = population, rows
         self._strides = population.strides
-        self._tensors = flat.named_tensors(network, population.averaged)
+        self._tensors = layout.named_tensors(network, population.averaged)
 
     @torch.no_grad()
     def fill_(self, weights: Any) -> None:
@@ -353,6 +353,6 @@ def _check_several(models: object) -> None:
 
 
 def _rebuild(models: list[nn.Module], average: dict[str, bool], dropped: frozenset[int]) -> Population:
-    population = Population(models, Local(), average=average)
+    population = Population(models, LocalGroup(), average=average)
     population.dropped = dropped
     return population

@@ -16,7 +16,7 @@ _MOST_KEPT = 2**30
 """So much free memory is kept at most at the end of the heap; the rest goes back to the system."""
 
 
-def settle() -> None:
+def configure_process() -> None:
     """One thread, and memory that stays with the process; for processes that belong to papa, never a user's own.
 
     More threads change the bits of a result, and stall each other on a busy machine.

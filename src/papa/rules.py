@@ -22,7 +22,7 @@ from papa.streams import stream
 
 
 @dataclass(frozen=True)
-class Moment:
+class AveragingContext:
     """What a rule may look at when it is due."""
 
     step: int
@@ -56,7 +56,7 @@ class Rule:
     is_merge: ClassVar[bool] = True
     """Merges replace members, and so never fire on the last step of training."""
     is_for_any_size: ClassVar[bool] = False
-    """Whether `matrix` goes by the moment's size alone, so that it can be asked for fewer members."""
+    """Whether `matrix` goes by the context's size alone, so that it can be asked for fewer members."""
 
     @property
     def uses_lr(self) -> bool:
@@ -84,19 +84,19 @@ class Rule:
         """The last step before `step` at which it was due; 0 if it never was."""
         return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
 
-    def matrix(self, moment: Moment) -> Tensor:
-        """The mixing matrix for this moment."""
+    def matrix(self, context: AveragingContext) -> Tensor:
+        """The mixing matrix for this context."""
         raise TypeError(f"{type(self).__name__} has no `matrix` method: a rule must say which matrix it wants")
 
-    def matrix_among(self, moment: Moment, members: Sequence[int]) -> Tensor:
+    def matrix_among(self, context: AveragingContext, members: Sequence[int]) -> Tensor:
         """The mixing matrix when only some of the members still take part.
 
         Unless the rule is for any number of members, it is what the rule's matrix says of those; a member that is told
         to become others who are gone stays itself.
         """
         if self.is_for_any_size:
-            return self.matrix(replace(moment, size=len(members)))
-        part = self.matrix(moment)[list(members)][:, list(members)]
+            return self.matrix(replace(context, size=len(members)))
+        part = self.matrix(context)[list(members)][:, list(members)]
         sums = part.sum(dim=1, keepdim=True)
         return torch.where(sums > 0, part / sums.clamp(min=1e-300), mixing.identity(len(members)))
 
@@ -109,9 +109,9 @@ class Independent(Rule):
         """Never."""
         return False
 
-    def matrix(self, moment: Moment) -> Tensor:
+    def matrix(self, context: AveragingContext) -> Tensor:
         """The identity."""
-        return mixing.identity(moment.size)
+        return mixing.identity(context.size)
 
 
 HALF_LIFE_SHARE = 0.003
@@ -141,7 +141,7 @@ class Push(Rule):
             moves the members.
         scale_by_lr: let the push weaken with the learning rate, as the paper does.
         delay: let members train on for so many steps while their mean is made, then push by what each was off it
-            (`papa.overlap`); even, and less than `every_steps`. 0 for none.
+            (`papa.delayed`); even, and less than `every_steps`. 0 for none.
     """
 
     alpha: float | None = None
@@ -201,9 +201,9 @@ class Push(Rule):
         strength = (1.0 - self.effective_alpha) * (lr_ratio if self.scale_by_lr else 1.0)
         return min(max(1.0 - strength, 0.0), 1.0)
 
-    def matrix(self, moment: Moment) -> Tensor:
+    def matrix(self, context: AveragingContext) -> Tensor:
         """`a I + (1 - a)/p`."""
-        return mixing.push(moment.size, self.keep(moment.lr_ratio))
+        return mixing.push(context.size, self.keep(context.lr_ratio))
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ class MergeAll(Rule):
 
     is_for_any_size: ClassVar[bool] = True
 
-    def matrix(self, moment: Moment) -> Tensor:
+    def matrix(self, context: AveragingContext) -> Tensor:
         """`1/p` everywhere."""
-        return mixing.merge_all(moment.size)
+        return mixing.merge_all(context.size)
 
 
 @dataclass(frozen=True)
@@ -240,10 +240,10 @@ class MergePairs(Rule):
         super().__post_init__()
         _check_share(self.share)
 
-    def matrix(self, moment: Moment) -> Tensor:
+    def matrix(self, context: AveragingContext) -> Tensor:
         """Two weights in every row."""
-        generator = stream(self.seed, "merge", position=moment.step)
-        return mixing.merge_pairs(moment.size, generator, share=self.share)
+        generator = stream(self.seed, "merge", position=context.step)
+        return mixing.merge_pairs(context.size, generator, share=self.share)
 
 
 @dataclass(frozen=True)
@@ -258,23 +258,23 @@ class MergeMany(Rule):
         super().__post_init__()
         _check_share(self.share)
 
-    def matrix(self, moment: Moment) -> Tensor:
+    def matrix(self, context: AveragingContext) -> Tensor:
         """`share` on the diagonal."""
-        return mixing.merge_many(moment.size, share=self.share)
+        return mixing.merge_many(context.size, share=self.share)
 
 
 @dataclass(frozen=True, eq=False)
 class Mix(Rule):
-    """Your own weighting: a fixed row-stochastic matrix, or a function that makes one for the moment.
+    """Your own weighting: a fixed row-stochastic matrix, or a function that makes one for the context.
 
     Example:
         >>> ring = Mix([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]], every_steps=100)
 
     Args:
-        weights: anything `torch.as_tensor` takes, or a function from `Moment` to that.
+        weights: anything `torch.as_tensor` takes, or a function from `AveragingContext` to that.
     """
 
-    weights: Any | Callable[[Moment], Any]
+    weights: Any | Callable[[AveragingContext], Any]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,10 +291,10 @@ class Mix(Rule):
         """A function may look at it."""
         return callable(self.weights)
 
-    def matrix(self, moment: Moment) -> Tensor:
+    def matrix(self, context: AveragingContext) -> Tensor:
         """The matrix, checked."""
-        weights = self.weights(moment) if callable(self.weights) else self.weights
-        return mixing.check_rows(weights, moment.size)
+        weights = self.weights(context) if callable(self.weights) else self.weights
+        return mixing.check_rows(weights, context.size)
 
 
 def _check_whole(name: str, value: int, *, at_least: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from papa.batches import inputs_of, num_examples, outputs_of
 from papa.errors import DataError, did_you_mean
-from papa.evaluate import evaluating
-from papa.repair.moments import repairable_layers
+from papa.evaluation import evaluating
+from papa.inputs import inputs_of, num_examples, outputs_of
+from papa.repair.statistics import repairable_layers
 
 Features: TypeAlias = dict[str, Tensor]
 """What each layer says about each example, by the layer's name."""

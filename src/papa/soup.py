@@ -12,9 +12,9 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from papa import flat, mixing
+from papa import layout, mixing
 from papa.errors import SoupError
-from papa.group import Group, Local
+from papa.group import Group, LocalGroup
 from papa.population import Population
 
 StateDict: TypeAlias = Mapping[str, Any]
@@ -56,7 +56,7 @@ def average_soup(members: Any, weights: Weights | None = None, *, after: After |
         A module of its own, or a state dict when given state dicts.
     """
     pot = pot_for(members, after)
-    row = mixing.soup_row(pot.size, pot.present) if weights is None else _checked_weights(weights, pot.size)
+    row = mixing.soup_row(pot.size, pot.active) if weights is None else _checked_weights(weights, pot.size)
     pot.fill_(row)
     _warn_of_nan(pot, row)
     return pot.network
@@ -168,7 +168,7 @@ class Pot:
         members_here: those held by this process.
         size: of the whole population.
         group: the processes that hold it; None for this one alone.
-        present: who was not dropped; None for all.
+        active: who was not dropped; None for all.
     """
 
     def __init__(
@@ -179,13 +179,13 @@ class Pot:
         *,
         size: int,
         group: Group | None = None,
-        present: Sequence[int] | None = None,
+        active: Sequence[int] | None = None,
     ) -> None:
         self.network = network
         self.size = size
-        self.present = range(size) if present is None else present
+        self.active = range(size) if active is None else active
         self.members_here = members_here
-        self.group: Group = group if group is not None else Local()
+        self.group: Group = group if group is not None else LocalGroup()
         self.after: After | None = None
         self._fill = fill
 
@@ -200,13 +200,13 @@ class Pot:
         return self.group.highest(score)[0]
 
     def ranked(self, score: Score) -> tuple[list[tuple[float, float]], list[int]]:
-        """Every member's score and loss, and the members that are present and did not score NaN, best first."""
+        """Every member's score and loss, and the members that are active and did not score NaN, best first."""
         here = zip(self.group.members(len(self.members_here)), self.members_here, strict=True)
-        values = self.group.gather([score(network) if member in self.present else None for member, network in here])
+        values = self.group.gather([score(network) if member in self.active else None for member, network in here])
         readings = [
-            reading(value) if index in self.present else (math.nan, math.nan) for index, value in enumerate(values)
+            reading(value) if index in self.active else (math.nan, math.nan) for index, value in enumerate(values)
         ]
-        healthy = [index for index in self.present if not math.isnan(readings[index][0])]
+        healthy = [index for index in self.active if not math.isnan(readings[index][0])]
         if not healthy:
             raise SoupError("every member scored NaN, expected numbers, higher is better: check the networks' outputs")
         return readings, sorted(healthy, key=lambda index: (-readings[index][0], readings[index][1], index))
@@ -231,10 +231,10 @@ def _pot_of(members: Any) -> Pot:
     if not members:
         raise SoupError("a soup needs at least one network, got none")
     if all(isinstance(member, nn.Module) for member in members):
-        names = [slot.name for slot in flat.plan(members, {}, apart=False).slots]
+        names = [slot.name for slot in layout.plan(members, {}, apart=False).slots]
         network = _copied(lambda: copy.deepcopy(members[0]), members[0])
-        sources = [flat.named_tensors(member, names) for member in members]
-        return _list_pot(network, flat.named_tensors(network, names), sources, members)
+        sources = [layout.named_tensors(member, names) for member in members]
+        return _list_pot(network, layout.named_tensors(network, names), sources, members)
     if all(isinstance(member, Mapping) for member in members):
         return _state_dict_pot(members)
     kinds = ", ".join(sorted({type(member).__name__ for member in members}))
@@ -251,16 +251,16 @@ def _copied(make: Callable[[], T], model: nn.Module) -> T:
 
 
 def _population_pot(population: Population) -> Pot:
-    present = population.present
-    index = next((index for index, member in enumerate(population.members) if member in present), 0)
-    vessel = _copied(lambda: population.vessel(index), population[index])
+    active = population.active
+    index = next((index for index, member in enumerate(population.members) if member in active), 0)
+    soup_buffer = _copied(lambda: population.soup_buffer(index), population[index])
     return Pot(
-        vessel.network,
-        vessel.fill_,
+        soup_buffer.network,
+        soup_buffer.fill_,
         list(population),
         size=population.size,
         group=population.group,
-        present=present,
+        active=active,
     )
 
 

@@ -14,7 +14,7 @@ from papa import Population
 from papa.align import Alignment, align_, align_all_, permute_all_, symmetries
 from papa.align.matching import WAYS, Plan
 from papa.errors import MemberError, PapaError
-from papa.group import Local
+from papa.group import LocalGroup
 
 SIZE = 4
 
@@ -104,7 +104,7 @@ def test_what_is_unknown_or_elsewhere_is_refused() -> None:
     with pytest.raises(PapaError, match="given 1 optimizers for 4 networks"):
         align_all_(nets, torch.randn(16, 5), optimizers=[torch.optim.SGD(nets[0].parameters(), lr=0.1)])
 
-    class Elsewhere(Local):
+    class Elsewhere(LocalGroup):
         def size(self, num_here: int) -> int:
             return num_here + 1
 

@@ -36,7 +36,7 @@ def test_members_are_aligned_to_the_first_and_then_merged(by: str) -> None:
     expected = copy.deepcopy(nets)
     for net in expected[1:]:
         align_(net, expected[0], batches(), by=by)
-    Averager(Population(nets), MergeAll(every_steps=1), around=AlignMerges(batches(), by=by)).step()
+    Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=AlignMerges(batches(), by=by)).step()
     assert same(nets[0], average_soup(expected), tolerance=1e-6)
 
 
@@ -46,13 +46,13 @@ def test_permuted_twins_merge_into_themselves() -> None:
     nets = [copy.deepcopy(model) for _ in range(SIZE)]
     for net in nets[1:]:
         permute_all_(net, groups, random_permutations(groups))
-    Averager(Population(nets), MergeAll(every_steps=1), around=AlignMerges(batches())).step()
+    Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=AlignMerges(batches())).step()
     assert all(same(net, model, tolerance=1e-6) for net in nets)
 
 
 def test_alignment_has_a_cadence_of_its_own() -> None:
     align = AlignMerges(batches(), every_steps=7)
-    averager = Averager(Population(members()), Push(alpha=0.9, every_steps=2), around=align)
+    averager = Averager(Population(members()), Push(alpha=0.9, every_steps=2), merge_hooks=align)
     aligned_at = []
     for step in range(1, 31):
         align.alignments = []
@@ -101,7 +101,7 @@ def test_aligned_and_repaired_around_one_merge() -> None:
     repair_(child, expected, batches())
     given = batches()
     around = chain(AlignMerges(given), RepairMerges(lambda member: given))
-    Averager(Population(nets), MergeAll(every_steps=1), around=around).step()
+    Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=around).step()
     assert all(same(net, child, tolerance=1e-5) for net in nets)
 
 

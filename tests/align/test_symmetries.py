@@ -12,12 +12,12 @@ import torchvision
 from torch import Tensor, nn
 
 from helpers import Attention
-from papa import models
 from papa.align import Symmetries, align_, permute_all_, prove, symmetries
 from papa.align.derive import proved_
 from papa.align.groups import Group, Slot
 from papa.align.permute import permute_slot_
 from papa.errors import PapaError
+from papa.lab import models
 
 
 class UNet(nn.Module):

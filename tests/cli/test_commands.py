@@ -6,9 +6,9 @@ import pytest
 
 from papa.cli import main
 from papa.cli.run import config_to_resume
-from papa.config import Config
-from papa.recipes import find
-from papa.runs import RunDirectory
+from papa.lab.config import Config
+from papa.lab.recipes import find
+from papa.lab.runs import RunDirectory
 
 SHORT = ["--train.epochs", "1", "--train.batch-size", "64", "--members", "2"]
 
@@ -143,7 +143,7 @@ def test_runs_side_by_side_give_what_one_after_the_other_gives(
         (["compare", "digits", "--keep", "0"], "--keep is 0, expected at least 1"),
         (["compare", "digits", "--checkpoint-minutes", "0"], "--checkpoint-minutes is 0.0, expected more than 0"),
         (["compare", "digits", "--workers", "99"], "--workers is 99, expected 1 to 5"),
-        (["run", "digits", "--average.sick", "restrat"], "did you mean restart?"),
+        (["run", "digits", "--average.on-nonfinite", "restrat"], "did you mean restart?"),
         (["run", "digits", "--device", "cuda:7"], "--device is cuda:7, which cannot be used here"),
         (["run", "digits", "--out", ""], "--out is empty: is a variable not set?"),
         (["run", "digits", "--overwrite", "--resume"], "--overwrite removes the run that --resume would continue"),

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from papa.cli import main
-from papa.files.recipe import recipe_kitchen
-from papa.recipes import find
+from papa.lab.recipes import find
+from papa.lab.recipes.evaluation import recipe_evaluation
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_diff_lists_the_largest_differences_first(capsys: pytest.CaptureFixture[
 
 
 def test_diff_says_whether_two_lie_in_one_basin(capsys: pytest.CaptureFixture[str]) -> None:
-    state = recipe_kitchen(find("digits").config("smoke")).network.state_dict()
+    state = recipe_evaluation(find("digits").config("smoke")).network.state_dict()
     state = {name: value.contiguous().clone() for name, value in state.items()}
     save_file(state, "one.safetensors")
     near = {name: value + 1e-6 if value.is_floating_point() else value for name, value in state.items()}

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from papa.cli.main import main
-from papa.costs import Plan, cost_of
 from papa.errors import ConfigError
 from papa.group import balanced_share
+from papa.lab.costs import Plan, cost_of
 
 PLAN = Plan(num_parameters=1e6, num_members=4, num_ranks=4, bits_per_second=32e6, seconds_per_step=0.1, latency=0.0)
 

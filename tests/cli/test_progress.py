@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from papa.cli import main
-from papa.report import tensorboard
+from papa.lab.report import tensorboard
 
 SHORT = ["--train.batch-size", "64", "--members", "2"]
 

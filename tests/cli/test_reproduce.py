@@ -14,8 +14,8 @@ from helpers import write_images
 from papa.cli import main
 from papa.cli.main import STOPPED
 from papa.errors import ConfigError
-from papa.recipes.tables import TABLES, find_table
-from papa.reproduce import Request, jobs_for
+from papa.lab.recipes.tables import TABLES, find_table
+from papa.lab.reproduce import Request, jobs_for
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 
 from papa.checkpoint import write_atomically, write_json
 from papa.cli import main
-from papa.cli.standing import Standing, standing_line, standing_view
+from papa.cli.status import RunStatus, status_line, status_view
 from papa.cli.watch import Follower
-from papa.runs import RunDirectory
+from papa.lab.runs import RunDirectory
 from report_samples import make_averaging, make_epoch, make_result
 
 CONFIG = {"recipe": "digits", "method": "papa", "seed": 7, "train": {"epochs": 4}}
@@ -36,7 +36,7 @@ def append(run: RunDirectory, *events: dict[str, Any], end: str = "\n") -> None:
 def test_a_follower_knows_where_a_run_stands(run: RunDirectory) -> None:
     follower = Follower(run)
     follower.look()
-    assert follower.standing == Standing("digits papa seed 7", num_epochs=4)
+    assert follower.standing == RunStatus("digits papa seed 7", num_epochs=4)
     append(run, make_averaging(5), make_epoch(1), make_averaging(15))
     follower.look()
     standing = follower.standing
@@ -63,7 +63,7 @@ def test_a_rewound_file_is_read_anew(run: RunDirectory) -> None:
     follower = Follower(run)
     append(run, make_epoch(1))
     kept = run.metrics.read_bytes()
-    append(run, make_epoch(2), {"event": "sick", "step": 20, "member": 1})
+    append(run, make_epoch(2), {"event": "nonfinite", "step": 20, "member": 1})
     follower.look()
     assert (follower.standing.epoch, follower.standing.notes) == (2, ["step 20: member 1 fell sick"])
     write_atomically(run.metrics, kept)
@@ -175,7 +175,7 @@ def test_displays_survive_what_is_not_known() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    many = Standing(
+    many = RunStatus(
         "a run [red]",
         step=3,
         epoch=1,
@@ -185,9 +185,9 @@ def test_displays_survive_what_is_not_known() -> None:
         seconds_left=61.0,
         notes=["[bold]sick"],
     )
-    for standing in (Standing("x"), many):
-        assert standing_line(standing)
-        console.print(standing_view(standing))
+    for standing in (RunStatus("x"), many):
+        assert status_line(standing)
+        console.print(status_view(standing))
     shown = console.export_text()
     for words in ("a run [red]", "0:01:01 left", "not finite", "[bold]sick", "..."):
         assert words in shown

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from papa.errors import SoupError
-from papa.evaluate import Evaluation
-from papa.files import Curve, Kitchen, average, diff_files
+from papa.evaluation import Evaluation
+from papa.files import Curve, EvaluationContext, average, diff_files
 
 
 def save(folder: Path, name: str, **tensors: torch.Tensor) -> Path:
@@ -66,15 +66,15 @@ def test_what_cannot_be_compared_is_listed(tmp_path: Path) -> None:
         "'shape' float32 [3, 2] instead of float32 [2, 3]",
     )
     with pytest.raises(SoupError, match="cannot be averaged with"):
-        diff_files(a, b, kitchen=Kitchen(nn.Linear(2, 2), [torch.zeros(1, 2)]))
+        diff_files(a, b, evaluation_context=EvaluationContext(nn.Linear(2, 2), [torch.zeros(1, 2)]))
 
 
 def test_the_curve_is_that_of_the_networks_between(tmp_path: Path) -> None:
     nets = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2)]
     files = [save(tmp_path, str(index), **net.state_dict()) for index, net in enumerate(nets)]
     batches = [(torch.randn(30, 4), torch.arange(30) % 3)]
-    kitchen = Kitchen(copy.deepcopy(nets[0]), batches)
-    curve = diff_files(*files, kitchen=kitchen).curve
+    evaluation_context = EvaluationContext(copy.deepcopy(nets[0]), batches)
+    curve = diff_files(*files, evaluation_context=evaluation_context).curve
     assert curve is not None
     assert len(curve.points) == 11
     for t, point in zip(curve.positions, curve.points, strict=True):
@@ -82,8 +82,8 @@ def test_the_curve_is_that_of_the_networks_between(tmp_path: Path) -> None:
         with torch.no_grad():
             for target, one, other in zip(*(net.parameters() for net in (between, *nets)), strict=True):
                 target.copy_((1 - t) * one + t * other)
-        assert point.loss == pytest.approx(kitchen.evaluate(between).loss, rel=1e-4)
-    assert diff_files(files[0], files[0], kitchen=kitchen).curve.in_one_basin  # type: ignore[union-attr]
+        assert point.loss == pytest.approx(evaluation_context.evaluate(between).loss, rel=1e-4)
+    assert diff_files(files[0], files[0], evaluation_context=evaluation_context).curve.in_one_basin  # type: ignore[union-attr]
 
 
 def a_curve(*losses: float) -> Curve:
@@ -112,4 +112,4 @@ def test_a_curve_needs_losses(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     file = save(tmp_path, "a", **net.state_dict())
     with pytest.raises(SoupError, match="a curve needs a score that returns"):
-        diff_files(file, file, kitchen=Kitchen(net, [torch.zeros(1, 2)], lambda _: 1.0))
+        diff_files(file, file, evaluation_context=EvaluationContext(net, [torch.zeros(1, 2)], lambda _: 1.0))

@@ -271,10 +271,10 @@ def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         papa.soup_files(files, tmp_path / "dir.safetensors")
 
 
-@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize("context", range(4))
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interruption_leaves_the_old_output_and_nothing_else(
-    moment: int, error: type[BaseException], tmp_path: Path
+    context: int, error: type[BaseException], tmp_path: Path
 ) -> None:
     files = save_all([{f"w{n}": torch.full((50,), 1.0) for n in range(4)}], tmp_path / "..")
     out = tmp_path / "soup.safetensors"
@@ -283,7 +283,7 @@ def test_an_interruption_leaves_the_old_output_and_nothing_else(
     calls = iter(range(10))
 
     def interrupt(done: int, total: int) -> None:
-        if next(calls) == moment:
+        if next(calls) == context:
             raise error(28, "No space left on device")
 
     with pytest.raises((KeyboardInterrupt, SoupError)):
@@ -304,7 +304,7 @@ folder = Path(sys.argv[1])
 files, out = sorted(folder.glob("*.safetensors")), folder / "out"
 draw = random.Random(0)
 
-def cook(shard):
+def builder(shard):
     papa.soup_files(files, out / "soup.safetensors", overwrite=True, max_shard_size=shard)
 
 def visible():
@@ -312,14 +312,14 @@ def visible():
 
 for shard in ("1GB", "1MB"):
     begin = time.perf_counter()
-    cook(shard)
+    builder(shard)
     length = time.perf_counter() - begin
     for trial in range(8):
         for path in visible():
             path.unlink()
         child = os.fork()
         if not child:
-            cook(shard)
+            builder(shard)
             os._exit(0)
         time.sleep(draw.uniform(0.0, 1.2 * length))
         os.kill(child, signal.SIGKILL)
@@ -331,7 +331,7 @@ for shard in ("1GB", "1MB"):
                 assert all(torch.equal(whole.read(key), torch.full((200_000,), 0.5)) for key in whole.tensors)
         if shard == "1GB":
             assert {path.name for path in visible()} <= {"soup.safetensors", "soup.safetensors.json"}
-    cook(shard)
+    builder(shard)
     assert len(visible()) == len(list(out.iterdir())), "the next run clears up"
 """
 

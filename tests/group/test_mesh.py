@@ -14,7 +14,7 @@ from torch import nn
 import mesh_jobs
 from papa import Population
 from papa.errors import ConfigError, MemberError
-from papa.group import Local, start_workers
+from papa.group import LocalGroup, start_workers
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_members_that_were_evaluated_can_be_merged(trained: dict[str, Any], kind
 
 def test_all_ranks_learn_of_a_number_that_is_not_finite_in_the_shard_of_one(trained: dict[str, Any]) -> None:
     found = trained["fsdp"]
-    assert found["sick"] == [1]
+    assert found["nonfinite"] == [1]
     for one, other in zip(found["merged"], found["mended"], strict=True):
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-6, atol=1e-7)
@@ -68,7 +68,7 @@ def test_a_script_that_forgot_to_connect_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"group is None in one of 2 processes(.*)init_process_group\(\) first"):
         Population([nn.Linear(2, 2)], group=dist.group.WORLD)
-    alone = Population([nn.Linear(2, 2)], group=Local())
+    alone = Population([nn.Linear(2, 2)], group=LocalGroup())
     assert alone.size == copy.deepcopy(alone).size == pickle.loads(pickle.dumps(alone)).size == 1
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Population([nn.Linear(2, 2)]).size == 1

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from helpers import assert_same_bits
-from papa import Averager, MergeAll, MergePairs, Mix, Moment, Population, average_soup
+from papa import Averager, AveragingContext, MergeAll, MergePairs, Mix, Population, average_soup
 from papa.errors import DataError, MixingError
-from papa.models import UNet
+from papa.lab.models import UNet
 from papa.repair import (
     RepairMerges,
     ResetBatchNormAfterMerges,
-    layer_moments,
+    layer_statistics,
     repair_,
     repair_plan,
     repairable_layers,
@@ -117,11 +117,11 @@ CASES = [(kind, exact) for kind in NETWORKS for exact in (False, True) if exact 
 def test_statistics_equal_their_goals_on_one_batch(kind: str, exact: bool, weights: list[float] | None) -> None:
     parents, batches = make_parents(kind), make_batches(kind)
     row = weights or [1 / 3] * 3
-    moments = [layer_moments(parent, batches) for parent in parents]
+    moments = [layer_statistics(parent, batches) for parent in parents]
     child = average_soup(parents, weights)
     keys = list(child.state_dict())
     report = repair_(child, parents, batches, weights, exact=exact)
-    found = layer_moments(child, batches)
+    found = layer_statistics(child, batches)
     assert list(child.state_dict()) == keys
     assert report.repaired
     for name in report.repaired:
@@ -135,7 +135,7 @@ def test_statistics_equal_their_goals_on_one_batch(kind: str, exact: bool, weigh
 def test_the_output_layer_is_left_alone(kind: str) -> None:
     parents, batches = make_parents(kind), make_batches(kind)
     child = average_soup(parents)
-    last = list(layer_moments(child, batches))[-1]
+    last = list(layer_statistics(child, batches))[-1]
     before = copy.deepcopy(child.get_submodule(last).state_dict())
     report = repair_(child, parents, batches)
     assert last in report.left_alone
@@ -156,9 +156,9 @@ def test_an_unmixed_network_is_changed_by_rounding_only(kind: str) -> None:
 def test_several_batches_hold_exactly_when_asked_to() -> None:
     parents, batches = make_parents("mlp"), make_batches("mlp", num_batches=5, batch_size=16)
     child = average_soup(parents)
-    goals = [layer_moments(parent, batches) for parent in parents]
+    goals = [layer_statistics(parent, batches) for parent in parents]
     report = repair_(child, parents, batches, exact=True)
-    found = layer_moments(child, batches)
+    found = layer_statistics(child, batches)
     for name in report.repaired:
         torch.testing.assert_close(found[name].std, sum(goal[name].std for goal in goals) / 3, rtol=1e-6, atol=1e-8)
         torch.testing.assert_close(found[name].mean, sum(goal[name].mean for goal in goals) / 3, rtol=1e-6, atol=1e-8)
@@ -213,8 +213,8 @@ def test_a_constant_channel_keeps_its_scale_and_gets_its_mean() -> None:
     child = average_soup(parents)
     repair_(child, parents, batches)
     assert torch.isfinite(child[0].weight).all()
-    goal = sum(layer_moments(parent, batches)["0"].mean[2] for parent in parents) / 3
-    torch.testing.assert_close(layer_moments(child, batches)["0"].mean[2], goal)
+    goal = sum(layer_statistics(parent, batches)["0"].mean[2] for parent in parents) / 3
+    torch.testing.assert_close(layer_statistics(child, batches)["0"].mean[2], goal)
 
 
 def without_biases() -> nn.Module:
@@ -243,7 +243,7 @@ def test_what_cannot_be_shifted_is_scaled_and_said_to_be(exact: bool) -> None:
         "scaled_only": ["3"],
         "left_alone": ["7"],
     }
-    goals, found = [layer_moments(parent, batches) for parent in parents], layer_moments(child, batches)
+    goals, found = [layer_statistics(parent, batches) for parent in parents], layer_statistics(child, batches)
     for name in ("0", "3", "5"):
         torch.testing.assert_close(found[name].std, sum(goal[name].std for goal in goals) / 3)
     torch.testing.assert_close(found["5"].mean, sum(goal["5"].mean for goal in goals) / 3)
@@ -265,13 +265,13 @@ def test_a_layer_feeds_batch_norm_only_if_it_does_so_every_time() -> None:
 
 def test_a_layer_used_twice_comes_closer_in_one_pass_and_holds_when_exact() -> None:
     parents, batches = make_parents("used twice"), make_batches("used twice")
-    goal = sum(layer_moments(parent, batches)["body"].std for parent in parents) / 3
+    goal = sum(layer_statistics(parent, batches)["body"].std for parent in parents) / 3
 
     def error(exact: bool | None) -> float:
         child = average_soup(parents)
         if exact is not None:
             repair_(child, parents, batches, exact=exact)
-        return float((layer_moments(child, batches)["body"].std / goal - 1).abs().max())
+        return float((layer_statistics(child, batches)["body"].std / goal - 1).abs().max())
 
     assert error(True) < 1e-5 < error(False) < error(None)
 
@@ -281,8 +281,8 @@ def test_parents_may_each_see_data_of_their_own() -> None:
     theirs = [[batch * (1 + index) for batch in batches] for index in range(3)]
     child = average_soup(parents)
     repair_(child, parents, batches, parent_batches=theirs)
-    goal = sum(layer_moments(parent, own)["0"].std for parent, own in zip(parents, theirs, strict=True)) / 3
-    torch.testing.assert_close(layer_moments(child, batches)["0"].std, goal)
+    goal = sum(layer_statistics(parent, own)["0"].std for parent, own in zip(parents, theirs, strict=True)) / 3
+    torch.testing.assert_close(layer_statistics(child, batches)["0"].std, goal)
     with pytest.raises(DataError, match="parent_batches has 2 entries, expected one for each of 3 parents"):
         repair_(child, parents, batches, parent_batches=theirs[:2])
 
@@ -376,8 +376,8 @@ def test_members_are_repaired_around_a_merge(rule: MergeAll, one_list: bool) -> 
     repair = RepairMerges(lambda member: batches if one_list else list(batches))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Averager(population, rule, around=repair).step()
-    matrix = rule.matrix(Moment(step=1, size=3, lr_ratio=1.0))
+        Averager(population, rule, merge_hooks=repair).step()
+    matrix = rule.matrix(AveragingContext(step=1, size=3, lr_ratio=1.0))
     for member, net in enumerate(population):
         expected = average_soup(before, matrix[member])
         repair_(expected, before, batches, matrix[member])
@@ -392,8 +392,8 @@ def test_batch_norm_alone_is_reset_after_a_merge(rule: MergeAll, one_list: bool)
     before = copy.deepcopy(parents)
     population = Population(parents)
     reset = ResetBatchNormAfterMerges(lambda member: batches if one_list else list(batches))
-    Averager(population, rule, around=reset).step()
-    matrix = rule.matrix(Moment(step=1, size=3, lr_ratio=1.0))
+    Averager(population, rule, merge_hooks=reset).step()
+    matrix = rule.matrix(AveragingContext(step=1, size=3, lr_ratio=1.0))
     for member, net in enumerate(population):
         expected = reset_batch_norm_(average_soup(before, matrix[member]), batches)
         for name, value in expected.state_dict().items():
@@ -406,7 +406,7 @@ def test_a_copy_of_one_member_is_left_as_it_is(kind: type[RepairMerges]) -> None
     before = copy.deepcopy(parents)
     population = Population(parents)
     rows = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.0, 0.5]], dtype=torch.float64)
-    Averager(population, Mix(rows, every_steps=1), around=kind(lambda member: list(batches))).step()
+    Averager(population, Mix(rows, every_steps=1), merge_hooks=kind(lambda member: list(batches))).step()
     for member in (0, 1):
         assert_same_bits(population[member].state_dict(), before[1].state_dict())
     soup = average_soup(before, rows[2])
@@ -425,14 +425,16 @@ def count_passes(one_list: bool, rule: MergeAll) -> int:
     for parent in parents:
         parent.register_forward_pre_hook(count)
     repair = RepairMerges(lambda member: batches if one_list else list(batches))
-    Averager(Population(parents), rule, around=repair).step()
+    Averager(Population(parents), rule, merge_hooks=repair).step()
     return num_examples // sum(len(batch) for batch in batches)
 
 
 def test_a_shared_policy_needs_one_pass_for_each_parent_and_distinct_child() -> None:
     assert count_passes(True, MergeAll(every_steps=1)) == 5 + 1
     assert count_passes(False, MergeAll(every_steps=1)) == 2 * 5
-    rows = {tuple(row) for row in MergePairs(every_steps=1).matrix(Moment(step=1, size=5, lr_ratio=1.0)).tolist()}
+    rows = {
+        tuple(row) for row in MergePairs(every_steps=1).matrix(AveragingContext(step=1, size=5, lr_ratio=1.0)).tolist()
+    }
     assert count_passes(True, MergePairs(every_steps=1)) == 5 + len(rows)
 
 
@@ -445,10 +447,10 @@ def test_repair_undoes_the_collapse_of_variance() -> None:
 
     torch.manual_seed(0)
     parents, batches = [make() for _ in range(4)], [torch.randn(256, 64)]
-    goal = sum(layer_moments(parent, batches)["6"].std.mean() for parent in parents) / 4
+    goal = sum(layer_statistics(parent, batches)["6"].std.mean() for parent in parents) / 4
     child = average_soup(parents)
-    collapsed = layer_moments(child, batches)["6"].std.mean()
+    collapsed = layer_statistics(child, batches)["6"].std.mean()
     repair_(child, parents, batches)
-    repaired = layer_moments(child, batches)["6"].std.mean()
+    repaired = layer_statistics(child, batches)["6"].std.mean()
     assert collapsed < 0.3 * goal
     torch.testing.assert_close(repaired, goal, rtol=1e-3, atol=0.0)

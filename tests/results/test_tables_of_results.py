@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papa.config import Config
 from papa.errors import RunError
+from papa.lab.config import Config
 from papa.rules import HALF_LIFE_SHARE
 from results import tables
 from results.page import prose_of, readme_with_headline, results_page

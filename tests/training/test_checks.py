@@ -11,12 +11,12 @@ from torch import nn
 import papa
 from helpers import small_data, small_net
 from papa.errors import ConfigError, DataError
-from papa.training import Hook
+from papa.training import Callback
 
 INPUTS, TARGETS = torch.zeros(40, 4), torch.zeros(40, dtype=torch.long)
 
 
-class Misspelt(Hook):
+class Misspelt(Callback):
     """Would never be called."""
 
     def on_epoch_end(self, training: Any) -> None:
@@ -39,9 +39,12 @@ def train(**options: Any) -> papa.training.Outcome:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hooks": Hook()}, "hooks is a Hook, expected a list of hooks"),
-        ({"hooks": [Hook]}, r"a hook is the class Hook, expected an object of a class made from papa\.training\.Hook"),
-        ({"hooks": [3]}, "a hook is a int, expected an object"),
+        ({"callbacks": Callback()}, "callbacks is a Callback, expected a list of callbacks"),
+        (
+            {"callbacks": [Callback]},
+            r"a callback is the class Callback, expected an object of a class made from papa\.training\.Callback",
+        ),
+        ({"callbacks": [3]}, "a callback is a int, expected an object"),
         ({"make_optimizer": torch.optim.AdamW}, "make_optimizer is the class AdamW, .* such as lambda network: AdamW"),
         ({"device": "cuda:99"}, "device is cuda:99, which cannot be used here"),
     ],
@@ -66,8 +69,10 @@ def test_arrays_in_another_form_are_told_the_right_one(data: Any) -> None:
 
 
 def test_a_hook_that_nobody_calls_is_told() -> None:
-    with pytest.warns(UserWarning, match="the hook Misspelt has on_epoch_end, which nobody calls: did you mean on_ep"):
-        train(hooks=[Misspelt()])
+    with pytest.warns(
+        UserWarning, match="the callback Misspelt has on_epoch_end, which nobody calls: did you mean on_ep"
+    ):
+        train(callbacks=[Misspelt()])
 
 
 def test_a_network_that_makes_networks_may_make_optimizers_too() -> None:

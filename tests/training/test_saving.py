@@ -14,12 +14,12 @@ import papa
 from helpers import assert_same_bits, small_data, small_net
 from papa.errors import RunError
 from papa.lock import Lock
-from papa.training import EpochRecord, Hook, Outcome, Stacked, Training, TrajectoryAverage
+from papa.training import Callback, EpochRecord, Outcome, Stacked, Training, TrajectoryAverage
 
 NUM_STEPS = 15
 
 
-class Steps(Hook):
+class Steps(Callback):
     """Notes which steps were taken, and what was told; breaks off after one of them where asked to."""
 
     def __init__(self, last: int | None = None) -> None:
@@ -41,7 +41,7 @@ class Steps(Hook):
             self.notices.append(event["text"])
 
 
-def train(hook: Hook, checkpoints: Path | None, **changes: Any) -> Outcome:
+def train(callback: Callback, checkpoints: Path | None, **changes: Any) -> Outcome:
     """Three epochs of five steps."""
     options: dict[str, Any] = {
         "num_members": 3,
@@ -53,7 +53,7 @@ def train(hook: Hook, checkpoints: Path | None, **changes: Any) -> Outcome:
             targets,
         ),
     }
-    return papa.train(small_net, small_data(), hooks=[hook], checkpoints=checkpoints, **{**options, **changes})
+    return papa.train(small_net, small_data(), callbacks=[callback], checkpoints=checkpoints, **{**options, **changes})
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:

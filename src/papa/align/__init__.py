@@ -2,8 +2,8 @@
 
 from papa.align.derive import prove, symmetries
 from papa.align.groups import Group, Program, Slot, Symmetries
+from papa.align.hook import AlignMerges
 from papa.align.matching import Alignment, align_, align_all_
-from papa.align.merging import AlignMerges
 from papa.align.permute import inverse, permute_, permute_all_
 from papa.align.soups import AlignedSoups, aligned_soups
 

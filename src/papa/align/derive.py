@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from papa import flat
+from papa import layout
 from papa.align.groups import Group, Program, Symmetries, groups_of
 from papa.align.permute import found_tensor, permute_all_, undoing
 from papa.align.rules import RULES
@@ -110,7 +110,7 @@ def prove(model: nn.Module, symmetries: Symmetries, example_input: Any) -> Symme
     Returns:
         The same without the groups that change the network's outputs, which a warning names.
     """
-    tensors = {name: tensor for name, _, _, _, tensor in flat.tensors_of(model)}
+    tensors = {name: tensor for name, _, _, _, tensor in layout.tensors_of(model)}
     names = [group.name for group in symmetries]
     for group in symmetries:
         if names.count(group.name) > 1:
@@ -169,7 +169,7 @@ def _leaves(program: torch.export.ExportedProgram, model: nn.Module) -> dict[str
     """Parameters, buffers and constants by placeholder; tied tensors under their first name."""
     names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
-    for name, _, _, _, tensor in flat.tensors_of(model):
+    for name, _, _, _, tensor in layout.tensors_of(model):
         tensors[names.setdefault(id(tensor), name)] = tensor
         tensors[name] = tensor
     signature, leaves = program.graph_signature, {}
@@ -234,7 +234,7 @@ def _failing(groups: tuple[Group, ...], holds: Any) -> tuple[Group, ...]:
 
 def _randomise_(model: nn.Module, generator: torch.Generator) -> None:
     """Weights without any structure that could hide a mistake, such as scales of zero or equal biases."""
-    for _, is_parameter, _, key, tensor in flat.tensors_of(model):
+    for _, is_parameter, _, key, tensor in layout.tensors_of(model):
         if not tensor.is_floating_point() or not (is_parameter or key in ("running_mean", "running_var")):
             continue
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)

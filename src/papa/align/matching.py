@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa import flat
+from papa import layout
 from papa.align.activations import Activations
 from papa.align.assignment import GAIN, Matching, Orders, compose_, descend_, identity, total
 from papa.align.blocks import Family
@@ -21,7 +21,7 @@ from papa.align.permute import permute_all_, undoing
 from papa.align.sinkhorn import anneal_
 from papa.align.weights import Weights
 from papa.errors import DataError, MemberError, PapaError, did_you_mean
-from papa.group import gathered
+from papa.group import gather_or_raise
 from papa.mixing import soup_row
 from papa.population import Population
 
@@ -174,18 +174,18 @@ def matched_to(population: Population, member: int, here: Sequence[int], plan: P
         plan: how.
     """
     plan.symmetries_of(population[0])  # before a copy is there: deriving them takes memory of its own
-    vessel = population.vessel()
-    vessel.fill_(soup_row(population.size, [member]))
+    soup_buffer = population.soup_buffer()
+    soup_buffer.fill_(soup_row(population.size, [member]))
     subjects = [f"member {member}", *(f"member {population.members[index]}" for index in here)]
     alignments: list[Alignment] = []
 
     def match() -> list[None]:
         alignments.extend(
-            plan.to_first([vessel.network, *(population[index] for index in here)], subjects) if here else []
+            plan.to_first([soup_buffer.network, *(population[index] for index in here)], subjects) if here else []
         )
         return []
 
-    gathered(population.group, match)
+    gather_or_raise(population.group, match)
     return dict(zip(here, alignments, strict=True))
 
 
@@ -310,7 +310,7 @@ class Plan:
 
 def matched_tensors(models: Sequence[nn.Module], subjects: Sequence[str]) -> list[dict[str, Tensor]]:
     """The tensors of networks by name, or an error that says where they differ."""
-    networks = [{name: tensor for name, _, _, _, tensor in flat.tensors_of(model)} for model in models]
+    networks = [{name: tensor for name, _, _, _, tensor in layout.tensors_of(model)} for model in models]
     cure = "only networks of one architecture can be aligned"
     for network, subject in zip(networks[1:], subjects[1:], strict=True):
         for name in sorted(network.keys() ^ networks[0].keys()):

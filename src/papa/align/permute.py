@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa import flat
+from papa import layout
 from papa.align.groups import Group, Slot, Symmetries
 from papa.errors import MemberError, PapaError
 
@@ -53,7 +53,7 @@ def permute_all_(
         optimizer: whose state for the network's parameters is reordered with them where it has their shape (momentum
             and the like), so that training goes on as it would have.
     """
-    tensors = {name: tensor for name, _, _, _, tensor in flat.tensors_of(model)}
+    tensors = {name: tensor for name, _, _, _, tensor in layout.tensors_of(model)}
     state = optimizer.state if optimizer is not None else {}
     moves: dict[str, list[tuple[Slot, Tensor]]] = {}
     for name, permutation in permutations.items():

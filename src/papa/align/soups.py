@@ -18,11 +18,11 @@ from papa.align.groups import Symmetries
 from papa.align.matching import Plan
 from papa.align.permute import permute_all_, undoing
 from papa.errors import SoupError
-from papa.group import gathered
+from papa.group import gather_or_raise
 from papa.mixing import soup_row
 from papa.population import Population
-from papa.repair import goals_of, layer_moments, repair_toward_
-from papa.repair.moments import Moments
+from papa.repair import goals_of, layer_statistics, repair_toward_
+from papa.repair.statistics import ChannelStatistics
 from papa.soup import GreedySoup, Pot, Score, Trial, pot_for, reading
 
 
@@ -77,26 +77,26 @@ def aligned_soups(
         raise SoupError("a soup needs at least one network, got none")
     plan = Plan(batches, by=by, groups=groups, seed=seed)
     plan.symmetries_of(here[0])  # before a pot is there: deriving them takes memory of its own
-    with _Kitchen(pot_for(members), plan, repair_batches) as kitchen:
-        readings, order = kitchen.pot.ranked(score)
+    with _Kitchen(pot_for(members), plan, repair_batches) as evaluation_context:
+        readings, order = evaluation_context.pot.ranked(score)
         best = readings[order[0]][0]
-        greedy, trials = kitchen.soup_of(order[0]), []
+        greedy, trials = evaluation_context.soup_of(order[0]), []
         for member in order[1:]:
-            candidate = kitchen.joined(greedy, member)
-            result, _ = reading(score(kitchen.served(candidate)))
-            result = kitchen.pot.agreed(result)
+            candidate = evaluation_context.joined(greedy, member)
+            result, _ = reading(score(evaluation_context.served(candidate)))
+            result = evaluation_context.pot.agreed(result)
             trials.append(Trial(tuple(candidate.members), result, result >= best))
             if result >= best:
                 greedy, best = candidate, result
-        average = kitchen.soup_of(order[0])
+        average = evaluation_context.soup_of(order[0])
         for member in order[1:]:
-            average = kitchen.joined(average, member)
-        average_network = kitchen.served(average)
-        kitchen.pot = pot_for(members)
+            average = evaluation_context.joined(average, member)
+        average_network = evaluation_context.served(average)
+        evaluation_context.pot = pot_for(members)
         scores = tuple(value for value, _ in readings)
         return AlignedSoups(
             average_network,
-            GreedySoup(kitchen.served(greedy), tuple(greedy.members), best, scores, tuple(trials)),
+            GreedySoup(evaluation_context.served(greedy), tuple(greedy.members), best, scores, tuple(trials)),
         )
 
 
@@ -106,7 +106,7 @@ class _Soup:
 
     members: list[int]
     orders: dict[int, Orders]
-    moments: list[dict[str, Moments]]
+    moments: list[dict[str, ChannelStatistics]]
 
 
 class _Kitchen:
@@ -142,7 +142,7 @@ class _Kitchen:
         self._cook(soup)
         model, subjects = self._here.get(member), ["the soup", f"member {member}"]
         network, plan = self.pot.network, self._plan
-        (orders,) = gathered(
+        (orders,) = gather_or_raise(
             self.pot.group,
             lambda: [] if model is None else [plan.to_first([network, model], subjects)[0].permutations],
         )
@@ -178,11 +178,11 @@ class _Kitchen:
                 permute_all_(model, symmetries, wanted)
                 self._permuted[member] = wanted
 
-    def _moments(self, member: int) -> list[dict[str, Moments]]:
+    def _moments(self, member: int) -> list[dict[str, ChannelStatistics]]:
         batches, model = self._repair_batches, self._here.get(member)
         if batches is None:
             return []
-        return gathered(
+        return gather_or_raise(
             self.pot.group,
-            lambda: [] if model is None else [layer_moments(model, batches, subject=f"member {member}")],
+            lambda: [] if model is None else [layer_statistics(model, batches, subject=f"member {member}")],
         )

@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 import tyro
 
-from papa.config import Config
 from papa.errors import ConfigError, did_you_mean
 from papa.group import rank_of_torchrun
-from papa.launch import Saving
-from papa.recipes import BUDGETS, RECIPES, Recipe, find
+from papa.lab.config import Config
+from papa.lab.launch import Saving
+from papa.lab.recipes import BUDGETS, RECIPES, Recipe, find
 
 Options = TypeVar("Options")
 
@@ -31,7 +31,7 @@ class SavingOptions:
 
     @property
     def saving(self) -> Saving:
-        """The same for `papa.launch`."""
+        """The same for `papa.lab.launch`."""
         return Saving(minutes=self.checkpoint_minutes, keep=self.keep, background=self.checkpoint_background)
 
 

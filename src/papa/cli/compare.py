@@ -15,15 +15,15 @@ from papa.cli.arguments import ManyOptions, parse, speaks, split_names, split_nu
 from papa.cli.progress import Progress
 from papa.cli.run import NEVER_AVERAGED
 from papa.cli.tables import print_table
-from papa.config import METHODS, Config
 from papa.errors import ConfigError, RunError
-from papa.launch import Watch, check_alike
-from papa.launch_many import Outcomes, execute_all
-from papa.process import settle
-from papa.recipes import Recipe
-from papa.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
-from papa.report.reading import read_events
-from papa.runs import RunDirectory
+from papa.lab.config import METHODS, Config
+from papa.lab.launch import CallbackFactory, check_alike
+from papa.lab.launch_many import Outcomes, execute_all
+from papa.lab.recipes import Recipe
+from papa.lab.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
+from papa.lab.report.reading import read_events
+from papa.lab.runs import RunDirectory
+from papa.process import configure_process
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     jobs = jobs_of(options, out)
     if not options.overwrite:
         _check_alike(jobs)
-    settle()
+    configure_process()
     outcomes = execute_all(
         jobs,
         num_parallel=options.parallel,
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         overwrite=options.overwrite,
         resume=not options.overwrite,
         saving=options.saving,
-        watch=partial(_watch, display=options.parallel == 1),
+        make_callback=partial(_watch, display=options.parallel == 1),
     )
     if outcomes.results and speaks():
         _show(outcomes, out)
@@ -94,7 +94,7 @@ def _check_alike(jobs: Sequence[tuple[Config, Path]]) -> None:
             raise RunError(f"{error}\nchoose another --out, or run all again with --overwrite") from error
 
 
-def _watch(config: Config, _: Path, *, display: bool) -> Watch:
+def _watch(config: Config, _: Path, *, display: bool) -> CallbackFactory:
     return partial(Progress, f"{config.recipe} {config.method} seed {config.seed}", display=display)
 
 

@@ -12,7 +12,7 @@ import tyro
 
 from papa.checkpoint import json_text
 from papa.cli.arguments import use_one_thread
-from papa.cli.kitchens import KitchenOptions, kitchen_from, parse
+from papa.cli.evaluation_contexts import KitchenOptions, kitchen_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
 from papa.files import Curve, Difference, FileDiff, diff_files
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         options.first,
         options.second,
         key=options.key,
-        kitchen=kitchen_from(options, config),
+        evaluation_context=kitchen_from(options, config),
         reset_batch_norm=options.reset_batch_norm,
     )
     if options.json:

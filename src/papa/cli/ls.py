@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.recipes import RECIPES
+from papa.lab.recipes import RECIPES
 
 
 def main(arguments: Sequence[str]) -> int:

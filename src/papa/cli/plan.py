@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tyro
 
 from papa.cli.tables import print_table
-from papa.costs import Cost, Plan, cost_of
+from papa.lab.costs import Cost, Plan, cost_of
 
 DESCRIPTION = """What averaging will cost between machines, by the model of docs/machines.md.
 

@@ -13,14 +13,14 @@ from rich.live import Live
 from rich.text import Text
 
 from papa.averager import Averaging
-from papa.cli.standing import Clock, Standing, standing_line, standing_view
-from papa.training import EpochRecord, Hook, Training
+from papa.cli.status import Clock, RunStatus, status_line, status_view
+from papa.training import Callback, EpochRecord, Training
 
 NUM_LINES = 10
 """How many lines a training writes where no terminal shows a display."""
 
 
-class Progress(Hook):
+class Progress(Callback):
     """Shows a training while it runs: a display on a terminal, a few lines elsewhere.
 
     Args:
@@ -31,11 +31,11 @@ class Progress(Hook):
     def __init__(self, title: str, *, display: bool = True) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._has_display = display and self._console.is_terminal
-        self._standing = Standing(title)
+        self._standing = RunStatus(title)
         self._clock = Clock()
         self._lines = 0
         self._live = Live(
-            get_renderable=lambda: standing_view(self._standing),
+            get_renderable=lambda: status_view(self._standing),
             console=self._console,
             refresh_per_second=4,
             transient=True,
@@ -88,24 +88,24 @@ class Progress(Hook):
         if not self._has_display and int(NUM_LINES * standing.share) > self._lines:
             self._lines = int(NUM_LINES * standing.share)
             with self._silently():
-                self._console.print(standing_line(standing), markup=False, soft_wrap=True)
+                self._console.print(status_line(standing), markup=False, soft_wrap=True)
 
 
-class Together(Hook):
+class Together(Callback):
     """Several that look on, as one.
 
     Args:
         makers: what makes each of them.
     """
 
-    def __init__(self, *makers: Callable[[], AbstractContextManager[Hook]]) -> None:
+    def __init__(self, *makers: Callable[[], AbstractContextManager[Callback]]) -> None:
         self._makers = makers
         self._stack = contextlib.ExitStack()
-        self._hooks: list[Hook] = []
+        self._callbacks: list[Callback] = []
 
     def __enter__(self) -> Together:
         with contextlib.ExitStack() as stack:
-            self._hooks = [stack.enter_context(make()) for make in self._makers]
+            self._callbacks = [stack.enter_context(make()) for make in self._makers]
             self._stack = stack.pop_all()
         return self
 
@@ -116,39 +116,39 @@ class Together(Hook):
 
     def on_start(self, training: Training) -> None:
         """Tell all."""
-        for hook in self._hooks:
-            hook.on_start(training)
+        for callback in self._callbacks:
+            callback.on_start(training)
 
     def before_step(self, training: Training) -> None:
         """Tell all."""
-        for hook in self._hooks:
-            hook.before_step(training)
+        for callback in self._callbacks:
+            callback.before_step(training)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         """Tell all."""
-        for hook in self._hooks:
-            hook.on_averaging(training, averaging)
+        for callback in self._callbacks:
+            callback.on_averaging(training, averaging)
 
     def after_step(self, training: Training) -> None:
         """Tell all."""
-        for hook in self._hooks:
-            hook.after_step(training)
+        for callback in self._callbacks:
+            callback.after_step(training)
 
     def on_epoch(self, training: Training, record: EpochRecord) -> None:
         """Tell all."""
-        for hook in self._hooks:
-            hook.on_epoch(training, record)
+        for callback in self._callbacks:
+            callback.on_epoch(training, record)
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
         """Tell all."""
-        for hook in self._hooks:
-            hook.on_event(training, event)
+        for callback in self._callbacks:
+            callback.on_event(training, event)
 
 
 def told(event: Mapping[str, Any]) -> str:
     """An event in words."""
     if event["event"] == "checkpoint-failed":
         return f"the checkpoint of step {event['step']} could not be written, training goes on: {event['error']}"
-    if event["event"] == "sick":
+    if event["event"] == "nonfinite":
         return f"member {event['member']} is sick at step {event['step']} ({event['reason']}): {event['action']}"
     return str(event.get("text", event["event"]))

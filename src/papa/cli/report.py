@@ -11,13 +11,13 @@ import tyro
 
 from papa.checkpoint import write_atomically
 from papa.errors import ConfigError, RunError
-from papa.report import compare_page, run_page
-from papa.report.export import csv_text, json_report, latex_text
-from papa.report.figure import Figure
-from papa.report.figures import compare_figures, run_figures
-from papa.report.markup import GENERATOR
-from papa.report.png import check_png, png_bytes
-from papa.report.reading import Run, is_run, read_runs
+from papa.lab.report import compare_page, run_page
+from papa.lab.report.export import csv_text, json_report, latex_text
+from papa.lab.report.figure import Figure
+from papa.lab.report.figures import compare_figures, run_figures
+from papa.lab.report.markup import GENERATOR
+from papa.lab.report.png import check_png, png_bytes
+from papa.lab.report.reading import Run, is_run, read_runs
 
 USAGE = """usage: papa report DIR [DIR ...] [--csv | --json | --latex | --png] [--out PATH] [--overwrite]
 

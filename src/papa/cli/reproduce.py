@@ -14,13 +14,13 @@ from papa.cli.arguments import ManyOptions, split_names, split_numbers
 from papa.cli.progress import Progress
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.launch import Watch
-from papa.process import settle
-from papa.recipes import BUDGETS
-from papa.recipes.tables import TABLES, Table, find_table
-from papa.report import table_page
-from papa.report.reading import read_events
-from papa.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for, run
+from papa.lab.launch import CallbackFactory
+from papa.lab.recipes import BUDGETS
+from papa.lab.recipes.tables import TABLES, Table, find_table
+from papa.lab.report import table_page
+from papa.lab.report.reading import read_events
+from papa.lab.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for, run
+from papa.process import configure_process
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         data_root=options.data_root,
     )
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
-    settle()
+    configure_process()
     jobs = jobs_for(request, out)
     check_data(jobs)
     outcomes = run(
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         num_parallel=options.parallel,
         workers=options.workers,
         saving=options.saving,
-        watch=partial(_watch, display=options.parallel == 1),
+        make_callback=partial(_watch, display=options.parallel == 1),
     )
     results = [(job, outcomes.results[job.path]) for job in jobs if job.path in outcomes.results]
     head = ("row", "", f"paper's{'' if options.budget == 'full' else ', full setting'}", "ours", "difference")
@@ -129,7 +129,7 @@ def _runs(jobs: Sequence[Job], out: Path) -> list[tuple[str, str]]:
     return [(f"{job.row.title}, seed {job.config.seed}", str(job.path.relative_to(out))) for job in jobs]
 
 
-def _watch(job: Job, *, display: bool) -> Watch:
+def _watch(job: Job, *, display: bool) -> CallbackFactory:
     return partial(Progress, f"{job.config.recipe} {job.row.name} seed {job.config.seed}", display=display)
 
 

@@ -11,11 +11,11 @@ import tyro
 
 from papa.cli.arguments import SavingOptions, speaks
 from papa.cli.run import onlookers, print_run
-from papa.config import Config
 from papa.errors import ConfigError
-from papa.launch import execute
-from papa.process import settle
-from papa.runs import RunDirectory
+from papa.lab.config import Config
+from papa.lab.launch import execute
+from papa.lab.runs import RunDirectory
+from papa.process import configure_process
 
 USAGE = """usage: papa resume DIR [OPTIONS]
 
@@ -52,14 +52,14 @@ def main(arguments: Sequence[str]) -> int:
         ResumeOptions, prog="papa resume DIR", description="Continues the run in DIR.", args=list(arguments[1:])
     )
     config = Config.from_json(run.read_config())
-    settle()
+    configure_process()
     result = execute(
         config,
         run.path,
         workers=options.workers,
         resume=True,
         saving=options.saving,
-        watch=onlookers(config, run.path, tensorboard=options.tensorboard),
+        make_callback=onlookers(config, run.path, tensorboard=options.tensorboard),
     )
     if speaks():
         print_run(result, run)

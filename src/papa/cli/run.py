@@ -13,16 +13,16 @@ import tyro
 from papa.cli.arguments import SavingOptions, parse, speaks, take_budget, take_recipe
 from papa.cli.progress import Progress, Together, told
 from papa.cli.tables import print_table
-from papa.config import Config
 from papa.errors import ConfigError
-from papa.launch import Watch, execute
-from papa.process import settle
-from papa.recipes import Recipe
-from papa.recipes.change import changed
-from papa.report import COLUMNS, details_table, run_rows
-from papa.report.fields import flat
-from papa.report.tensorboard import EventFiles, check_tensorboard
-from papa.runs import RunDirectory
+from papa.lab.config import Config
+from papa.lab.launch import CallbackFactory, execute
+from papa.lab.recipes import Recipe
+from papa.lab.recipes.change import changed
+from papa.lab.report import COLUMNS, details_table, run_rows
+from papa.lab.report.fields import flat
+from papa.lab.report.tensorboard import EventFiles, check_tensorboard
+from papa.lab.runs import RunDirectory
+from papa.process import configure_process
 
 NEVER_AVERAGED = "training was over before averaging was due"
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
     if options.overwrite and options.resume:
         raise ConfigError("--overwrite removes the run that --resume would continue: give one of them")
-    settle()
+    configure_process()
     config = options.config
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:
@@ -82,14 +82,14 @@ def main(arguments: Sequence[str]) -> int:
         overwrite=options.overwrite,
         resume=options.resume,
         saving=options.saving,
-        watch=onlookers(config, path, tensorboard=options.tensorboard),
+        make_callback=onlookers(config, path, tensorboard=options.tensorboard),
     )
     if speaks():
         print_run(result, RunDirectory(path))
     return 0
 
 
-def onlookers(config: Config, path: Path, *, tensorboard: bool) -> Watch:
+def onlookers(config: Config, path: Path, *, tensorboard: bool) -> CallbackFactory:
     """Who looks on while a run trains: the progress shown, and event files where they are asked for."""
     progress = partial(Progress, f"{config.recipe} {config.method} seed {config.seed}")
     if not tensorboard:
@@ -138,5 +138,5 @@ def print_result(result: dict[str, Any]) -> None:
         print_table(head, details)
     if result["method"] != "independent" and not result["num_averagings"]:
         print(NEVER_AVERAGED)
-    for event in result.get("sick") or []:
+    for event in result.get("nonfinite") or []:
         print(told(event))

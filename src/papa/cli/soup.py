@@ -14,14 +14,14 @@ from rich.console import Console
 
 from papa.align import Alignment
 from papa.cli.arguments import use_one_thread
-from papa.cli.kitchens import KitchenOptions, kitchen_from, parse
+from papa.cli.evaluation_contexts import KitchenOptions, kitchen_from, parse
 from papa.cli.tables import print_table
-from papa.config import Config
 from papa.errors import ConfigError
 from papa.files import FileSoup, soup_files
 from papa.files.sources import is_run
-from papa.runs import RunDirectory
-from papa.signals import leaving
+from papa.lab.config import Config
+from papa.lab.runs import RunDirectory
+from papa.lab.signals import leaving
 
 DESCRIPTION = """Averages checkpoints into one network, a block at a time: memory stays small however large they are.
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             key=options.key,
             greedy=options.greedy,
             score=options.score,
-            kitchen=kitchen_from(options, config),
+            evaluation_context=kitchen_from(options, config),
             align=options.align,
             repair=options.repair,
             reset_batch_norm=options.reset_batch_norm,

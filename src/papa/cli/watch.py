@@ -13,13 +13,13 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
-from papa.cli.standing import Clock, Standing, standing_line, standing_view
+from papa.cli.status import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
-from papa.report import COLUMNS, run_rows
-from papa.report.fields import number, numbers, part, printable, text
-from papa.report.reading import is_run, parse_events, read_run
-from papa.runs import RunDirectory
+from papa.lab.report import COLUMNS, run_rows
+from papa.lab.report.fields import number, numbers, part, printable, text
+from papa.lab.report.reading import is_run, parse_events, read_run
+from papa.lab.runs import RunDirectory
 
 USAGE = """usage: papa watch DIR [--once] [--every SECONDS]
 
@@ -79,7 +79,7 @@ def _watch(options: WatchOptions) -> None:
         if options.once:
             return
     console = Console(highlight=False)
-    live = Live(console=console, get_renderable=lambda: standing_view(follower.standing), transient=not options.once)
+    live = Live(console=console, get_renderable=lambda: status_view(follower.standing), transient=not options.once)
     shown: tuple[int, str | None] | None = None
     try:
         while not run.is_finished:
@@ -89,7 +89,7 @@ def _watch(options: WatchOptions) -> None:
             stands = (follower.standing.epoch, follower.standing.halt)
             if follower.has_begun and not console.is_terminal and stands != shown:
                 shown = stands
-                print(standing_line(follower.standing), *follower.standing.notes, sep="\n", flush=True)
+                print(status_line(follower.standing), *follower.standing.notes, sep="\n", flush=True)
             if options.once:
                 return
             time.sleep(options.every)
@@ -119,7 +119,7 @@ class Follower:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
-        self.standing = Standing(str(run.path))
+        self.standing = RunStatus(str(run.path))
         self._clock = Clock()
         self._begin()
 
@@ -180,7 +180,7 @@ class Follower:
             standing.losses, standing.scores = numbers(event.get("losses")), numbers(event.get("validation"))
             standing.distances = numbers(event.get("distances"))
             standing.ensemble = number(event.get("validation_ensemble"))
-        elif event.get("event") == "sick":
+        elif event.get("event") == "nonfinite":
             standing.notes.append(f"step {text(event.get('step'))}: member {text(event.get('member'))} fell sick")
         elif event.get("event") == "checkpoint-failed":
             standing.notes.append(f"step {text(event.get('step'))}: no checkpoint could be written")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from papa.errors import SoupError
-from papa.evaluate import Evaluation
+from papa.evaluation import Evaluation
 from papa.files.average import Mean, check_alike, differences, is_averaged
-from papa.files.kitchen import kitchen_of, load_
+from papa.files.evaluation_context import evaluation_context_of, load_
 from papa.files.sources import Checkpoint, PathLike, open_checkpoint
 from papa.repair import reset_batch_norm_
 
@@ -80,7 +80,7 @@ class FileDiff:
     unlike: tuple[str, ...]
     """Tensors that only one has, or that differ in shape or kind."""
     curve: Curve | None
-    """Losses and scores between the two, where a kitchen was given."""
+    """Losses and scores between the two, where a evaluation_context was given."""
 
     @property
     def num_equal(self) -> int:
@@ -106,7 +106,12 @@ class FileDiff:
 
 
 def diff_files(
-    first: PathLike, second: PathLike, *, key: str | None = None, kitchen: Any = None, reset_batch_norm: bool = False
+    first: PathLike,
+    second: PathLike,
+    *,
+    key: str | None = None,
+    evaluation_context: Any = None,
+    reset_batch_norm: bool = False,
 ) -> FileDiff:
     """Compare two checkpoints, a block at a time.
 
@@ -114,7 +119,7 @@ def diff_files(
         first: what distances are relative to; anything `papa.soup_files` takes, but a run directory.
         second: the other.
         key: where in PyTorch files the state dict is.
-        kitchen: a network and data, for the losses between the two; as `papa.soup_files` takes it.
+        evaluation_context: a network and data, for the losses between the two; as `papa.soup_files` takes it.
         reset_batch_norm: estimate BatchNorm statistics anew at every point between the two.
     """
     one, other = open_checkpoint(first, key=key), open_checkpoint(second, key=key)
@@ -133,7 +138,7 @@ def diff_files(
         tensors=tuple(sorted(tensors, key=lambda tensor: (-_rank(tensor.relative), tensor.name))),
         total=_difference("all floating-point tensors", numel, total),
         unlike=tuple(differences(one.tensors, other.tensors)),
-        curve=None if kitchen is None else _curve(one, other, kitchen, reset_batch_norm),
+        curve=None if evaluation_context is None else _curve(one, other, evaluation_context, reset_batch_norm),
     )
 
 
@@ -162,9 +167,9 @@ def _difference(name: str, numel: int, sums: Sequence[float]) -> Difference:
     return Difference(name, numel, distance, relative, product / norms if norms else math.nan)
 
 
-def _curve(one: Checkpoint, other: Checkpoint, kitchen: Any, reset_batch_norm: bool) -> Curve:
+def _curve(one: Checkpoint, other: Checkpoint, evaluation_context: Any, reset_batch_norm: bool) -> Curve:
     check_alike([one, other])
-    place = kitchen_of(kitchen)
+    place = evaluation_context_of(evaluation_context)
     positions = tuple(index / (NUM_POINTS - 1) for index in range(NUM_POINTS))
     points = []
     for position in positions:

@@ -12,7 +12,7 @@ from typing import Any
 
 from papa.checkpoint import write_json
 from papa.errors import ConfigError, SoupError
-from papa.evaluate import Evaluation
+from papa.evaluation import Evaluation
 from papa.files.writing import read_json_file
 
 NUMBER = re.compile(

@@ -17,12 +17,12 @@ from papa._version import __version__
 from papa.align import Alignment
 from papa.checkpoint import json_text
 from papa.errors import ConfigError, SoupError, did_you_mean
-from papa.evaluate import Evaluation
+from papa.evaluation import Evaluation
 from papa.files.average import check_alike, is_averaged
-from papa.files.cooking import Cook, ScoreFile, Scorer, Steps, Tell, Watch
+from papa.files.builder import ScoreFile, Scorer, SoupBuilder, Steps, Tell, Watch
 from papa.files.digests import digest_of
+from papa.files.evaluation_context import evaluation_context_of
 from papa.files.header import NAMES
-from papa.files.kitchen import kitchen_of
 from papa.files.scores import Memory
 from papa.files.sources import Checkpoint, PathLike, open_checkpoints
 from papa.files.writing import Output, write_output
@@ -85,7 +85,7 @@ def soup_files(
     key: str | None = None,
     greedy: bool = False,
     score: str | ScoreFile | None = None,
-    kitchen: Any = None,
+    evaluation_context: Any = None,
     align: bool = False,
     repair: bool = False,
     reset_batch_norm: bool = False,
@@ -123,10 +123,10 @@ def soup_files(
         key: where in PyTorch files the state dict is; None to look under the usual names.
         greedy: add checkpoints best first, as long as the score does not fall (`papa.greedy_soup`).
         score: how candidates are scored: a command in which `{}` stands for the file and whose last printed number
-            counts, or a function of the file; higher is better. None to score in the kitchen.
-        kitchen: a `papa.files.Kitchen` (a network and data), a function that makes one or returns
+            counts, or a function of the file; higher is better. None to score in the evaluation_context.
+        evaluation_context: a `papa.files.EvaluationContext` (a network and data), a function that makes one or returns
             `(network, batches)`, or its name `package.module:function`.
-        align: permute each network's units to match the first's, by their activations on the kitchen's batches.
+        align: permute each network's units to match the first's, by their activations on the evaluation_context's batches.
         repair: give averages the activation statistics of their parents (`papa.repair_`).
         reset_batch_norm: estimate averages' BatchNorm statistics anew (`papa.reset_batch_norm_`).
         max_shard_size: write several files and an index when the soup is larger, in bytes or such as "5GB".
@@ -151,30 +151,30 @@ def soup_files(
     check_alike(checkpoints)
     _check_storable(checkpoints[0])
     row = checked_weights(weights, len(checkpoints), normalize=normalize)
-    place = None if kitchen is None else kitchen_of(kitchen)
+    place = None if evaluation_context is None else evaluation_context_of(evaluation_context)
     steps = Steps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
-    cook = Cook(checkpoints, output.workshop, dtype=stored, kitchen=place, steps=steps)
-    scorer = Scorer(cook, score) if greedy else None
+    builder = SoupBuilder(checkpoints, output.workshop, dtype=stored, evaluation_context=place, steps=steps)
+    scorer = Scorer(builder, score) if greedy else None
     output.check(overwrite=overwrite)
     try:
         digests = [digest_of(checkpoint, full=full_digests or greedy) for checkpoint in checkpoints]
-        alignments = cook.align() if align else [None] * len(checkpoints)
+        alignments = builder.align() if align else [None] * len(checkpoints)
         choice, memory = None, Memory(output.scores) if greedy else None
         if scorer is not None and memory is not None:
-            how = _how(cook, scorer, stored, digests)
+            how = _how(builder, scorer, stored, digests)
             choice = _choose(scorer, digests, checkpoints, memory, how, tell)
             row = choice.network["row"].tolist()
         scores = [None] * len(row) if choice is None else choice.member_scores
         paths_given = [checkpoint.path for checkpoint in checkpoints]
         ingredients = tuple(map(Ingredient, paths_given, digests, row, scores, alignments))
-        record = _record(ingredients, cook, stored, choice, scorer)
+        record = _record(ingredients, builder, stored, choice, scorer)
         notes = _notes(checkpoints, stored)
         if memory is not None and memory.num_used:
             notes.append(f"{memory.num_used} scores are of an earlier call that was broken off")
         files = write_output(
             output,
-            cook.tensors,
-            _watched(cook, row, watch),
+            builder.tensors,
+            _watched(builder, row, watch),
             metadata={"format": "pt", "papa": __version__, "soup": json_text(record)},
             sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
             most_bytes=most_bytes,
@@ -218,17 +218,21 @@ def _choose(
     return greedy_soup([{"row": row} for row in mixing.identity(size)], score)
 
 
-def _how(cook: Cook, scorer: Scorer, dtype: torch.dtype | None, digests: Sequence[str]) -> str:
+def _how(builder: SoupBuilder, scorer: Scorer, dtype: torch.dtype | None, digests: Sequence[str]) -> str:
     """What a score depends on besides the files that are averaged."""
-    steps = cook.steps
+    steps = builder.steps
     reference = digests[0] if steps.align else ""
-    kitchen = cook.kitchen.name if cook.kitchen is not None and (steps.align or steps.after) else ""
-    return json_text([scorer.name, str(dtype), steps.repair, steps.reset_batch_norm, reference, kitchen])
+    evaluation_context = (
+        builder.evaluation_context.name
+        if builder.evaluation_context is not None and (steps.align or steps.after)
+        else ""
+    )
+    return json_text([scorer.name, str(dtype), steps.repair, steps.reset_batch_norm, reference, evaluation_context])
 
 
 def _record(
     ingredients: Sequence[Ingredient],
-    cook: Cook,
+    builder: SoupBuilder,
     dtype: torch.dtype | None,
     choice: GreedySoup[Any] | None,
     scorer: Scorer | None,
@@ -247,11 +251,11 @@ def _record(
         "papa": __version__,
         "torch": torch.__version__,
         "files": files,
-        "align": cook.steps.align,
-        "repair": cook.steps.repair,
-        "reset_batch_norm": cook.steps.reset_batch_norm,
+        "align": builder.steps.align,
+        "repair": builder.steps.repair,
+        "reset_batch_norm": builder.steps.reset_batch_norm,
         "dtype": None if dtype is None else _name(dtype),
-        "not_averaged": [name for name, info in cook.tensors.items() if not is_averaged(info.dtype)],
+        "not_averaged": [name for name, info in builder.tensors.items() if not is_averaged(info.dtype)],
     }
     if choice is not None and scorer is not None:
         paths = [str(one.path) for one in ingredients]
@@ -293,11 +297,11 @@ def _notes(checkpoints: Sequence[Checkpoint], dtype: torch.dtype | None) -> list
     return notes
 
 
-def _watched(cook: Cook, row: Sequence[float], watch: Watch | None) -> Callable[[str], Iterator[Tensor]]:
-    blocks = cook.blocks(row)
+def _watched(builder: SoupBuilder, row: Sequence[float], watch: Watch | None) -> Callable[[str], Iterator[Tensor]]:
+    blocks = builder.blocks(row)
     if watch is None:
         return blocks
-    total, done = sum(info.num_bytes for info in cook.tensors.values()), 0
+    total, done = sum(info.num_bytes for info in builder.tensors.values()), 0
 
     def counted(name: str) -> Iterator[Tensor]:
         nonlocal done

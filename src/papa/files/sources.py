@@ -21,7 +21,7 @@ from torch import Tensor
 
 from papa.errors import RunError, SoupError
 from papa.files.header import TensorInfo, read_header
-from papa.runs import RunDirectory
+from papa.lab.runs import RunDirectory
 
 PathLike: TypeAlias = str | os.PathLike[str]
 

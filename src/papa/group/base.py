@@ -124,13 +124,13 @@ class Group(Protocol):
         ...
 
 
-def gathered(group: Group, work: Callable[[], list[T]]) -> list[T]:
+def gather_or_raise(group: Group, work: Callable[[], list[T]]) -> list[T]:
     """What every process finds in `work`, which may differ in number, put together; one's `PapaError` is everyone's.
 
     Without that, the others would wait for the one who found something wrong with its members.
 
     Example:
-        >>> gathered(Local(), lambda: [1, 2])
+        >>> gather_or_raise(LocalGroup(), lambda: [1, 2])
         [1, 2]
     """
     values: list[T] = []
@@ -145,7 +145,7 @@ def gathered(group: Group, work: Callable[[], list[T]]) -> list[T]:
     return group.gather(values)
 
 
-class Local:
+class LocalGroup:
     """One process holds every member."""
 
     num_ranks = 1

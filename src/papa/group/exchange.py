@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.group.plainly import plainly
-from papa.group.shared import balanced_share
+from papa.group.shared_memory import balanced_share
 from papa.product import block_width
 
 MESSAGE_BYTES = 2 << 20

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from papa.errors import ConfigError, MemberError
-from papa.group.base import Group, Local
-from papa.group.spread import Spread
+from papa.group.base import Group, LocalGroup
+from papa.group.distributed import DistributedGroup
 
 POPULATION = "population"
 
@@ -26,15 +26,15 @@ def as_group(group: Any, *, exchange: str = "exact") -> Group:
     """
     if group is None:
         _check_alone()
-        return Local()
+        return LocalGroup()
     if isinstance(group, DeviceMesh):
         return _from_mesh(group, exchange)
     if isinstance(group, dist.ProcessGroup):
-        return Spread(group, exchange=exchange)
+        return DistributedGroup(group, exchange=exchange)
     if not hasattr(group, "check_same"):
         raise MemberError(
             f"group is a {type(group).__name__}, expected a process group or device mesh of torch.distributed, or "
-            "one of papa.group, such as papa.group.Local"
+            "one of papa.group, such as papa.group.LocalGroup"
         )
     found: Group = group
     return found
@@ -46,12 +46,12 @@ def _check_alone() -> None:
     if "RANK" in os.environ and num_ranks != "1" and not dist.is_initialized():
         raise ConfigError(
             f"group is None in one of {num_ranks} processes that torchrun started: call torch.distributed."
-            "init_process_group() first and pass torch.distributed.group.WORLD, or pass papa.group.Local() for a "
+            "init_process_group() first and pass torch.distributed.group.WORLD, or pass papa.group.LocalGroup() for a "
             "population of this process alone"
         )
 
 
-def _from_mesh(mesh: DeviceMesh, exchange: str) -> Spread:
+def _from_mesh(mesh: DeviceMesh, exchange: str) -> DistributedGroup:
     names = mesh.mesh_dim_names or ()
     others = [name for name in names if name != POPULATION]
     if POPULATION not in names or len(others) > 1:
@@ -61,4 +61,4 @@ def _from_mesh(mesh: DeviceMesh, exchange: str) -> Spread:
             "member is trained: init_device_mesh(device, (members, ranks), mesh_dim_names=('population', 'data'))"
         )
     data = mesh.get_group(others[0]) if others else None
-    return Spread(mesh.get_group(POPULATION), exchange=exchange, data=data)
+    return DistributedGroup(mesh.get_group(POPULATION), exchange=exchange, data=data)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from papa.group.exchange import Wires
 from papa.group.plainly import plainly
-from papa.group.shared import balanced_share
+from papa.group.shared_memory import balanced_share
 
 CHUNKS_UNDER_WAY = 2
 

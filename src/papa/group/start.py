@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from papa.errors import LostError, PapaError, RunError
-from papa.group.shared import Shared
-from papa.process import settle
+from papa.group.shared_memory import SharedMemoryGroup
+from papa.process import configure_process
 
 PATIENCE = datetime.timedelta(days=7)
 """How long a worker waits for the others: one may have an epoch more to train. Deaths are noticed by the parent."""
@@ -130,7 +130,7 @@ def _work(
     arguments: tuple[Any, ...],
 ) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)  # as inherited, but for a tracker started meanwhile
-    settle()
+    configure_process()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Workers of one machine talk over loopback, whatever the machine's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -138,7 +138,7 @@ def _work(
         dist.init_process_group(
             "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=num_workers, timeout=PATIENCE
         )
-        value = job(Shared(size), *arguments)
+        value = job(SharedMemoryGroup(size), *arguments)
         dist.barrier()
         _send(connection, "value", rank, value)
     except PapaError as error:

@@ -20,10 +20,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from papa.errors import ConfigError, RunError
 from papa.group.base import Group
+from papa.group.distributed import DistributedGroup
 from papa.group.plainly import plainly
-from papa.group.shared import Shared
-from papa.group.spread import Spread
-from papa.process import settle
+from papa.group.shared_memory import SharedMemoryGroup
+from papa.process import configure_process
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process it starts."""
@@ -94,8 +94,8 @@ class Torchrun:
         """What holds a population of `size`: one mapping where torchrun runs on one machine, else each its own rows."""
         on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         if on_one_machine and self.exchange == "exact":
-            return Shared(size)
-        spread = Spread(exchange=self.exchange)
+            return SharedMemoryGroup(size)
+        spread = DistributedGroup(exchange=self.exchange)
         spread.share(size)
         return spread
 
@@ -112,7 +112,7 @@ def _name_of(process: int) -> str:
 def _connect() -> None:
     if dist.is_initialized():
         return
-    settle()
+    configure_process()
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     with _at_the_meeting_point(address):
         store, rank, num_ranks = next(rendezvous("env://", timeout=PATIENCE_TO_MEET))

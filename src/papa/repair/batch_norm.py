@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from papa.batches import inputs_of, num_examples, outputs_of
 from papa.errors import DataError
-from papa.evaluate import evaluating
+from papa.evaluation import evaluating
+from papa.inputs import inputs_of, num_examples, outputs_of
 
 
 @torch.no_grad()

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from papa.errors import DataError
-from papa.evaluate import rereadable
-from papa.group import Group, Local, gathered
+from papa.evaluation import rereadable
+from papa.group import Group, LocalGroup, gather_or_raise
 from papa.mixing import check_row, soup_row
 from papa.population import Population
 from papa.repair.batch_norm import reset_batch_norm_
-from papa.repair.moments import (
-    Moments,
+from papa.repair.statistics import (
+    ChannelStatistics,
     Record,
     channel_axis,
     feeds_batch_norm,
-    layer_moments,
+    layer_statistics,
     num_channels,
     repairable_layers,
     run_watched,
@@ -104,10 +104,10 @@ def repair_(
     Returns:
         What was done to each layer.
     """
-    group: Group = parents.group if isinstance(parents, Population) else Local()
+    group: Group = parents.group if isinstance(parents, Population) else LocalGroup()
     members, size = group.members(len(parents)), group.size(len(parents))
-    present = parents.present if isinstance(parents, Population) else range(size)
-    row = soup_row(size, present) if weights is None else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    active = parents.active if isinstance(parents, Population) else range(size)
+    row = soup_row(size, active) if weights is None else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     if row.shape != (size,):
         raise DataError(f"weights have shape {tuple(row.shape)}, expected ({size},): one for each parent")
     check_row(row, subject="the row of parents' weights")
@@ -116,16 +116,16 @@ def repair_(
     if len(theirs) != len(parents):
         raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")
     here = list(zip(members, parents, theirs, strict=True))
-    moments = gathered(
+    moments = gather_or_raise(
         group,
         lambda: [
-            layer_moments(net, its, subject=f"parent {member}") if row[member] else {} for member, net, its in here
+            layer_statistics(net, its, subject=f"parent {member}") if row[member] else {} for member, net, its in here
         ],
     )
     return repair_toward_(child, goals_of(moments, row), batches, exact=exact)
 
 
-def goals_of(moments: Sequence[Mapping[str, Moments]], weights: Tensor) -> dict[str, Goal]:
+def goals_of(moments: Sequence[Mapping[str, ChannelStatistics]], weights: Tensor) -> dict[str, Goal]:
     """The parents' weighted means of means and of standard deviations, layer by layer in the order they ran."""
     used = [(parent, weight) for parent, weight in zip(moments, weights.tolist(), strict=True) if weight]
     first = used[0][0]
@@ -136,7 +136,7 @@ def goals_of(moments: Sequence[Mapping[str, Moments]], weights: Tensor) -> dict[
     return {name: _goal_of(name, [(parent[name], weight) for parent, weight in used]) for name in first}
 
 
-def _goal_of(name: str, parents: Sequence[tuple[Moments, float]]) -> Goal:
+def _goal_of(name: str, parents: Sequence[tuple[ChannelStatistics, float]]) -> Goal:
     sizes = sorted({len(moments.mean) for moments, _ in parents})
     if len(sizes) > 1:
         raise DataError(f"layer '{name}' has {sizes[0]} channels in one parent and {sizes[-1]} in another")
@@ -228,13 +228,13 @@ def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, 
 
 def _rescaled_moments(
     child: nn.Module, layers: Mapping[str, nn.Module], goals: Mapping[str, Goal], batches: Sequence[Any]
-) -> dict[str, Moments]:
+) -> dict[str, ChannelStatistics]:
     """The child's moments when each layer's output is brought to its goals, batch by batch, before it is passed on."""
-    found = {name: Moments() for name in layers}
+    found = {name: ChannelStatistics() for name in layers}
 
     def watch(name: str, layer: nn.Module, output: Tensor, use: int) -> Tensor:
         found[name].add(layer, output, use)
-        here = Moments()
+        here = ChannelStatistics()
         here.add(layer, output)
         uses = goals[name].uses
         scale, shift = _affine(layer, here, uses[use] if use < len(uses) else goals[name])
@@ -251,7 +251,7 @@ def has_bias(layer: nn.Module) -> bool:
     return layer._parameters.get("bias") is not None
 
 
-def _affine(layer: nn.Module, found: Moments, goal: Goal) -> tuple[Tensor, Tensor]:
+def _affine(layer: nn.Module, found: ChannelStatistics, goal: Goal) -> tuple[Tensor, Tensor]:
     """Scale and shift that bring what was found to the goal, as far as the layer can.
 
     A channel with no variance keeps scale 1. Where there is no bias to put it into there is no shift, so that what
@@ -262,7 +262,7 @@ def _affine(layer: nn.Module, found: Moments, goal: Goal) -> tuple[Tensor, Tenso
     return scale, shift if has_bias(layer) else torch.zeros_like(shift)
 
 
-def _fuse_(layer: nn.Module, found: Moments, goal: Goal) -> None:
+def _fuse_(layer: nn.Module, found: ChannelStatistics, goal: Goal) -> None:
     """Put scale and shift into the layer's own weight and bias."""
     scale, shift = _affine(layer, found, goal)
     weight = layer.get_parameter("weight")

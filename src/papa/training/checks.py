@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from papa.errors import ConfigError, did_you_mean
-from papa.evaluate import Counting
+from papa.evaluation import Counting
 from papa.rules import Rule
 
 
@@ -65,23 +65,23 @@ def check_whole(**numbers: int) -> None:
             raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")
 
 
-def check_hooks(hooks: object, base: type) -> None:
-    """Raise unless they are hooks; warn where one has a method that looks like a hook's, and nobody calls.
+def check_callbacks(callbacks: object, base: type) -> None:
+    """Raise unless they are callbacks; warn where one has a method that looks like a callback's, and nobody calls.
 
     Args:
-        hooks: what the user gave.
-        base: the class that hooks are made from.
+        callbacks: what the user gave.
+        base: the class that callbacks are made from.
     """
-    if not isinstance(hooks, Sequence):
-        raise ConfigError(f"hooks is a {type(hooks).__name__}, expected a list of hooks")
-    for hook in hooks:
-        if not isinstance(hook, base):
-            found = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
-            raise ConfigError(f"a hook is {found}, expected an object of a class made from papa.training.Hook")
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks is a {type(callbacks).__name__}, expected a list of callbacks")
+    for callback in callbacks:
+        if not isinstance(callback, base):
+            found = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigError(f"a callback is {found}, expected an object of a class made from papa.training.Callback")
         called = {name for name in dir(base) if not name.startswith("_")}
-        told = {name for name in vars(type(hook)) if name.startswith(("on_", "before_", "after_"))}
+        told = {name for name in vars(type(callback)) if name.startswith(("on_", "before_", "after_"))}
         for name in sorted(told - called):
             warnings.warn(
-                f"the hook {type(hook).__name__} has {name}, which nobody calls: {did_you_mean(name, sorted(called))}",
+                f"the callback {type(callback).__name__} has {name}, which nobody calls: {did_you_mean(name, sorted(called))}",
                 stacklevel=4,
             )

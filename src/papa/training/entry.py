@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from papa.batches import Inputs
-from papa.evaluate import Apply, Loss, Metric, accuracy, call
+from papa.evaluation import Apply, Loss, Metric, accuracy, call
+from papa.inputs import Inputs
 from papa.process import find_device
 from papa.rules import Rule
 from papa.schedules import Schedule, cosine
-from papa.training.feed import Augment
-from papa.training.loop import Companion, Hook, Training
-from papa.training.merging import Merging
-from papa.training.outcome import Outcome, harvest
-from papa.training.parts import Engine, Numerics
+from papa.training.batches import Augment
+from papa.training.loop import Callback, Companion, Training
+from papa.training.merge_options import MergeOptions
+from papa.training.options import Engine, Numerics
+from papa.training.outcome import Outcome, finalize
 from papa.training.saving import kept
 
 
@@ -54,12 +54,12 @@ def train(
     numerics: Numerics = Numerics(),  # noqa: B008
     eval_batch_size: int = 512,
     num_repair_batches: int = 0,
-    sick: str | None = "restart",
+    on_nonfinite: str | None = "restart",
     apply: Apply = call,
-    merging: Merging = Merging(),  # noqa: B008
+    merging: MergeOptions = MergeOptions(),  # noqa: B008
     engine: Callable[[Training], Engine] | None = None,
     companion: Companion | None = None,
-    hooks: Sequence[Hook] = (),
+    callbacks: Sequence[Callback] = (),
     checkpoints: str | Path | None = None,
 ) -> Outcome:
     """Train a population and hand back its soups and scores.
@@ -86,7 +86,7 @@ def train(
             default a `Push` whose half-life is 0.3% of training.
         loss: from outputs and targets to the mean loss of a batch.
         metric: from outputs and targets to the mean score of a batch, or counts that add up over batches, as
-            `papa.tasks.F1`; higher is better.
+            `papa.lab.tasks.F1`; higher is better.
         make_optimizer: makes one member's optimizer from the member.
         schedule: the learning rate as a share of the optimizer's, from steps taken and steps in all.
         augment: from a batch of raw inputs, its targets and a generator to what a member trains on; one for all, or
@@ -97,13 +97,13 @@ def train(
         numerics: precision, memory format, gradient clipping.
         eval_batch_size: examples per batch when scoring.
         num_repair_batches: repair members after each merge (REPAIR), by their statistics on so many batches; 0 for not.
-        sick: what to do with a member whose weights, or loss for three steps, are not finite: `restart`, `drop` or
+        on_nonfinite: what to do with a member whose weights, or loss for three steps, are not finite: `restart`, `drop` or
             `stop`, see `Averager`; None not to look.
-        apply: how a network gives its outputs when it is scored, such as `papa.tasks.apply_whole`.
+        apply: how a network gives its outputs when it is scored, such as `papa.lab.tasks.apply_whole`.
         merging: how they are repaired.
         engine: how all members take a step; None for one after the other, `papa.training.Stacked` for all at once.
         companion: what goes along with each member, such as `papa.training.TrajectoryAverage` (SWA, EMA).
-        hooks: `papa.training.Hook`s, told of every step, averaging and epoch.
+        callbacks: `papa.training.Callback`s, told of every step, averaging and epoch.
         checkpoints: a directory for this training alone. Its whole state is saved there at the end of each epoch and
             every ten minutes, and the same call made again goes on from there, to the same bits; once done, it returns
             the same outcome. None for not.
@@ -130,7 +130,7 @@ def train(
         numerics=numerics,
         eval_batch_size=eval_batch_size,
         num_repair_batches=num_repair_batches,
-        sick=sick,
+        on_nonfinite=on_nonfinite,
         apply=apply,
         merging=merging,
         engine=engine,
@@ -138,9 +138,9 @@ def train(
         group=None,
     )
     if checkpoints is None:
-        training.run(hooks)
+        training.run(callbacks)
     else:
         with kept(training, Path(checkpoints)) as saver:
-            training.run([*hooks, saver])
+            training.run([*callbacks, saver])
             saver.finish(training)
-    return harvest(training)
+    return finalize(training)

@@ -13,28 +13,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa.align import AlignMerges
-from papa.averager import Around, Averager, Averaging, chain
-from papa.batches import Inputs, outputs_of
-from papa.data.source import Source, Subset, as_data
+from papa.averager import Averager, Averaging, MergeHook, chain
+from papa.data import Source, Subset, as_data
 from papa.errors import ConfigError, DataError
-from papa.evaluate import Apply, Evaluation, Loss, Metric, call, evaluate_together
-from papa.group import Group, Local
-from papa.health import Sickness
+from papa.evaluation import Apply, Evaluation, Loss, Metric, call, evaluate_together
+from papa.group import Group, LocalGroup
+from papa.health import NonFiniteMember
+from papa.inputs import Inputs, outputs_of
+from papa.lab.selection import Mutation
 from papa.population import Population
 from papa.rules import HALF_LIFE_SHARE, Independent, Push, Rule
 from papa.schedules import Schedule
-from papa.selection import Mutation
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
-from papa.training.checks import check_functions, check_hooks, check_makers, check_metric, check_rule, check_whole
-from papa.training.feed import Augment, Feed
-from papa.training.merging import Merging, repair_around
-from papa.training.parts import Engine, EpochRecord, Length, Numerics
+from papa.training.batches import Augment, Batches
+from papa.training.checks import check_callbacks, check_functions, check_makers, check_metric, check_rule, check_whole
+from papa.training.merge_options import MergeOptions, repair_hook
+from papa.training.options import Engine, EpochRecord, Length, Numerics
 
 MOST_BAD_LOSSES = 3
 """A member whose loss was not finite for so many steps in a row is sick, whatever its weights."""
 
 
-class Hook:
+class Callback:
     """What may be told of a training while it runs. Override what you need."""
 
     def on_start(self, training: Training) -> None:
@@ -104,9 +104,9 @@ class Training:
         numerics: Numerics,
         eval_batch_size: int,
         num_repair_batches: int = 0,
-        sick: str | None = "restart",
+        on_nonfinite: str | None = "restart",
         apply: Apply = call,
-        merging: Merging = Merging(),  # noqa: B008
+        merging: MergeOptions = MergeOptions(),  # noqa: B008
         engine: Callable[[Training], Engine] | None = None,
         measure: bool = True,
         companion: Companion | None = None,
@@ -129,12 +129,12 @@ class Training:
         self.loss, self.metric, self.schedule = loss, metric, schedule
         self.apply = apply
         self.seed, self.device, self.numerics = seed, torch.device(device), numerics
-        self.group = group if group is not None else Local()
+        self.group = group if group is not None else LocalGroup()
         self.members = self.group.share(num_members)
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
         self.optimizers = [make_optimizer(model) for model in self.population]
         self.scalers = [self._make_scaler() for _ in self.members]
-        self.feed = Feed(
+        self.batches = Batches(
             self.data,
             members=self.members,
             batch_size=batch_size,
@@ -150,9 +150,9 @@ class Training:
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self.loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
         self.recent_losses = torch.zeros(len(self.members), MOST_BAD_LOSSES, device=self.device)
-        self.sick: list[dict[str, Any]] = []
+        self.nonfinite: list[dict[str, Any]] = []
         """Members that were found sick so far, as lines of the metrics."""
-        self._hooks: Sequence[Hook] = ()
+        self._callbacks: Sequence[Callback] = ()
         self._is_stopped = False
         self.set_lr_()
         self.merging = merging
@@ -164,9 +164,9 @@ class Training:
             self.optimizers,
             num_steps=self.length.num_steps,
             measure=measure,
-            around=self._around(rule),
-            sick=sick,
-            symptom=self._symptom,
+            merge_hooks=self._around(rule),
+            on_nonfinite=on_nonfinite,
+            unhealthy_reason=self._symptom,
         )
         self.engine = None if engine is None else engine(self)
         self.companion = companion
@@ -183,20 +183,20 @@ class Training:
             model = make_model().to(self.device)
         return model.to(memory_format=torch.channels_last) if self.numerics.channels_last else model
 
-    def _around(self, rule: Rule) -> Around | None:
+    def _around(self, rule: Rule) -> MergeHook | None:
         """What happens around averagings, besides mixing: members are matched before, and repaired after merges."""
-        merging, feed = self.merging, self.feed
-        parts: list[Around] = []
+        merging, data = self.merging, self.batches
+        parts: list[MergeHook] = []
         if merging.mutation and not isinstance(rule, Independent):
             every_steps = None if rule.is_merge else self.steps_in(merging.mutation_every_epochs)
             self.mutation = Mutation(merging.mutation, seed=self.seed, every_steps=every_steps)
             parts.append(self.mutation)  # the outermost, so that it comes after REPAIR
         if merging.align is not None and not isinstance(rule, Independent):
             align_steps = 1 if rule.is_merge else self.steps_in(merging.align_every_epochs)
-            batches = feed.plain_batches(merging.num_align_batches)
+            batches = data.plain_batches(merging.num_align_batches)
             parts.append(AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=align_steps))
-        if feed.num_repair_batches and rule.is_merge:
-            parts.append(repair_around(self.population[0], merging, feed.repair_batches, feed.plain_repair_batches))
+        if data.num_repair_batches and rule.is_merge:
+            parts.append(repair_hook(self.population[0], merging, data.repair_batches, data.plain_repair_batches))
         return chain(*parts) if parts else None
 
     def steps_in(self, num_epochs: float) -> int:
@@ -216,61 +216,61 @@ class Training:
         self.step = self.averager.num_steps_taken = step
         self.set_lr_()
 
-    def run(self, hooks: Sequence[Hook] = ()) -> None:
+    def run(self, callbacks: Sequence[Callback] = ()) -> None:
         """Train from the current step to the end."""
-        check_hooks(hooks, Hook)
+        check_callbacks(callbacks, Callback)
         self._try_out()
-        self._hooks = hooks
-        for hook in hooks:
-            hook.on_start(self)
+        self._callbacks = callbacks
+        for callback in callbacks:
+            callback.on_start(self)
         if self.engine is not None:
             self.engine.start_()
         with torch.random.fork_rng(
             devices=accelerators_in_use()
         ):  # member_step seeds the global generators, which are the caller's
             while self.step < self.length.num_steps and not self._is_stopped:
-                self._one_step(hooks)
+                self._one_step(callbacks)
                 record = self._finish_epoch() if self.step % self.length.steps_per_epoch == 0 else None
                 if self.companion is not None:
-                    self.companion.after_step(self)  # before hooks, which may save
+                    self.companion.after_step(self)  # before callbacks, which may save
                 if record is not None:
-                    for hook in hooks:
-                        hook.on_epoch(self, record)
-                for hook in hooks:
-                    hook.after_step(self)
+                    for callback in callbacks:
+                        callback.on_epoch(self, record)
+                for callback in callbacks:
+                    callback.after_step(self)
         if self.engine is not None:
             self.engine.hand_back_()
 
     def stop(self) -> None:
-        """End the training after this step, for hooks; what it has come to is harvested as usual.
+        """End the training after this step, for callbacks; what it has come to is harvested as usual.
 
         Where processes hold the population together, all of them must call it at the same step.
         """
         self._is_stopped = True
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Tell all hooks of something out of the ordinary."""
-        for hook in self._hooks:
-            hook.on_event(self, event)
+        """Tell all callbacks of something out of the ordinary."""
+        for callback in self._callbacks:
+            callback.on_event(self, event)
 
     def _try_out(self) -> None:
         """Score one batch, so that a loss or metric that does not fit shows now and not after the first epoch."""
         first = Subset(self.data.validation, torch.arange(min(2, len(self.data.validation)), device="cpu"))
         self.evaluate([self.population[0]], first)
 
-    def _one_step(self, hooks: Sequence[Hook]) -> None:
-        for hook in hooks:
-            hook.before_step(self)
+    def _one_step(self, callbacks: Sequence[Callback]) -> None:
+        for callback in callbacks:
+            callback.before_step(self)
         with self._timed("train"):
             self._step_members()
             self.step += 1
             self.set_lr_()
         with self._timed("average"):
             averaging = self.averager.step()
-        self._note_sick(self.averager.found_sick)
+        self._note_nonfinite(self.averager.found_nonfinite)
         if averaging is not None:
-            for hook in hooks:
-                hook.on_averaging(self, averaging)
+            for callback in callbacks:
+                callback.on_averaging(self, averaging)
 
     def _step_members(self) -> None:
         if self.engine is not None:
@@ -287,10 +287,10 @@ class Training:
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
-        inputs, targets = self.feed.training_batch(index, self.step)
+        inputs, targets = self.batches.training_batch(index, self.step)
         seed_global_(derive(self.seed, "forward", self.members[index], self.step))
         optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of(model, self.feed.formatted(inputs), targets)
+        loss = self.loss_of(model, self.batches.formatted(inputs), targets)
         (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         if self.numerics.clip_norm is not None:
             if scaler is not None:
@@ -327,7 +327,7 @@ class Training:
             return None
         return f"its loss was not finite for {MOST_BAD_LOSSES} steps"
 
-    def _note_sick(self, found: Sequence[Sickness]) -> None:
+    def _note_nonfinite(self, found: Sequence[NonFiniteMember]) -> None:
         for sickness in found:
             if sickness.member in self.members:
                 index = sickness.member - self.members.start
@@ -337,14 +337,14 @@ class Training:
                     self.engine.forget_(index)
                 if self.companion is not None:
                     self.companion.forget_(index, self.population[index])
-            self.sick.append(sickness.to_json())
+            self.nonfinite.append(sickness.to_json())
             self.tell(sickness.to_json())
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         return torch.amp.GradScaler(self.device.type) if self.numerics.autocast is torch.float16 else None
 
     def _finish_epoch(self) -> EpochRecord:
-        self._note_sick(self.averager.check_health())
+        self._note_nonfinite(self.averager.check_health())
         for index, member in enumerate(self.members):
             if member in self.population.dropped:
                 self.loss_sums[index] = math.nan
@@ -368,7 +368,7 @@ class Training:
         population = self.population if population is None else population
         dropped = population.dropped
         members, ensemble = self.evaluate(
-            list(population), source, gather=self.group.gather, ensemble_of=population.present
+            list(population), source, gather=self.group.gather, ensemble_of=population.active
         )
         nothing = Evaluation(math.nan, math.nan)
         return [nothing if member in dropped else found for member, found in enumerate(members)], ensemble
@@ -385,7 +385,7 @@ class Training:
         with self._timed("evaluate"), self._autocast():
             return evaluate_together(
                 models,
-                self.feed.evaluation_batches(source),
+                self.batches.evaluation_batches(source),
                 loss=self.loss,
                 metric=self.metric,
                 apply=self.apply,

@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from papa.data.source import Source
+from papa.data import Source
 from papa.errors import PapaError
+from papa.lab.analysis import Analysis, analyse
+from papa.lab.independent_soups import Soups, aligned_and_repaired_soups, repaired_soups
+from papa.lab.trajectory_scores import TrajectoryOutcome, score_trajectory_averages
 from papa.population import Population
 from papa.repair import RepairReport, repair_plan
 from papa.rules import Independent
 from papa.soup import GreedySoup, average_soup, greedy_soup
-from papa.training.analysis import Analysis, analyse
-from papa.training.averages import TrajectoryOutcome, harvest_trajectory
 from papa.training.loop import Training
 from papa.training.scores import Scores
-from papa.training.soups import Soups, aligned_and_repaired_soups, repaired_soups
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outcome:
     """Scores on the test data, where there is any."""
     seconds: dict[str, float]
     """Where the time went."""
-    sick: list[dict[str, Any]] = field(default_factory=list)
+    nonfinite: list[dict[str, Any]] = field(default_factory=list)
     """Members that were found sick, when, why, and what was done."""
     repaired: Soups | None = None
     """For members that were never averaged, and where REPAIR is asked for: how good the soups are that it gives."""
@@ -60,7 +60,7 @@ class Outcome:
                 {"members": list(trial.members), "score": trial.score, "kept": trial.kept}
                 for trial in self.greedy.trials
             ],
-            "sick": self.sick,
+            "nonfinite": self.nonfinite,
             "repaired": None if self.repaired is None else self.repaired.to_json(),
             "aligned": None if self.aligned is None else self.aligned.to_json(),
             **({"similarity": None, "interpolation": None} if self.analysis is None else self.analysis.to_json()),
@@ -70,7 +70,7 @@ class Outcome:
         }
 
 
-def harvest(
+def finalize(
     training: Training,
     *,
     align_soups: bool = False,
@@ -88,12 +88,12 @@ def harvest(
         num_batch_norm_batches: how many batches BatchNorm is re-estimated on, in averages of trajectories.
     """
     validation, test = training.data.validation, training.data.test
-    wants_soups = bool(training.feed.num_repair_batches) and isinstance(training.averager.rule, Independent)
+    wants_soups = bool(training.batches.num_repair_batches) and isinstance(training.averager.rule, Independent)
     # Before there are soups to keep: a process holds no more than two networks beside its own members.
     repaired = repaired_soups(training) if wants_soups else None
     aligned = aligned_and_repaired_soups(training, num_align_batches) if wants_soups and align_soups else None
     shared = _analysed(training, num_align_batches) if analysis else None
-    trajectory = harvest_trajectory(
+    trajectory = score_trajectory_averages(
         training, num_batch_norm_batches, align_soups=wants_soups and align_soups, num_align_batches=num_align_batches
     )
     average = average_soup(training.population)
@@ -112,7 +112,7 @@ def harvest(
         validation=on_validation,
         test=on_test,
         seconds=training.seconds,
-        sick=training.sick,
+        nonfinite=training.nonfinite,
         repaired=repaired,
         aligned=aligned,
         analysis=shared,
@@ -132,8 +132,8 @@ def _analysed(training: Training, num_align_batches: int | None) -> Analysis | N
 
 def _repair_plan(training: Training) -> RepairReport | None:
     """What REPAIR rescales, where it follows merges or makes soups of independent members."""
-    feed, rule = training.feed, training.averager.rule
+    batches, rule = training.batches, training.averager.rule
     is_whole = isinstance(rule, Independent) or not training.merging.batch_norm_only
-    if not feed.num_repair_batches or not rule.is_merge or not is_whole:
+    if not batches.num_repair_batches or not rule.is_merge or not is_whole:
         return None
-    return repair_plan(training.population[0], feed.plain_repair_batches())
+    return repair_plan(training.population[0], batches.plain_repair_batches())

@@ -13,15 +13,15 @@ from typing import Any
 from papa.checkpoint import CheckpointWriter, DamagedError, Failure, checkpoints, discard, load_checkpoint
 from papa.errors import RunError
 from papa.lock import Lock
-from papa.training.loop import Hook, Training
-from papa.training.parts import EpochRecord
+from papa.training.loop import Callback, Training
+from papa.training.options import EpochRecord
 from papa.training.state import expected_states, load_state_, member_states, state_of
 
 SECONDS_BETWEEN_MEETINGS = 1.0
 """How often several processes ask each other whether to stop or to save, at the least."""
 
 
-class Saver(Hook):
+class Saver(Callback):
     """Saves a training at the end of each epoch, and after some minutes without that; all processes together.
 
     Args:
@@ -176,7 +176,7 @@ def _load_(
 
 @contextlib.contextmanager
 def kept(training: Training, directory: Path, *, minutes: float = 10.0, keep: int = 2) -> Iterator[Saver]:
-    """Go on from what a directory holds of a training, and give the hook that saves it there.
+    """Go on from what a directory holds of a training, and give the callback that saves it there.
 
     Args:
         training: as it was made.

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.batches import Inputs
-from papa.data.source import Arrays, Source, Subset
+from papa.data import Arrays, Source, Subset
 from papa.errors import ConfigError, DataError
-from papa.evaluate import Batch
+from papa.evaluation import Batch
+from papa.inputs import Inputs
 from papa.training.loop import Training
 from papa.training.stacked_optimizer import StackedOptimizer, clipped
 from papa.training.traced import Recorded, record
@@ -37,7 +37,7 @@ class Stacked:
         ...     lambda: nn.Linear(4, 2), (inputs, targets), num_members=3, num_epochs=2, batch_size=1, engine=Stacked
         ... )
 
-    A network's Python code runs when its step is recorded, not in every step: hooks on modules and counters kept in
+    A network's Python code runs when its step is recorded, not in every step: callbacks on modules and counters kept in
     Python see no steps, and the parameters' `.grad` stays None. Networks that draw random numbers (dropout),
     optimizers that look at whole tensors, and float16 with its gradient scaler are refused.
 
@@ -69,7 +69,7 @@ class Stacked:
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
         self._steps.clear()
-        is_plain = not self.training.feed.is_augmented and _is_in_memory(self.training.data.train)
+        is_plain = not self.training.batches.is_augmented and _is_in_memory(self.training.data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
 
     def hand_back_(self) -> None:
@@ -140,11 +140,14 @@ class Stacked:
         training = self.training
         while True:
             epoch, position = divmod(training.step, training.length.steps_per_epoch)
-            orders = torch.stack([training.feed.order(member, epoch) for member in training.members])
+            orders = torch.stack([training.batches.order(member, epoch) for member in training.members])
             steps = orders.view(len(orders), -1, training.batch_size).transpose(0, 1)[position:]
             for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
                 inputs, targets = training.data.train.batch(part.flatten())
-                inputs, targets = _one(training.feed.prepare(training.feed.here(inputs))), targets.to(training.device)
+                inputs, targets = (
+                    _one(training.batches.prepare(training.batches.here(inputs))),
+                    targets.to(training.device),
+                )
                 stacked = (each.view(*part.shape, *each.shape[1:]) for each in (inputs, targets))
                 yield from zip(*stacked, strict=True)
 
@@ -152,7 +155,7 @@ class Stacked:
         """Each member's batch as the loop draws it, put together."""
         training = self.training
         while True:
-            drawn = [training.feed.training_batch(index, training.step) for index in range(len(training.population))]
+            drawn = [training.batches.training_batch(index, training.step) for index in range(len(training.population))]
             batches = [(_one(inputs), targets) for inputs, targets in drawn]
             forms = [f"{tuple(targets.shape)} of {targets.dtype}" for _, targets in batches]
             for index, form in enumerate(forms):

@@ -54,7 +54,7 @@ def state_of(training: Training) -> dict[str, Any]:
     return {
         "num_averagings": training.averager.num_averagings,
         "seconds": dict(training.seconds),
-        "sick": list(training.sick),
+        "nonfinite": list(training.nonfinite),
         "dropped": sorted(training.population.dropped),
     }
 
@@ -72,7 +72,7 @@ def _check_state(training: Training, step: int, state: Mapping[str, Any]) -> Non
         raise RunError(f"the checkpoint has {seconds!r} as seconds, expected {', '.join(training.seconds)}")
     if type(num_averagings) is not int or num_averagings < 0:
         raise RunError(f"the checkpoint has {num_averagings!r} averagings, expected a whole number")
-    sick, dropped, size = state.get("sick"), state.get("dropped"), training.population.size
+    sick, dropped, size = state.get("nonfinite"), state.get("dropped"), training.population.size
     if not isinstance(sick, list) or not all(isinstance(event, dict) for event in sick):
         raise RunError(f"the checkpoint has {sick!r} as sick members, expected a list")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
@@ -109,7 +109,7 @@ def load_state_(
     """
     _check_state(training, step, state)
     in_flight = [_load_member_(training, index, *members[member]) for index, member in enumerate(training.members)]
-    training.sick, training.population.dropped = list(state["sick"]), frozenset(state["dropped"])
+    training.nonfinite, training.population.dropped = list(state["nonfinite"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
     training.averager.load_in_flight(in_flight)

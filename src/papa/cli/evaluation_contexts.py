@@ -1,0 +1,71 @@
+"""What `papa soup` and `papa diff` share: options, and the network and data they may be given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from papa.cli.arguments import take_budget, take_value
+from papa.errors import ConfigError
+from papa.files import EvaluationContext, evaluation_context_of
+from papa.lab.config import Config
+from papa.lab.recipes import find
+from papa.lab.recipes.evaluation import recipe_evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class KitchenOptions:
+    """A network and data, for what needs them."""
+
+    key: str | None = None
+    """Where in PyTorch files the state dict is, such as ema or checkpoint.model; None to look in the usual places."""
+    factory: str | None = None
+    """A function package.module:name that returns (network, batches) or (network, batches, score)."""
+
+
+Options = TypeVar("Options", bound=KitchenOptions)
+
+
+def parse(options: type[Options], arguments: Sequence[str], *, prog: str, description: str) -> tuple[Options, Any]:
+    """The options of a command, and the config of the recipe it names, if any.
+
+    Args:
+        options: the command's own.
+        arguments: what came after the command.
+        prog: for the help.
+        description: for the help.
+
+    Returns:
+        The options, and a config or None. A recipe brings all its options along, such as --data.root.
+    """
+    name, rest = take_value("--recipe", arguments)
+    if name is None:
+        shown = "\n\n--recipe NAME [--budget full|mini|smoke] adds all options of papa run NAME, such as --data.root."
+        return tyro.cli(options, prog=prog, description=description + shown, args=rest), None
+    budget, rest = take_budget(rest)
+
+    unnamed = tyro.conf.arg(name="")
+    config = field(default=find(name).config(budget))
+    fields: list[Any] = [("own", Annotated[options, unnamed]), ("config", Annotated[Config, unnamed], config)]
+    parsed: Any = tyro.cli(make_dataclass("Both", fields), prog=prog, description=description, args=rest)
+    if parsed.own.factory is not None:
+        raise ConfigError("--recipe and --factory both give a network and data: choose one")
+    return parsed.own, parsed.config
+
+
+def kitchen_from(options: KitchenOptions, config: Config | None) -> EvaluationContext | None:
+    """The evaluation_context that was asked for, if any."""
+    if config is not None:
+        return recipe_evaluation(config)
+    if options.factory is None:
+        return None
+    sys.path.insert(0, os.getcwd())  # where people's own modules are
+    try:
+        return evaluation_context_of(options.factory)
+    finally:
+        sys.path.remove(os.getcwd())

@@ -1,0 +1,146 @@
+"""A network to load checkpoints into and data to look at it with: what alignment, REPAIR and scores need."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from papa.align import Alignment, align_
+from papa.errors import ConfigError, DataError, PapaError, SoupError
+from papa.evaluation import Evaluation, evaluate, evaluating
+from papa.files.average import Mean, differences
+from papa.files.header import TensorInfo
+from papa.files.sources import Checkpoint
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """A network and what it is looked at with.
+
+    Example:
+        >>> batches = [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(4)]
+        >>> evaluation_context = EvaluationContext(nn.Linear(4, 2), batches)
+        >>> evaluation_context.evaluate(evaluation_context.network).loss > 0
+        True
+    """
+
+    network: nn.Module
+    """Of the checkpoints' architecture; its weights are written over."""
+    batches: Sequence[Any]
+    """Inputs, or tuples whose first entry is the inputs, for alignment, REPAIR and BatchNorm."""
+    score: Callable[[nn.Module], Any] | None = None
+    """From the network, in evaluation mode and without gradients, to its score, higher is better, or to (score, loss);
+    None for accuracy and cross-entropy on the batches."""
+    name: str = ""
+    """What says which evaluation_context it is, so that scores are not taken for those of another."""
+
+    def evaluate(self, network: nn.Module) -> Evaluation:
+        """The network's score, higher is better, and loss, NaN where none is known."""
+        if self.score is None:
+            if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in self.batches):
+                raise DataError("batches hold inputs alone, expected pairs of inputs and targets to score with")
+            return evaluate(network, self.batches)
+        with evaluating(network), torch.no_grad():
+            value = self.score(network)
+        score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, math.nan)
+        if math.isnan(float(score)):
+            raise SoupError("the score is NaN, expected a number, higher is better: check the network's outputs")
+        return Evaluation(float(score), float(loss))
+
+
+def evaluation_context_of(source: Any) -> EvaluationContext:
+    """An evaluation context, or one made by a factory: a function, or its name `package.module:function`.
+
+    The factory takes nothing and returns `(network, batches)` or `(network, batches, score)`; see `EvaluationContext`.
+    """
+    if isinstance(source, EvaluationContext):
+        return source
+    name = source if isinstance(source, str) else getattr(_unwrapped(source), "__qualname__", type(source).__name__)
+    factory = _find(source) if isinstance(source, str) else source
+    if not callable(factory):
+        raise ConfigError(f"the factory {name} is a {type(factory).__name__}, expected a function")
+    try:
+        made = factory()
+        if isinstance(made, tuple) and len(made) > 1:
+            made = (made[0], list(made[1]), *made[2:])  # batches may come from a generator
+    except PapaError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the factory {name} failed with {type(error).__name__}: {error}{_place_in(factory, error)}"
+        ) from error
+    if isinstance(made, EvaluationContext):
+        return made
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ConfigError(
+            f"the factory {name} returned {type(made).__name__}, expected (network, batches) or "
+            "(network, batches, score)"
+        )
+    if not made[1]:
+        raise DataError(f"the factory {name} gave no batch, expected at least one")
+    return EvaluationContext(made[0], made[1], made[2] if len(made) == 3 else None, name)
+
+
+def _unwrapped(factory: Any) -> Any:
+    """The function behind partials."""
+    return _unwrapped(factory.func) if isinstance(factory, partial) else factory
+
+
+def _place_in(factory: Any, error: BaseException) -> str:
+    """The last line of the factory's own file that an error came through; nothing where it is not known."""
+    code = getattr(_unwrapped(factory), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _find(name: str) -> Callable[[], Any]:
+    module_name, colon, function = name.partition(":")
+    if not colon or not module_name or not function:
+        raise ConfigError(f"the factory is '{name}', expected package.module:function")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in function.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the factory {name} cannot be found: {error}") from error
+    return value  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def load_(network: nn.Module, mean: Mean, checkpoint: Checkpoint) -> None:
+    """Fill a network with the mean of checkpoints; `checkpoint` says what is in them."""
+    targets = network.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in targets.items() if isinstance(value, Tensor)}
+    found = differences(
+        {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, checkpoint.tensors
+    )
+    if found:
+        lines = "\n".join(f"  {difference}" for difference in found[:10])
+        raise SoupError(f"{checkpoint.path} does not fit the network {type(network).__name__}; it has\n{lines}")
+    for name, target in tensors.items():
+        flat = target.detach().view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+        start = 0
+        for block in mean.blocks(name):
+            flat[start : start + block.numel()].copy_(block)
+            start += block.numel()
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))
+
+
+def align_to_(network: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Alignment:
+    """Permute the network's units to match the reference's, by their activations on the batches."""
+    try:
+        return align_(network, reference, list(batches))
+    except PapaError:
+        raise
+    except RuntimeError as error:
+        raise SoupError(f"the network {type(network).__name__} cannot be aligned: {error}") from error

@@ -1,0 +1,1 @@
+"""The lab: recipes, data sets, networks and reports that reproduce and extend the paper, built on the library."""

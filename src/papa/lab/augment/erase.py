@@ -1,0 +1,109 @@
+"""Rectangles set to zero: Random Erasing and Cutout, both after normalising.
+
+Boxes are drawn first, as an (N, 4) tensor of (top, bottom, left, right) with the usual half-open ends, then filled;
+an empty box leaves its image as it is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from papa.errors import DataError
+from papa.lab.augment.images import check_images
+
+MIN_AREA, MAX_AREA = 0.02, 1 / 3
+MIN_ASPECT, MAX_ASPECT = 0.3, 1 / 0.3
+NUM_ATTEMPTS = 10
+
+
+def random_erase(inputs: Tensor, probability: float, *, generator: torch.Generator) -> Tensor:
+    """Set one rectangle to zero in every image, with some probability: Random Erasing.
+
+    Example:
+        >>> inputs = torch.ones(8, 3, 32, 32)
+        >>> erased = random_erase(inputs, 1.0, generator=torch.Generator())
+        >>> bool((erased.mean((1, 2, 3)) < 0.99).all())
+        True
+
+    Args:
+        inputs: normalised images of shape (N, C, H, W); left as they are.
+        probability: that an image is erased at all.
+        generator: where the boxes are drawn from.
+    """
+    check_images(inputs, "random_erase")
+    num_images, _, height, width = inputs.shape
+    boxes = draw_erasing_boxes(num_images, height, width, probability=probability, generator=generator)
+    return fill_boxes(inputs, boxes)
+
+
+def cutout(inputs: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
+    """Set one square to zero in every image, its centre anywhere, clipped at the borders: Cutout.
+
+    Args:
+        inputs: normalised images of shape (N, C, H, W); left as they are.
+        length: the square's side in pixels.
+        generator: where the centres are drawn from.
+    """
+    check_images(inputs, "cutout")
+    num_images, _, height, width = inputs.shape
+    boxes = draw_cutout_boxes(num_images, height, width, length=length, generator=generator)
+    return fill_boxes(inputs, boxes)
+
+
+def draw_erasing_boxes(
+    num_images: int, height: int, width: int, *, probability: float, generator: torch.Generator
+) -> Tensor:
+    """One box per image, empty for images that are not erased.
+
+    The area is uniform from 2% to a third of the image and the aspect ratio log-uniform from 0.3 to 1/0.3. A
+    rectangle as high or as wide as the image, or more so, is drawn again, up to ten times in all, after which the
+    image is left alone; the place of the rectangle is uniform.
+    """
+    # float64, so that a uniform number below 1 times a count stays below the count. All attempts come at once.
+    uniform = torch.rand(num_images, 3 + 2 * NUM_ATTEMPTS, dtype=torch.float64, generator=generator)
+    is_erased, down, right = uniform[:, 0] < probability, uniform[:, 1], uniform[:, 2]
+    area_share, aspect_share = uniform[:, 3:].view(num_images, 2, NUM_ATTEMPTS).unbind(1)
+    area = height * width * (MIN_AREA + (MAX_AREA - MIN_AREA) * area_share)
+    log_aspect = math.log(MIN_ASPECT) + (math.log(MAX_ASPECT) - math.log(MIN_ASPECT)) * aspect_share
+    tall = (area * log_aspect.exp()).sqrt().round()
+    wide = (area / log_aspect.exp()).sqrt().round()
+    fits = (tall < height) & (wide < width)
+    first_fit = fits.to(torch.uint8).argmax(1, keepdim=True)
+    tall, wide = tall.gather(1, first_fit)[:, 0], wide.gather(1, first_fit)[:, 0]
+    top = (down * (height - tall + 1)).floor()
+    left = (right * (width - wide + 1)).floor()
+    boxes = torch.stack((top, top + tall, left, left + wide), dim=1).long()
+    return boxes * (is_erased & fits.any(1))[:, None]
+
+
+def draw_cutout_boxes(num_images: int, height: int, width: int, *, length: int, generator: torch.Generator) -> Tensor:
+    """One square per image, its centre a pixel drawn uniformly, clipped at the borders."""
+    top = torch.randint(height, (num_images,), generator=generator) - length // 2
+    left = torch.randint(width, (num_images,), generator=generator) - length // 2
+    vertical = torch.stack((top, top + length), dim=1).clamp(0, height)
+    horizontal = torch.stack((left, left + length), dim=1).clamp(0, width)
+    return torch.cat((vertical, horizontal), dim=1)
+
+
+def fill_boxes(inputs: Tensor, boxes: Tensor) -> Tensor:
+    """Set each image's box to zero, in all channels.
+
+    Args:
+        inputs: finite floating-point images of shape (N, C, H, W); left as they are.
+        boxes: (N, 4) whole numbers: top, bottom, left, right.
+    """
+    check_images(inputs, "fill_boxes")
+    num_images, _, height, width = inputs.shape
+    if boxes.shape != (num_images, 4):
+        raise DataError(f"boxes have shape {tuple(boxes.shape)}, expected ({num_images}, 4): one for each image")
+    top, bottom, left, right = boxes.to(inputs.device)[:, :, None].unbind(1)
+    rows = torch.arange(height, device=inputs.device)
+    columns = torch.arange(width, device=inputs.device)
+    in_rows = ((rows >= top) & (rows < bottom)).to(inputs.dtype)
+    in_columns = ((columns >= left) & (columns < right)).to(inputs.dtype)
+    # Multiplying by zeros and ones takes a fifth of the time of `masked_fill`.
+    kept = 1 - in_rows[:, :, None] * in_columns[:, None, :]
+    return inputs * kept[:, None]

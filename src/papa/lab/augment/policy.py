@@ -1,0 +1,142 @@
+"""A policy: which augmentations a member gets, and how strong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from papa.errors import ConfigError, DataError
+from papa.lab.augment.blend import blend_images, blend_targets, draw_blend, soft_targets
+from papa.lab.augment.erase import cutout, random_erase
+from papa.lab.augment.images import check_images
+from papa.lab.augment.randaugment import check_rand_augment, rand_augment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Which augmentations, and how strong; everything is off unless given.
+
+    Example:
+        >>> policy = Policy(mixup=0.5, smoothing=0.1)
+        >>> policy.description
+        'mixup 0.5, smoothing 0.1'
+        >>> inputs, targets = torch.randn(8, 3, 32, 32), torch.arange(8)
+        >>> inputs, targets = policy.on_batch(inputs, targets, num_classes=10, generator=torch.Generator())
+        >>> targets.shape
+        torch.Size([8, 10])
+    """
+
+    mixup: float = 0.0
+    """Alpha of Mixup; with CutMix on as well, a fair coin decides for each batch."""
+    smoothing: float = 0.0
+    """The share of label mass spread over all classes."""
+    cutmix: float = 0.0
+    """Alpha of CutMix."""
+    erasing: float = 0.0
+    """The probability that an image has a random rectangle erased."""
+    cutout: int = 0
+    """The side, in pixels, of the square that Cutout removes from every image."""
+    randaugment: str | None = None
+    """timm's RandAugment string, such as `rand-m4-n1-p1.0-mstd1.0`."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            _problem("mixup", self.mixup, "a number of at least 0 (0 is off)"),
+            _problem("smoothing", self.smoothing, "a number from 0 to below 1 (0 is off)", below=1.0),
+            _problem("cutmix", self.cutmix, "a number of at least 0 (0 is off)"),
+            _problem("erasing", self.erasing, "a probability from 0 to 1 (0 is off)", at_most=1.0),
+        ]
+        if not isinstance(self.cutout, int) or isinstance(self.cutout, bool) or self.cutout < 0:
+            problems.append(f"cutout is {self.cutout!r}, expected a whole number of pixels (0 is off)")
+        if self.randaugment is not None:
+            problems.append(check_rand_augment(self.randaugment))
+        found = [problem for problem in problems if problem is not None]
+        if found:
+            raise ConfigError("; ".join(found))
+
+    @property
+    def description(self) -> str:
+        """What is on, in a few words: `mixup 0.5, smoothing 0.1`, or `plain`."""
+        strengths = {name: value for name, value in self.to_dict().items() if value and name != "randaugment"}
+        parts = [f"{name} {value:g}" for name, value in strengths.items()]
+        if self.randaugment is not None:
+            parts.append(self.randaugment)
+        return ", ".join(parts) or "plain"
+
+    @property
+    def makes_soft_targets(self) -> bool:
+        """Whether `on_batch` turns classes into shares of classes."""
+        return bool(self.mixup or self.cutmix or self.smoothing)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, ready for JSON; `Policy(**policy.to_dict())` is the policy again."""
+        return dataclasses.asdict(self)
+
+    def on_images(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """What happens before normalising: RandAugment. `images` themselves when it is off.
+
+        Args:
+            images: uint8, of shape (N, C, H, W); left as they are.
+            generator: where everything is drawn from.
+        """
+        return images if self.randaugment is None else rand_augment(images, self.randaugment, generator=generator)
+
+    def on_batch(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        num_classes: int,
+        generator: torch.Generator,
+        ignore: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What happens after normalising: erasing, Cutout, then Mixup or CutMix, and smoothing.
+
+        Nothing is changed in place: what is off hands back the tensor it was given.
+
+        Args:
+            inputs: normalised images of shape (N, C, H, W).
+            targets: classes of shape (N,), or (N, H, W) when every pixel has one.
+            num_classes: how many classes there are.
+            generator: where everything is drawn from.
+            ignore: the number that stands for no class, as in `soft_targets`; None where every target is a class.
+
+        Returns:
+            The inputs, and the targets: float32 shares of shape (N, num_classes, ...) when Mixup, CutMix or smoothing
+            is on, else the classes as given.
+        """
+        if len(inputs) != len(targets):
+            raise DataError(f"a batch has {len(inputs)} inputs and {len(targets)} targets, expected as many of each")
+        if self.erasing:
+            inputs = random_erase(inputs, self.erasing, generator=generator)
+        if self.cutout:
+            inputs = cutout(inputs, self.cutout, generator=generator)
+        if not self.makes_soft_targets:
+            return inputs, targets
+        if self.cutmix:
+            check_images(inputs, "CutMix")
+            if targets.dim() > 1 and targets.shape[1:] != inputs.shape[2:]:
+                raise DataError(
+                    f"targets have shape {tuple(targets.shape)} and inputs {tuple(inputs.shape)}: CutMix expects one "
+                    "target for each image or one for each of its pixels"
+                )
+        soft = soft_targets(targets, num_classes, smoothing=self.smoothing, ignore=ignore)
+        height, width = inputs.shape[-2:] if inputs.dim() > 2 else (1, 1)
+        blend = draw_blend(mixup=self.mixup, cutmix=self.cutmix, height=height, width=width, generator=generator)
+        if blend is None:
+            return inputs, soft
+        return blend_images(inputs, blend), blend_targets(soft, blend)
+
+
+def _problem(
+    name: str, value: float, expected: str, *, at_most: float = math.inf, below: float = math.inf
+) -> str | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and 0.0 <= value <= at_most and value < below:
+        return None
+    return f"{name} is {value!r}, expected {expected}"

@@ -1,0 +1,106 @@
+"""RandAugment, by timm: the one augmentation that works image by image, on bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from papa.errors import ConfigError, DataError
+from papa.lab.augment.images import check_images
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SECTION = re.compile(r"m\d+|n[1-9]\d*|p(0(\.\d+)?|1(\.0+)?)|mstd\d+(\.\d+)?|mmax[1-9]\d*|inc[01]|t(weights|3aw|3a)")
+
+
+def rand_augment(images: Tensor, spec: str, *, generator: torch.Generator) -> Tensor:
+    """Put every image through timm's RandAugment.
+
+    timm draws from the global state of `random` and numpy. Both are seeded here from `generator` and put back
+    afterwards, so do not call this from several threads at once.
+
+    Example:
+        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+        >>> rand_augment(images, "rand-m4-n1-p1.0-mstd1.0", generator=torch.Generator()).shape
+        torch.Size([4, 3, 32, 32])
+
+    Args:
+        images: uint8 colour images of shape (N, 3, H, W), before normalising; left as they are.
+        spec: timm's string: `m` the magnitude, `n` operations per image, `p` the probability of each, `mstd` the
+            magnitude's standard deviation.
+        generator: where the seed is drawn from.
+    """
+    check_images(images, "RandAugment")
+    if images.dtype != torch.uint8 or images.shape[1] != 3:
+        raise DataError(
+            f"RandAugment got {images.dtype} images of {images.shape[1]} channels, expected torch.uint8 with 3 "
+            "channels: it works on colour images before normalising"
+        )
+    if not len(images):
+        return images
+    transform = _transform(spec)
+    from PIL.Image import fromarray
+
+    pixels = images.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    with _seeded(int(torch.randint(2**32, (), generator=generator))):
+        changed = np.stack([np.asarray(transform(fromarray(image))) for image in pixels])
+    return torch.from_numpy(changed).permute(0, 3, 1, 2).contiguous().to(images.device)
+
+
+def check_rand_augment(spec: object) -> str | None:
+    """What is wrong with a RandAugment string, or None; timm itself passes over sections it does not know."""
+    expected = "expected timm's form, such as 'rand-m4-n1-p1.0-mstd1.0'"
+    if not isinstance(spec, str):
+        return f"randaugment is {spec!r}, {expected}"
+    name, *sections = spec.split("-")
+    unknown = [section for section in sections if not _SECTION.fullmatch(section)]
+    if name != "rand":
+        return f"randaugment is {spec!r}, {expected}"
+    if unknown:
+        return f"randaugment {spec!r} has the unknown part {unknown[0]!r}, {expected}"
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _transform(spec: str) -> Callable[[Image], Image]:
+    problem = check_rand_augment(spec)
+    if problem is not None:
+        raise ConfigError(problem)
+    try:
+        from timm.data.auto_augment import rand_augment_transform
+    except ModuleNotFoundError as error:
+        raise ConfigError("RandAugment needs timm, which is not installed: pip install 'papa-torch[vision]'") from error
+    # timm's own default, said aloud: given nothing, some versions write one string's options into the next one's.
+    grey = {"img_mean": (128, 128, 128)}
+    transform = rand_augment_transform(spec, hparams=grey)
+    for operation in transform.ops:
+        if operation.name.startswith("Posterize"):
+            operation.aug_fn = functools.partial(_posterize, operation.aug_fn)
+    return cast("Callable[[Image], Image]", transform)
+
+
+def _posterize(posterize: Callable[..., Image], image: Image, bits: int, **options: Any) -> Image:
+    # A weak draw asks for no bits at all, which is black; Pillow 13 refuses it and would end the run.
+    return posterize(image, bits, **options) if bits >= 1 else image.point(lambda _: 0)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global state of `random` and numpy for the block, then put it back as it was found."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

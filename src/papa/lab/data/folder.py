@@ -1,0 +1,101 @@
+"""Sets that are folders of class folders: small images into a cache, large ones decoded when they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from papa.data import Arrays, Source, Subset
+from papa.errors import ConfigError, DataError
+from papa.lab.data.cache import Decoded, cached_images
+from papa.lab.data.decode import decode_files, read_size
+from papa.lab.data.files import ImageFiles, check_same_classes, class_names, digest_of, scan_classes
+from papa.lab.data.large import DecodedFolder
+from papa.lab.data.splits import split_classes
+
+LARGEST_CACHED = 96
+"""Images up to this side are kept decoded."""
+LARGE_SIZE = 224
+"""The side that large images are handed out with, unless another is asked for."""
+
+
+@dataclass(frozen=True)
+class FolderSet:
+    """Training and test images out of folders."""
+
+    train: Source
+    test: Source
+    classes: tuple[str, ...]
+    image_size: int
+    large: bool
+    """Whether the sources decode, crop and flip by themselves."""
+
+
+def load_folder(
+    name: str,
+    root: Path,
+    *,
+    image_size: int | None,
+    test_share: float | None,
+    test_folders: Sequence[str] = ("test", "val"),
+    largest_cached: float = LARGEST_CACHED,
+) -> FolderSet:
+    """Images in `root/train/CLASS` and `root/test/CLASS` (or `val`), or in `root/CLASS` with a share split off.
+
+    Args:
+        name: what the set is called in its cache files.
+        root: the folder.
+        image_size: the side of the images; None for that of the files, or 224 when these are large.
+        test_share: the share of each class to test on, for a folder that has no test images of its own.
+        test_folders: the names that the folder of test images may have; the first that is there counts.
+        largest_cached: images with a longer side are decoded when they are needed.
+    """
+    if not root.is_dir():
+        raise DataError(
+            f"there is no folder {root}: expected images in {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}, "
+            f"or in {root / 'CLASS'}"
+        )
+    train_folder = root / "train" if class_names(root / "train") else root
+    test_folder = next((root / part for part in test_folders if (root / part).is_dir()), None)
+    if train_folder == root:
+        test_folder = None  # `test` and `val` are classes like any other
+    if test_folder is not None and test_share is not None:
+        raise ConfigError(
+            f"test_share is {test_share}, but {root} has test images of its own in {test_folder}: leave test_share out"
+        )
+    if test_folder is None and test_share is None and class_names(train_folder):
+        raise DataError(
+            f"the folder {root} has no test images, expected {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}: "
+            "set test_share, such as 0.2, to split some off"
+        )
+    files = scan_classes(train_folder)
+    test_files = None if test_folder is None else scan_classes(test_folder)
+    if test_files is not None:
+        check_same_classes(files, test_files)
+    native_side = max(read_size(files.path(0)))
+    large = (native_side if image_size is None else image_size) > largest_cached
+    size = image_size if image_size is not None or not large else LARGE_SIZE
+    source = _source(f"{name}-train", files, root, size, large)
+    if test_files is not None:
+        train: Source = source
+        test: Source = _source(f"{name}-test", test_files, root, size, large)
+    else:
+        assert test_share is not None
+        train_indices, test_indices = split_classes(source.targets, test_share)
+        train, test = Subset(source, train_indices), Subset(source, test_indices)
+    return FolderSet(train, test, files.classes, size or native_side, large)
+
+
+def _source(name: str, files: ImageFiles, root: Path, image_size: int | None, large: bool) -> Arrays | DecodedFolder:
+    if large:
+        assert image_size is not None
+        return DecodedFolder(files, image_size=image_size)
+    source, _ = cached_images(
+        f"{name}-{image_size or 'native'}",
+        folder=root,
+        digest=digest_of(files.folder, map(os.fsdecode, files.names), image_size=image_size),
+        decode=lambda: Decoded(files.labels, files.classes, decode_files(files.paths(), image_size)),
+    )
+    return source

@@ -1,0 +1,159 @@
+"""Images too large to keep decoded: read when they are needed, by threads that work ahead."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from papa.errors import ConfigError
+from papa.lab.data.decode import (
+    Pixels,
+    in_threads,
+    num_cores,
+    pillow,
+    read_image,
+    read_size,
+    resize_and_crop,
+    to_pixels,
+)
+from papa.lab.data.files import ImageFiles
+from papa.streams import stream
+
+MAX_WORKERS = 8
+CROP_SHARE = 0.875
+"""How much of the shorter side is seen in evaluation: 224 of 256 pixels."""
+
+_NUM_TRIES = 10
+_NUM_CHECKED = 2000
+
+
+class DecodedFolder:
+    """Image files that are decoded batch by batch.
+
+    `batch` gives what networks are evaluated on: the shorter side resized to `image_size / 0.875` (bilinear), and the
+    middle square. `stream` gives what they are trained on: a random part of each image, resized, and mirrored half of
+    the time, decoded ahead by threads.
+
+    Args:
+        files: the images and their classes. A sample of them is opened at once, to tell damaged files before training.
+        image_size: the side of the squares handed out.
+        num_workers: threads that decode ahead, 0 for none; by default one per core, at most 8.
+    """
+
+    def __init__(self, files: ImageFiles, *, image_size: int, num_workers: int | None = None) -> None:
+        if num_workers is not None and num_workers < 0:
+            raise ConfigError(f"num_workers is {num_workers}, expected at least 0")
+        self.files, self.image_size = files, image_size
+        self.num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
+        self.targets = torch.from_numpy(files.labels)
+        checked = np.linspace(0, len(files) - 1, num=min(len(files), _NUM_CHECKED), dtype=np.int64)
+        in_threads(lambda place: _check(files.path(int(checked[place]))), len(checked))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The middle of each image, decoded by threads."""
+        places = indices.tolist()
+        pixels = self._empty(len(places))
+        bilinear = pillow().BILINEAR
+
+        def decode(row: int) -> None:
+            image = read_image(self.files.path(places[row]))
+            shorter_side = int(self.image_size / CROP_SHARE)
+            middle = resize_and_crop(image, shorter_side=shorter_side, size=self.image_size, resample=bilinear)
+            to_pixels(middle, pixels[row])
+
+        in_threads(decode, len(places))
+        return torch.from_numpy(pixels), self.targets[indices]
+
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random parts of images, batch by batch; what is drawn depends on the seed and the batch's number only.
+
+        Args:
+            index_batches: the indices of each batch; read lazily, a few batches ahead.
+            seed: of the random parts and flips.
+            start: the number of the first batch, for a stream that goes on where another was stopped.
+        """
+        requests = enumerate(index_batches, start=start)
+
+        def decoded(request: tuple[int, Tensor]) -> tuple[Tensor, Tensor]:
+            number, indices = request
+            pixels = self.random_batch(indices.numpy(), seed=seed, number=number)
+            return torch.from_numpy(pixels), self.targets[indices]
+
+        if not self.num_workers:
+            yield from map(decoded, requests)
+            return
+        # Threads, not processes: decoding lets go of the interpreter, and nothing can outlive the run or catch its
+        # signals. All streams share them.
+        pool = _threads(self.num_workers)
+        ahead = deque(pool.submit(decoded, request) for request in islice(requests, self.num_workers + 1))
+        try:
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(pool.submit(decoded, request) for request in islice(requests, 1))
+                yield batch
+        finally:
+            for future in ahead:
+                future.cancel()
+
+    def random_batch(self, places: npt.NDArray[np.int64], *, seed: int, number: int) -> Pixels:
+        """A random part of each image, as batch `number` of the stream of this seed."""
+        generator = stream(seed, "decode", position=number)
+        draws = torch.rand(len(places), _NUM_TRIES, 4, dtype=torch.float64, generator=generator).numpy()
+        flips = torch.randint(2, (len(places),), generator=generator).tolist()
+        pixels = self._empty(len(places))
+        module = pillow()
+        for row, place in enumerate(places.tolist()):
+            image = read_image(self.files.path(place))
+            part = image.crop(random_box(image.size, draws[row]))
+            part = part.resize((self.image_size, self.image_size), module.BILINEAR)
+            to_pixels(part.transpose(module.FLIP_LEFT_RIGHT) if flips[row] else part, pixels[row])
+        return pixels
+
+    def _empty(self, count: int) -> Pixels:
+        return np.empty((count, 3, self.image_size, self.image_size), dtype=np.uint8)
+
+
+def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[int, int, int, int]:
+    """A box of 8% to 100% of an image, its sides in a ratio between 3:4 and 4:3, as `RandomResizedCrop` draws it.
+
+    Args:
+        size: the image's width and height.
+        draws: (tries, 4) numbers in [0, 1): area, ratio, top, left. The first box that fits into the image is taken;
+            if none does, the largest in the middle whose ratio is allowed.
+
+    Returns:
+        left, top, right, bottom.
+    """
+    width, height = size
+    for area_draw, ratio_draw, top_draw, left_draw in draws.tolist():
+        area = width * height * (0.08 + 0.92 * area_draw)
+        ratio = math.exp((2.0 * ratio_draw - 1.0) * math.log(4 / 3))
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, top = int(left_draw * (width - box_width + 1)), int(top_draw * (height - box_height + 1))
+            return left, top, left + box_width, top + box_height
+    box_width = min(width, max(1, round(height * 4 / 3)))
+    box_height = min(height, max(1, round(width * 4 / 3)))
+    left, top = (width - box_width) // 2, (height - box_height) // 2
+    return left, top, left + box_width, top + box_height
+
+
+@cache
+def _threads(num_workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_workers, thread_name_prefix="papa-decode")
+
+
+def _check(path: str) -> None:
+    read_size(path)

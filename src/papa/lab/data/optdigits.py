@@ -1,0 +1,80 @@
+"""UCI's optical digits: 3823 training and 1797 test images of 8 x 8 pixels, by different writers."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from papa.data import Arrays
+from papa.errors import DataError
+from papa.lab.data.splits import check_labels
+
+BRIGHTEST = 16
+"""Pixels are counts from 0 to 16: how many of the 4 x 4 dots of the scan are on."""
+
+TEXT_FILES = ("optdigits.tra", "optdigits.tes")
+NPZ_FILE = "optdigits.npz"
+
+
+def load_optdigits(root: str | Path) -> tuple[Arrays, Arrays]:
+    """Train and test images as uint8 of 0 to 16, as they are in the files, and their labels.
+
+    Args:
+        root: a folder with the original `optdigits.tra` and `optdigits.tes`, in which every line has 64 pixels and the
+            label, separated by commas; or with one `optdigits.npz` of `train_images` (N, 8, 8), `train_labels` (N,),
+            `test_images` and `test_labels`, pixels from 0 to 16.
+    """
+    root = Path(root)
+    if all((root / name).is_file() for name in TEXT_FILES):
+        train, test = (_read_text(root / name) for name in TEXT_FILES)
+    elif (root / NPZ_FILE).is_file():
+        train, test = _read_npz(root / NPZ_FILE)
+    else:
+        raise DataError(
+            f"optdigits is not in {root}: expected {' and '.join(TEXT_FILES)} of the data set 'Optical Recognition of "
+            f"Handwritten Digits' of the UCI Machine Learning Repository, or {NPZ_FILE}. Download them from there, and "
+            "set --data.root to their folder (scikit-learn's digits are the test part only)"
+        )
+    return train, test
+
+
+def _read_text(path: Path) -> Arrays:
+    try:
+        table = np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}), expected lines of 64 pixels and a label") from error
+    if table.shape[1] != 65:
+        raise DataError(f"{path} has {table.shape[1]} numbers in a line, expected 64 pixels and a label")
+    return _arrays(table[:, :64], table[:, 64], str(path))
+
+
+def _read_npz(path: Path) -> tuple[Arrays, Arrays]:
+    names = [f"{part}_{what}" for part in ("train", "test") for what in ("images", "labels")]
+    try:
+        with np.load(path) as file:
+            missing = [name for name in names if name not in file]
+            if missing:
+                raise DataError(f"{path} has no {', '.join(missing)}, expected the arrays {', '.join(names)}")
+            train_images, train_labels, test_images, test_labels = (file[name].astype(np.int64) for name in names)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read ({error}), expected the arrays {', '.join(names)}") from error
+    return _arrays(train_images, train_labels, str(path)), _arrays(test_images, test_labels, str(path))
+
+
+def _arrays(images: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], subject: str) -> Arrays:
+    if labels.ndim != 1 or images.size != 64 * len(labels):
+        raise DataError(
+            f"{subject} has images of shape {images.shape} for labels of shape {labels.shape}, expected 8 x 8 pixels "
+            "for each label"
+        )
+    targets = torch.from_numpy(labels)
+    check_labels(targets, 10, subject)
+    if images.min() < 0 or images.max() > BRIGHTEST:
+        raise DataError(
+            f"{subject} has pixels from {images.min()} to {images.max()}, expected them from 0 to {BRIGHTEST}"
+        )
+    return Arrays(torch.from_numpy(images.astype(np.uint8)).reshape(-1, 1, 8, 8), targets)

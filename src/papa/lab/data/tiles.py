@@ -1,0 +1,238 @@
+"""Tiles: large images whose every pixel has a class. Trained on in random patches, evaluated whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from papa.data import Arrays
+from papa.errors import ConfigError, DataError
+from papa.lab.data.cache import Decoded, cached_images
+from papa.lab.data.files import digest_of
+from papa.lab.data.images import ImageSet, Numbers
+from papa.lab.data.tile_files import (
+    ISPRS,
+    Classes,
+    TileFile,
+    decode_tile,
+    raise_all,
+    read_classes,
+    scan_tiles,
+    split_tiles,
+)
+from papa.streams import stream
+
+BATCH_SEED = 0
+"""Of the patches that `Patches.batch` hands out, the same in every run."""
+
+
+class Tiles:
+    """Whole tiles, one at a time, since they differ in size.
+
+    Args:
+        planes: for each tile red, green, blue and label of every pixel, uint8 of shape (4, height, width).
+        names: what the tiles are called.
+    """
+
+    def __init__(self, planes: Sequence[Tensor], names: Sequence[str] = ()) -> None:
+        self.planes, self.names = list(planes), list(names) or [str(place) for place in range(len(planes))]
+
+    def __len__(self) -> int:
+        return len(self.planes)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images (N, 3, height, width) and labels (N, height, width) of tiles of one size."""
+        tiles = [self.planes[index] for index in indices.tolist()]
+        sizes = {tuple(tile.shape) for tile in tiles}
+        if len(sizes) > 1:
+            raise DataError(
+                f"{len(tiles)} tiles of {len(sizes)} sizes were asked for at once, expected one size: ask for one tile "
+                "at a time"
+            )
+        together = torch.stack(tiles)
+        return together[:, :3], together[:, 3]
+
+
+class Patches:
+    """Random patches of tiles, mirrored and flipped half of the time each.
+
+    What a training sees is drawn for each batch anew (`stream`): batch `n` is a function of the seed and `n`. For
+    whoever asks by index (`batch`), each index is one patch, always the same. A tile is drawn in proportion to its
+    number of pixels, a patch within it uniformly.
+
+    Example:
+        >>> patches = Patches([torch.zeros(4, 40, 50, dtype=torch.uint8)], patch_size=32, num_patches=100)
+        >>> images, labels = patches.batch(torch.arange(8))
+        >>> images.shape, labels.shape
+        (torch.Size([8, 3, 32, 32]), torch.Size([8, 32, 32]))
+
+    Args:
+        planes: the tiles, as `Tiles` takes them.
+        patch_size: height and width of a patch.
+        num_patches: how many make an epoch.
+        names: what the tiles are called.
+    """
+
+    def __init__(
+        self, planes: Sequence[Tensor], *, patch_size: int, num_patches: int, names: Sequence[str] = ()
+    ) -> None:
+        if patch_size < 1 or num_patches < 1:
+            raise ConfigError(f"patch_size is {patch_size} and num_patches {num_patches}, expected at least 1 of each")
+        tiles = Tiles(planes, names)
+        too_small = [
+            f"{name} is {tile.shape[2]} x {tile.shape[1]}, smaller than a patch"
+            for name, tile in zip(tiles.names, tiles.planes, strict=True)
+            if min(tile.shape[1:]) < patch_size
+        ]
+        if too_small or not planes:
+            found = "; ".join(too_small[:10]) or "there is no tile"
+            raise DataError(f"{found}: expected tiles of at least {patch_size} x {patch_size}, or a smaller patch_size")
+        self.planes, self.patch_size, self.num_patches = tiles.planes, patch_size, num_patches
+        self._ends = torch.tensor([tile.shape[1] * tile.shape[2] for tile in self.planes]).cumsum(0)
+
+    def __len__(self) -> int:
+        return self.num_patches
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """The patch that belongs to each index."""
+        patches = [self._patch(self._draw(1, BATCH_SEED, index)[0]) for index in indices.tolist()]
+        return self._together(patches)
+
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Fresh random patches, as many for each batch as it has indices; which indices does not matter."""
+        for number, indices in enumerate(index_batches, start=start):
+            yield self._together([self._patch(draws) for draws in self._draw(len(indices), seed, number)])
+
+    def _draw(self, count: int, seed: int, position: int) -> list[list[float]]:
+        draws = torch.rand(count, 5, dtype=torch.float64, generator=stream(seed, "patches", position=position))
+        return list(draws.tolist())
+
+    def _patch(self, draws: Sequence[float]) -> Tensor:
+        tile_draw, top_draw, left_draw, flip_draw, mirror_draw = draws
+        pixel = int(tile_draw * int(self._ends[-1]))
+        tile = self.planes[int(torch.searchsorted(self._ends, pixel, right=True))]
+        side = self.patch_size
+        top, left = int(top_draw * (tile.shape[1] - side + 1)), int(left_draw * (tile.shape[2] - side + 1))
+        patch = tile[:, top : top + side, left : left + side]
+        axes = [axis for axis, draw in ((1, flip_draw), (2, mirror_draw)) if draw < 0.5]
+        return patch.flip(axes)
+
+    def _together(self, patches: list[Tensor]) -> tuple[Tensor, Tensor]:
+        together = torch.stack(patches)
+        return together[:, :3], together[:, 3]
+
+
+def load_tiles(
+    root: str | Path,
+    *,
+    patch_size: int = 256,
+    patches_per_epoch: int = 10_000,
+    shrink: int = 1,
+    max_test: int | None = None,
+    default_classes: Classes | None = None,
+    needs_splits: bool = False,
+) -> ImageSet:
+    """Images in `root/images` and the class of every pixel in label images of the same names in `root/labels`.
+
+    Which classes there are is read from `root/classes.json` (see `read_classes`), who trains, chooses and tests from
+    `root/splits.json` (see `split_tiles`). Decoded tiles are kept in `root/.papa-cache`, in files that all processes
+    map.
+
+    Args:
+        root: the folder.
+        patch_size: height and width of what is trained on.
+        patches_per_epoch: how many patches make an epoch.
+        shrink: every so many pixels, across and down, become one.
+        max_test: choose by and test on at most so many tiles each, spread evenly over all.
+        default_classes: the classes, where the folder does not say.
+        needs_splits: whether the folder must have a `splits.json`.
+    """
+    if shrink < 1:
+        raise ConfigError(f"shrink is {shrink}, expected at least 1")
+    folder = Path(root)
+    files = scan_tiles(folder)
+    classes = read_classes(folder, files, default_classes)
+    split = split_tiles(folder, files, is_needed=needs_splits)
+    if max_test is not None:
+        split = {part: tiles if part == "train" else _spread(tiles, max_test) for part, tiles in split.items()}
+    planes = _decoded(folder, [tile for tiles in split.values() for tile in tiles], classes, shrink)
+    train, validation, test = ([planes[tile.name] for tile in split[part]] for part in ("train", "validation", "test"))
+    names = {part: [tile.name for tile in tiles] for part, tiles in split.items()}
+    mean, std = measure_tiles(train)
+    return ImageSet(
+        train=Patches(train, patch_size=patch_size, num_patches=patches_per_epoch, names=names["train"]),
+        validation=Tiles(validation, names["validation"]),
+        test=Tiles(test, names["test"]),
+        num_classes=len(classes.names),
+        classes=classes.names,
+        ignore=classes.ignore,
+        channels=3,
+        image_size=patch_size,
+        mean=mean,
+        std=std,
+        crop_padding=0,
+        flip=False,
+    )
+
+
+load_vaihingen = partial(load_tiles, default_classes=ISPRS, needs_splits=True)
+"""ISPRS Vaihingen: as `load_tiles`, with its classes and colours, and with a `splits.json` of yours."""
+
+
+def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
+    """Mean and standard deviation per channel of all pixels of some tiles, scaled to [0, 1].
+
+    Example:
+        >>> measure_tiles([torch.tensor([0, 255, 0, 255], dtype=torch.uint8).expand(4, 1, 4)])
+        ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    """
+    values = torch.arange(256, dtype=torch.float64) / 255.0
+    mean, std = [], []
+    for channel in range(3):
+        counts = sum(
+            (torch.bincount(tile[channel].reshape(-1), minlength=256).double() for tile in planes), torch.zeros(256)
+        )
+        shares = counts / counts.sum()
+        mean.append(float((shares * values).sum()))
+        std.append(float((shares * (values - mean[-1]).square()).sum().sqrt()) or 1.0)
+    return tuple(mean), tuple(std)
+
+
+def _decoded(root: Path, tiles: Sequence[TileFile], classes: Classes, shrink: int) -> dict[str, Tensor]:
+    planes: dict[str, Tensor] = {}
+    problems = []
+    for tile in tiles:
+        try:
+            planes[tile.name] = _cached(root, tile, classes, shrink).inputs
+        except DataError as error:
+            problems.append(str(error))
+    raise_all(root, problems)
+    return planes
+
+
+def _cached(root: Path, tile: TileFile, classes: Classes, shrink: int) -> Arrays:
+    digest = digest_of(
+        root,
+        (str(path.relative_to(root)) for path in (tile.image, tile.labels)),
+        classes=(classes.names, classes.ignore, sorted(classes.colours.items())),
+        shrink=shrink,
+    )
+
+    def decode() -> Decoded:
+        planes = decode_tile(tile, classes, shrink)
+        # To the cache, four images of one channel.
+        return Decoded(np.zeros(len(planes), dtype=np.int64), classes.names, iter([planes]))
+
+    name = f"tile-{tile.name}" if shrink == 1 else f"tile-{tile.name}-by{shrink}"
+    return cached_images(name, folder=root, digest=digest, decode=decode)[0]
+
+
+def _spread(tiles: Sequence[TileFile], most: int) -> list[TileFile]:
+    if most >= len(tiles):
+        return list(tiles)
+    return [tiles[number * len(tiles) // most] for number in range(most)]

@@ -1,0 +1,76 @@
+"""The classifier at the end of a network: find it, and train it alone for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from papa.errors import ConfigError
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The layer that turns features into class scores.
+
+    Example:
+        >>> from papa.lab.models import make_model
+        >>> head_of(make_model("digits-cnn", num_classes=10, in_channels=1, image_size=8))
+        Linear(in_features=32, out_features=10, bias=True)
+
+    Args:
+        model: one of papa's networks or of timm's, or any module with `get_classifier()` or a `head`.
+
+    Returns:
+        The layer itself; for networks with several (distilled transformers), a `ModuleList` of them.
+    """
+    modules = head_modules(model)
+    if not modules:
+        raise ConfigError(
+            f"{type(model).__name__} has no classifier with parameters: expected a module with `get_classifier()`, "
+            "as timm's have, or with a `head`"
+        )
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
+
+def head_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `head_of(model)`."""
+    return list(head_of(model).parameters())
+
+
+def head_modules(model: nn.Module) -> list[nn.Module]:
+    """The classifier layers that have parameters; none when the network has no classifier."""
+    get_classifier = getattr(model, "get_classifier", None)
+    found = get_classifier() if callable(get_classifier) else getattr(model, "head", None)
+    candidates = list(found) if isinstance(found, tuple | list) else [found]
+    return [module for module in candidates if isinstance(module, nn.Module) and any(True for _ in module.parameters())]
+
+
+def freeze_all_but_head_(model: nn.Module) -> list[nn.Parameter]:
+    """Stop training everything but the classifier, as in the first part of fine-tuning.
+
+    Example:
+        >>> from papa.lab.models import make_model
+        >>> net = make_model("digits-cnn", num_classes=10, in_channels=1, image_size=8)
+        >>> frozen = freeze_all_but_head_(net)
+        >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+        ['head.weight', 'head.bias']
+        >>> unfreeze_(frozen)
+
+    The frozen parameters' gradients are dropped, since an optimizer would go on stepping along stale ones. BatchNorm's
+    running statistics are no parameters: in training mode they keep following the data.
+
+    Returns:
+        The parameters it froze, for `unfreeze_`. What was frozen before is not among them.
+    """
+    head = {id(parameter) for parameter in head_parameters(model)}
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in head]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    return frozen
+
+
+def unfreeze_(frozen: Iterable[nn.Parameter]) -> None:
+    """Train again what `freeze_all_but_head_` froze; what was frozen for other reasons stays so."""
+    for parameter in frozen:
+        parameter.requires_grad_(True)

@@ -1,0 +1,183 @@
+"""From a name to a network that fits the images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from papa.errors import ConfigError, did_you_mean
+from papa.lab.models import from_timm
+from papa.lab.models.resnet import resnet18, resnet20
+from papa.lab.models.small import DigitsCNN, Linear
+from papa.lab.models.unet import UNet
+from papa.lab.models.vgg import VGG
+from papa.lab.models.weights import FilePath, load_weights_
+
+
+@dataclass(frozen=True)
+class _Entry:
+    description: str
+    build: Callable[..., nn.Module]
+    image_size: int = 32
+    per_pixel: bool = False
+    """Whether it gives scores for every pixel, instead of for the whole image."""
+    is_flat: bool = False
+    """Whether it is as large as its images, and has no width."""
+
+
+_NETWORKS = {
+    "digits-cnn": _Entry("three convolutions for 8x8 digits, 14 thousand parameters", DigitsCNN, image_size=8),
+    "vgg11": _Entry("VGG-11 with BatchNorm for 32x32 images, 9.2 million parameters", partial(VGG, 11)),
+    "vgg13": _Entry("VGG-13 with BatchNorm for 32x32 images, 9.4 million parameters", partial(VGG, 13)),
+    "vgg16": _Entry("VGG-16 with BatchNorm for 32x32 images, 14.7 million parameters", partial(VGG, 16)),
+    "vgg19": _Entry("VGG-19 with BatchNorm for 32x32 images, 20.0 million parameters", partial(VGG, 19)),
+    "resnet18": _Entry("ResNet-18 with a stem for 32x32 images, 11.2 million parameters", resnet18),
+    "resnet20": _Entry("ResNet-20 for 32x32 images, 0.27 million parameters", resnet20),
+    "unet": _Entry("UNet with BatchNorm, a class per pixel, 31 million parameters", UNet, 256, per_pixel=True),
+    "linear": _Entry(
+        "logistic regression, one linear layer on all pixels, 650 parameters for 8x8 digits",
+        Linear,
+        image_size=8,
+        is_flat=True,
+    ),
+}
+
+
+def model_names() -> dict[str, str]:
+    """Every network by name, with a line that describes it. Besides these, `timm:NAME` is any network of timm.
+
+    Example:
+        >>> model_names()["resnet20"]
+        'ResNet-20 for 32x32 images, 0.27 million parameters'
+    """
+    return {name: entry.description for name, entry in _NETWORKS.items()}
+
+
+def make_model(
+    name: str,
+    *,
+    num_classes: int,
+    in_channels: int = 3,
+    image_size: int = 32,
+    width: int | None = None,
+    pretrained: bool = False,
+    weights: FilePath | None = None,
+) -> nn.Module:
+    """Build a network by name, and make sure that it takes the images it is meant for.
+
+    Example:
+        >>> net = make_model("resnet18", num_classes=100, width=8)
+        >>> net(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 100])
+
+    Initial weights are drawn from PyTorch's global generator, and nothing else is.
+
+    Args:
+        name: one of `model_names()`, or `timm:NAME`, with or without a tag: `timm:convit_tiny.fb_in1k`.
+        num_classes: how many scores the network gives for each image, or for each of its pixels.
+        in_channels: 3 for colour images.
+        image_size: height and width of the images.
+        width: channels of the first stage, for a thinner or wider network than the published one. Not for timm, nor
+            for `linear`.
+        pretrained: with the weights that timm publishes; they are downloaded. The classifier is new when these have
+            other classes.
+        weights: with the weights of a local file, as `load_weights_` takes it.
+    """
+    counts = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size, "width": width}
+    problems = _count_problems(counts) + _source_problems(name, width=width, pretrained=pretrained, weights=weights)
+    if problems:
+        raise ConfigError(f"{name}: {'; '.join(problems)}")
+    if name.startswith(from_timm.PREFIX):
+        model = from_timm.build(
+            name, num_classes=num_classes, in_channels=in_channels, image_size=image_size, pretrained=pretrained
+        )
+    else:
+        options: dict[str, Any] = {} if width is None else {"width": width}
+        if _entry(name).is_flat:
+            options = {"image_size": image_size}
+        model = _entry(name).build(num_classes=num_classes, in_channels=in_channels, **options)
+    _check_fit(model, name, num_classes=num_classes, image_shape=(in_channels, image_size, image_size))
+    if weights is not None:
+        load_weights_(model, weights)
+    return model
+
+
+def input_size_of(model_name: str) -> int:
+    """The height of the images that a network was made for.
+
+    Example:
+        >>> input_size_of("digits-cnn"), input_size_of("vgg16")
+        (8, 32)
+    """
+    if model_name.startswith(from_timm.PREFIX):
+        return int(from_timm.pretrained_config(model_name).input_size[1])
+    return _entry(model_name).image_size
+
+
+def normalization_of(model_name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and standard deviation, by channel, of the images that a timm network was pretrained on; else None.
+
+    Example:
+        >>> normalization_of("vgg16") is None
+        True
+    """
+    if not model_name.startswith(from_timm.PREFIX):
+        _entry(model_name)
+        return None
+    config = from_timm.pretrained_config(model_name)
+    return tuple(config.mean), tuple(config.std)
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _NETWORKS:
+        known = [*_NETWORKS, f"{from_timm.PREFIX}NAME"]
+        raise ConfigError(f"unknown network '{name}': {did_you_mean(name, known)} (any network of timm)")
+    return _NETWORKS[name]
+
+
+def _count_problems(counts: dict[str, int | None]) -> list[str]:
+    return [
+        f"{option} is {count!r}, expected a whole number of at least 1"
+        for option, count in counts.items()
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1)
+    ]
+
+
+def _source_problems(name: str, *, width: int | None, pretrained: bool, weights: FilePath | None) -> list[str]:
+    problems = []
+    is_timm = name.startswith(from_timm.PREFIX)
+    if is_timm and width is not None:
+        problems.append(f"width is {width!r}, but timm's networks have their width in their name: leave it out")
+    if width is not None and name in _NETWORKS and _NETWORKS[name].is_flat:
+        problems.append(f"width is {width!r}, but one layer on all pixels has none: leave it out")
+    if pretrained and not is_timm:
+        problems.append("pretrained is for networks of timm (timm:NAME): give a file as `weights` instead")
+    if pretrained and weights is not None:
+        problems.append("pretrained and weights both say where the weights come from: give one of the two")
+    return problems
+
+
+def _check_fit(model: nn.Module, name: str, *, num_classes: int, image_shape: tuple[int, int, int]) -> None:
+    """Run one black image through a copy, so that a network of the wrong size fails here and not hours later."""
+    first = next(model.parameters())
+    image = torch.zeros(1, *image_shape, device=first.device, dtype=first.dtype)
+    # The copy keeps caches and modes out of the real network; it shares the parameters, which eval leaves alone.
+    trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    subject = f"{name} does not take images of {'x'.join(str(length) for length in image_shape)}"
+    cure = f"it was made for {input_size_of(name)}x{input_size_of(name)}: choose another network or resize the images"
+    with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []), torch.no_grad():
+        try:
+            scores = trial(image)
+        except Exception as error:
+            raise ConfigError(f"{subject} ({type(error).__name__}: {error}); {cure}") from error
+    per_pixel = not name.startswith(from_timm.PREFIX) and _entry(name).per_pixel
+    expected = (1, num_classes, *(image_shape[1:] if per_pixel else ()))
+    if tuple(getattr(scores, "shape", ())) != expected:
+        found = tuple(scores.shape) if hasattr(scores, "shape") else type(scores).__name__
+        raise ConfigError(f"{subject}: one gives {found}, expected scores of shape {expected}; {cure}")

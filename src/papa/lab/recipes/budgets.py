@@ -1,0 +1,76 @@
+"""Smaller versions of a configuration: the same experiment with fewer images, fewer epochs and a narrower network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from papa.lab.config import Config
+from papa.rules import HALF_LIFE_SHARE
+
+ALIGN_BATCHES = 10
+"""On how much data units are matched, where all of it would take too long."""
+CADENCES = ("every_epochs", "align_every_epochs", "mutation_every_epochs")
+"""What happens every few epochs."""
+
+
+def mini(
+    config: Config,
+    *,
+    width: int | None,
+    epochs: int = 20,
+    max_train: int = 8_000,
+    half_life: float = HALF_LIFE_SHARE,
+    lr_divisor: float = 1.0,
+) -> Config:
+    """Ten to twenty minutes on two CPU cores.
+
+    What the paper says in epochs and steps of its long training keeps its share of the short one: a push with a
+    half-life of 690 steps would never bring members together in 3,000, nor would four merges.
+
+    Args:
+        config: the full setting.
+        width: of the network; None for as it is.
+        epochs: how many.
+        max_train: how many images at most.
+        half_life: of the push, as a share of training.
+        lr_divisor: how much lower the learning rate is than the full setting's.
+    """
+    shorter = epochs / config.train.epochs
+    cadences: dict[str, Any] = {name: getattr(config.average, name) * shorter for name in CADENCES}
+    return replace(
+        config,
+        members=min(config.members, 5),
+        data=replace(config.data, max_train=max_train),
+        model=replace(config.model, width=width),
+        train=replace(
+            config.train,
+            epochs=epochs,
+            lr=config.train.lr / lr_divisor,
+            precision=fast_precision(),
+            channels_last=True,
+        ),
+        average=replace(config.average, alpha=None, half_life=half_life, align_batches=ALIGN_BATCHES, **cadences),
+    )
+
+
+def fast_precision() -> str:
+    """bfloat16 where the hardware computes in it, float32 elsewhere: emulated it is ten times slower."""
+    is_native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bfloat16" if is_native else "float32"
+
+
+def smoke(config: Config, *, width: int | None, batch_size: int = 16, num_batches: int = 2) -> Config:
+    """A few steps, to see that everything works."""
+    num_images = round(batch_size * num_batches / (1.0 - 0.25)) + 1
+    cadences: dict[str, Any] = dict.fromkeys(CADENCES, 1.0)
+    return replace(
+        config,
+        members=min(config.members, 2),
+        data=replace(config.data, max_train=num_images, max_test=batch_size, validation=0.25),
+        model=replace(config.model, width=width),
+        train=replace(config.train, epochs=2, batch_size=batch_size),
+        average=replace(config.average, every_steps=1, probe_steps=1, align_batches=ALIGN_BATCHES, **cadences),
+    )

@@ -1,0 +1,158 @@
+"""Results as CSV, JSON and LaTeX, for spreadsheets, scripts and papers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from papa._version import __version__
+from papa.checkpoint import json_text
+from papa.lab.report.fields import number, numbers, part, printable, text
+from papa.lab.report.gap import with_gap_closed
+from papa.lab.report.groups import groups_of
+from papa.lab.report.reading import Run
+from papa.lab.report.table import COLUMNS, KEYS, compare_rows_with_paper, run_rows, scores_of
+
+CSV_COLUMNS = (
+    *("run", "recipe", "method", "seed", "members", "finished", "data", "soups"),
+    *("mean", "min", "max", "ensemble", "average_soup", "greedy_soup", "seconds"),
+)
+LATEX_ESCAPES = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "{}$&#_%"},
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+}
+
+
+def csv_text(runs: Sequence[Run]) -> str:
+    """One line for each run, set of data and kind of soups; empty cells where there is no number."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for run in runs:
+        for data, soups, scores in _score_parts(run.result):
+            writer.writerow(map(_csv_cell, (*_about(run), data, soups, *_csv_scores(scores), _total_seconds(run))))
+    return printable(file.getvalue())
+
+
+def _about(run: Run) -> tuple[Any, ...]:
+    result = run.result
+    members = len(numbers(scores_of(result).get("members"))) or part(result, "config", "members")
+    told = (result.get(key) for key in ("recipe", "method", "seed"))
+    return (str(run.path), *told, members, "yes" if run.is_finished else "no")
+
+
+def _score_parts(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    found = False
+    for soups in ("plain", "repaired", "aligned"):
+        holder = result if soups == "plain" else result.get(soups)
+        for data in ("test", "validation"):
+            if isinstance(scores := part(holder, data), Mapping):
+                found = True
+                yield data, soups, scores
+    if not found:
+        yield "", "", {}
+
+
+def _csv_scores(scores: Mapping[str, Any]) -> list[float | None]:
+    return [number(scores.get(key)) for key in ("mean", "min", "max", *list(KEYS)[1:])]
+
+
+def _total_seconds(run: Run) -> float | None:
+    seconds = run.result.get("seconds")
+    found = [number(value) for value in seconds.values()] if isinstance(seconds, Mapping) else []
+    return sum(value for value in found if value is not None) if found else None
+
+
+def _csv_cell(value: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    words = text(value)
+    return f"'{words}" if words[:1] in ("=", "+", "-", "@", "\t", "\r") else words
+
+
+def json_report(runs: Sequence[Run]) -> str:
+    """Every run's result and epochs, and the means over the seeds of each method."""
+    report = {
+        "papa": __version__,
+        "methods": [_method(label, [result for _, result in group]) for label, group in _groups(runs)],
+        "runs": [
+            {
+                "path": str(run.path),
+                "finished": run.is_finished,
+                "result": run.result,
+                "epochs": [event for event in run.events if event.get("event") == "epoch"],
+                "merges": [event for event in run.events if event.get("event") == "merge"],
+            }
+            for run in runs
+        ],
+    }
+    return json_text(report, indent=2) + "\n"
+
+
+def _groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[tuple[int, Mapping[str, Any]]]]]:
+    yield from groups_of([run.result for run in runs]).items()
+
+
+def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    summary: dict[str, Any] = {"method": label, "seeds": [result.get("seed") for result in results]}
+    for key in KEYS:
+        values = [value for result in results if (value := number(scores_of(result).get(key))) is not None]
+        if values:
+            summary[key] = {"mean": fmean(values), "deviation": stdev(values) if len(values) > 1 else None}
+    return summary
+
+
+def latex_text(runs: Sequence[Run]) -> str:
+    r"""A table for a paper, with the lines of booktabs; put `\usepackage{booktabs}` into its preamble."""
+    results = [run.result for run in runs]
+    head: tuple[str, ...] = ("data", *COLUMNS)
+    rows = run_rows(results[0])
+    if len(results) > 1:
+        head, rows = with_gap_closed(results, compare_rows_with_paper(results))
+    name = ", ".join(dict.fromkeys(text(result.get("recipe")) for result in results))
+    body = [" & ".join(map(latex_escaped, row)) + r" \\" for row in rows]
+    body = ["{}" * line.startswith("[") + line for line in body]  # else the \\ above takes the [ for its own
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex_escaped(name)}: {_caption(results)}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
+        r"\toprule",
+        rf"{' & '.join(map(latex_escaped, head))} \\",
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return printable("\n".join(lines) + "\n")
+
+
+def _caption(results: Sequence[Mapping[str, Any]]) -> str:
+    if len(results) == 1:
+        return latex_escaped(f"{text(results[0].get('method'))}, seed {text(results[0].get('seed'))}.")
+    data = "test" if all(isinstance(result.get("test"), Mapping) for result in results) else "validation"
+    seeds = dict.fromkeys(text(result.get("seed")) for result in results)
+    return latex_escaped(f"{data} scores, mean (standard deviation) over seeds {', '.join(seeds)}.")
+
+
+def latex_escaped(words: str) -> str:
+    r"""Words that LaTeX prints as they are.
+
+    Example:
+        >>> latex_escaped("50% of a_b")
+        '50\\% of a\\_b'
+    """
+    one_line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", words)
+    return "".join(LATEX_ESCAPES.get(character, character) for character in one_line)

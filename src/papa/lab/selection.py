@@ -1,0 +1,178 @@
+"""Natural selection: rules that look at how good members are, and mutations. The paper's ablations of ESGD's parts.
+
+The paper finds that each of them harms: whoever is not chosen drifts away from the others until it can no longer be
+averaged with them. They are here so that this can be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from papa import mixing
+from papa.errors import MixingError
+from papa.population import Population
+from papa.rules import AveragingContext, Rule
+from papa.streams import stream
+
+
+@dataclass(frozen=True, eq=False)
+class MergeGreedy(Rule):
+    """Now and then, replace every member by the mean of a chosen few: the paper's merge into the greedy soup.
+
+    Example:
+        >>> from papa import greedy_soup
+        >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
+        >>> def choose():
+        ...     return greedy_soup(population, score=lambda net: net.bias.sum().item()).members
+        >>> rule = MergeGreedy(choose, every_steps=100)
+
+    Args:
+        choose: gives the members that are averaged.
+    """
+
+    choose: Callable[[], Sequence[int]]
+
+    def matrix(self, context: AveragingContext) -> Tensor:
+        """The same row for all."""
+        chosen = list(self.choose())
+        if not chosen or not all(0 <= member < context.size for member in chosen):
+            raise MixingError(f"MergeGreedy was given members {chosen}, expected some of 0 to {context.size - 1}")
+        return mixing.soup_row(context.size, chosen).expand(context.size, context.size).clone()
+
+
+@dataclass(frozen=True, eq=False)
+class MergeTournament(Rule):
+    """PAPA-2 with tournament selection: parents are drawn with probability proportional to `1/loss`.
+
+    Args:
+        losses: gives every member's validation loss.
+        seed: where its stream starts; the pairs are a function of seed, step and losses.
+    """
+
+    losses: Callable[[], Sequence[float]]
+    _: KW_ONLY
+    seed: int = 0
+
+    def matrix(self, context: AveragingContext) -> Tensor:
+        """Two weights of 1/2 in every row."""
+        chances = mixing.fitness(self.losses())
+        generator = stream(self.seed, "merge", position=context.step)
+        return mixing.merge_pairs(context.size, generator, chances=chances)
+
+
+@dataclass(frozen=True, eq=False)
+class MergeElite(Rule):
+    """PAPA-2 with elitist selection: many children are made, and few of them and their parents survive.
+
+    Of `6p` children and their `p` parents the best 60% of `p` by validation loss survive; the other 40% are drawn at
+    random from the rest. A parent that survives stays where it is.
+
+    Args:
+        losses: from rows of weights (one for each candidate) and the candidates' numbers to their validation losses.
+            Candidate `c` is child `c` for `c < 6p`, else parent `c - 6p`.
+        survivors: told the candidate that each member becomes, before they are mixed.
+        tournament: draw the children's parents with probability proportional to `1/loss`, else uniformly.
+        children_per_member: how many children are made for each member.
+        elite: the share of the population that survives by merit.
+        seed: where its stream starts.
+    """
+
+    losses: Callable[[Tensor, Sequence[int]], Sequence[float]]
+    survivors: Callable[[Sequence[int]], object] | None = None
+    _: KW_ONLY
+    tournament: bool = True
+    children_per_member: int = 6
+    elite: float = 0.6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.children_per_member < 1 or not 0.0 <= self.elite <= 1.0:
+            raise MixingError(
+                f"MergeElite got children_per_member={self.children_per_member} and elite={self.elite}, expected at "
+                "least 1 child and a share from 0 to 1"
+            )
+
+    def matrix(self, context: AveragingContext) -> Tensor:
+        """The survivors' rows."""
+        size, num_children = context.size, context.size * self.children_per_member
+        generator = stream(self.seed, "merge", position=context.step)
+        parents = mixing.identity(size)
+        parent_losses = list(self.losses(parents, range(num_children, num_children + size)))
+        chances = mixing.fitness(parent_losses) if self.tournament else None
+        children = mixing.merge_pairs(size, generator, num_children=num_children, chances=chances)
+        losses = [*self.losses(children, range(num_children)), *parent_losses]
+        chosen = _in_place(_survivors(losses, size, round(self.elite * size), generator), num_children)
+        if self.survivors is not None:
+            self.survivors(chosen)
+        return torch.cat([children, parents])[chosen]
+
+
+def _survivors(losses: Sequence[float], size: int, num_elite: int, generator: torch.Generator) -> list[int]:
+    """The best candidates, and others drawn from the rest; a loss that is NaN is the worst."""
+    values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
+    order = torch.argsort(values, stable=True)
+    rest = order[num_elite:]
+    lucky = rest[torch.randperm(len(rest), generator=generator)[: size - num_elite]]
+    return [*order[:num_elite].tolist(), *lucky.tolist()]
+
+
+def _in_place(survivors: Sequence[int], num_children: int) -> list[int]:
+    """The survivors in an order that leaves parents where they were."""
+    stay = {candidate - num_children: candidate for candidate in survivors if candidate >= num_children}
+    children = iter([candidate for candidate in survivors if candidate < num_children])
+    return [stay[member] if member in stay else next(children) for member in range(len(survivors))]
+
+
+@dataclass(eq=False)
+class Mutation:
+    """Adds noise to the parameters of members after they were averaged; handed to an `Averager` as `around`.
+
+        w <- w + N(0, (scale/g)^2),   g = 1, 2, ... the generation
+
+    Example:
+        >>> from papa import Averager, MergeAll
+        >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
+        >>> averager = Averager(population, MergeAll(every_steps=1), merge_hooks=Mutation(seed=1))
+        >>> _ = averager.step()
+        >>> bool(population.distances().min() > 0)
+        True
+
+    Args:
+        scale: the standard deviation in the first generation; the paper's is 0.01.
+        seed: where its streams start; a member's noise is a function of seed, step and member.
+        every_steps: mutate only at the first averaging in every so many steps, for pushes, which are frequent; None for
+            every averaging.
+    """
+
+    scale: float = 0.01
+    seed: int = 0
+    every_steps: int | None = None
+    keys: dict[int, int | None] = field(default_factory=dict, init=False)
+    """Which noise each member gets next, None for none; its own where nothing is said."""
+
+    @contextlib.contextmanager
+    def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
+        """Let members be averaged, then mutate them."""
+        yield
+        keys, self.keys = self.keys, {}
+        if self.every_steps is not None and not context.is_first_since(self.every_steps):
+            return
+        generation = context.generation if self.every_steps is None else context.step // self.every_steps
+        for member, model in zip(population.members, population, strict=True):
+            key = keys.get(member, member)
+            if key is not None:
+                self.mutate_(model, key, step=context.step, generation=generation)
+
+    @torch.no_grad()
+    def mutate_(self, model: nn.Module, key: int, *, step: int, generation: int) -> None:
+        """Add the noise that belongs to a key at a step."""
+        generator = stream(self.seed, "mutate", key, step)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.add_(noise.to(parameter), alpha=self.scale / generation)

@@ -1,0 +1,82 @@
+"""A picture of a segmentation: the image, its labels, and what a network says."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from papa.lab.data.decode import pillow
+
+WIDTH = 1500
+"""About how wide a picture is, in pixels."""
+GAP = 8
+"""White pixels around its parts."""
+LINE = 24
+"""The height of a line of its legend."""
+
+
+def side_by_side(image: Tensor, labels: Tensor, prediction: Tensor, *, classes: Sequence[str]) -> bytes:
+    """A PNG with an image, its labels and a prediction beside each other, and which colour is which class below.
+
+    Pixels without a class are black, in the prediction too.
+
+    Args:
+        image: uint8, of shape (3, height, width).
+        labels: of shape (height, width); whatever is not the number of a class is none.
+        prediction: of shape (height, width).
+        classes: their names.
+    """
+    module = pillow()
+    panels = module.fromarray(panels_of(image, labels, prediction, len(classes)).numpy())
+    if panels.width > WIDTH:
+        panels = panels.reduce(-(-panels.width // WIDTH))
+    else:
+        factor = WIDTH // panels.width
+        panels = panels.resize((panels.width * factor, panels.height * factor), module.NEAREST)
+    legend = _legend(classes, panels.width)
+    picture = module.new("RGB", (panels.width, panels.height + GAP + legend.height), "white")
+    picture.paste(panels, (0, 0))
+    picture.paste(legend, (0, panels.height + GAP))
+    file = io.BytesIO()
+    picture.save(file, "png")
+    return file.getvalue()
+
+
+def panels_of(image: Tensor, labels: Tensor, prediction: Tensor, num_classes: int) -> Tensor:
+    """The image, the labels in colours and the prediction in colours, with gaps between: (height, width, 3) bytes."""
+    colours, is_class = palette(num_classes), labels < num_classes
+    truth, answer = (colours[part.long().where(is_class, num_classes).cpu()] for part in (labels, prediction))
+    white = torch.full((len(labels), GAP, 3), 255, dtype=torch.uint8)
+    return torch.cat([image.permute(1, 2, 0).cpu(), white, truth, white, answer], dim=1)
+
+
+def palette(num_classes: int) -> Tensor:
+    """One colour per class, as far apart as hues go, and black after them.
+
+    Example:
+        >>> palette(3).tolist()
+        [[217, 65, 65], [65, 217, 65], [65, 65, 217], [0, 0, 0]]
+    """
+    hues = [colorsys.hsv_to_rgb(label / num_classes, 0.7, 0.85) for label in range(num_classes)]
+    return torch.tensor([[round(255 * part) for part in hue] for hue in [*hues, (0.0, 0.0, 0.0)]], dtype=torch.uint8)
+
+
+def _legend(classes: Sequence[str], width: int) -> Any:
+    from PIL import ImageDraw
+
+    entries = [*zip(classes, palette(len(classes)).tolist(), strict=False), ("no class", [0, 0, 0])]
+    in_a_line = max(1, width // 160)
+    num_lines = -(-len(entries) // in_a_line)
+    legend = pillow().new("RGB", (width, num_lines * LINE), "white")
+    draw = ImageDraw.Draw(legend)
+    for number, (name, colour) in enumerate(entries):
+        line, place = divmod(number, in_a_line)
+        left, top = GAP + place * 160, line * LINE
+        draw.rectangle((left, top + 4, left + 15, top + 19), fill=tuple(colour))
+        draw.text((left + 22, top + 6), name.encode("latin-1", "replace").decode("latin-1"), fill="black")
+    return legend

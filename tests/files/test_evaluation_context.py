@@ -1,0 +1,162 @@
+"""Aligning, repairing and scoring checkpoints in a network."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import papa
+from helpers import assert_close
+from papa.align import permute_all_, symmetries
+from papa.errors import ConfigError, DataError, SoupError
+from papa.files import EvaluationContext, evaluation_context_of
+from papa.lab.recipes import find
+from papa.lab.recipes.evaluation import recipe_evaluation
+
+BATCHES = [(torch.randn(64, 6, generator=torch.Generator().manual_seed(n)), torch.arange(64) % 3) for n in range(3)]
+
+
+def make_net(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3)
+        )
+
+
+def make() -> tuple[nn.Module, list[Any]]:
+    return make_net(99), BATCHES
+
+
+def save_nets(nets: list[nn.Module], folder: Path) -> list[Path]:
+    files = [folder / f"{index}.safetensors" for index in range(len(nets))]
+    for net, file in zip(nets, files, strict=True):
+        save_file(net.state_dict(), file)
+    return files
+
+
+def loaded(path: Path) -> nn.Module:
+    net = make_net()
+    net.load_state_dict(load_file(path))
+    return net.eval()
+
+
+def outputs(net: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return net.eval()(BATCHES[0][0])
+
+
+def test_networks_that_differ_in_order_alone_align_to_the_first(tmp_path: Path) -> None:
+    first = make_net()
+    papa.reset_batch_norm_(first, BATCHES)
+    second = copy.deepcopy(first)
+    groups = symmetries(second, BATCHES[0][0])
+    permute_all_(second, groups, {group.name: torch.randperm(group.size) for group in groups})
+    files = save_nets([first, second], tmp_path)
+    plain = papa.soup_files(files, tmp_path / "plain.safetensors")
+    aligned = papa.soup_files(files, tmp_path / "aligned.safetensors", align=True, evaluation_context=make)
+    assert_close(outputs(loaded(aligned.path)), outputs(first).double(), 1e-5)
+    assert (outputs(loaded(plain.path)) - outputs(first)).abs().max() > 0.01
+    match = aligned.ingredients[1].alignment
+    assert match is not None
+    assert match.after > 0.99 > match.before
+    record = json.loads((tmp_path / "aligned.safetensors.json").read_text())
+    assert record["files"][1]["alignment"]["after"] == match.after
+    assert record["files"][1]["path"] == str(files[1])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("weights", [None, [0.75, 0.25, 0.0]])
+def test_a_repaired_soup_is_what_repair_gives(weights: list[float] | None, tmp_path: Path) -> None:
+    nets = [make_net(seed) for seed in range(3)]
+    evaluation_context = EvaluationContext(make_net(99), BATCHES)
+    files = save_nets(nets, tmp_path)
+    soup = papa.soup_files(
+        files, tmp_path / "soup.safetensors", weights, repair=True, evaluation_context=evaluation_context
+    )
+    twin = papa.average_soup(nets, weights)
+    papa.repair_(twin, nets, BATCHES, weights)
+    for name, tensor in twin.state_dict().items():
+        if tensor.is_floating_point():
+            assert_close(load_file(soup.path)[name], tensor.double(), 1e-5)
+
+
+def test_batch_norm_is_estimated_anew(tmp_path: Path) -> None:
+    nets = [make_net(seed) for seed in range(2)]
+    soup = papa.soup_files(
+        save_nets(nets, tmp_path), tmp_path / "soup.safetensors", reset_batch_norm=True, evaluation_context=make
+    )
+    twin = papa.average_soup(nets)
+    papa.reset_batch_norm_(twin, BATCHES)
+    assert_close(load_file(soup.path)["1.running_mean"], twin.get_buffer("1.running_mean").double())
+    assert_close(load_file(soup.path)["0.weight"], twin.get_parameter("0.weight").detach().double())
+
+
+def test_a_greedy_soup_is_scored_in_the_kitchen(tmp_path: Path) -> None:
+    nets = [make_net(seed) for seed in range(4)]
+    soup = papa.soup_files(
+        save_nets(nets, tmp_path), tmp_path / "soup.safetensors", greedy=True, evaluation_context=make
+    )
+    twin = papa.greedy_soup(nets, lambda net: tuple(papa.evaluate(net, BATCHES)))
+    assert [trial.members for trial in soup.trials] == [trial.members for trial in twin.trials]
+    assert soup.score == pytest.approx(twin.score)
+
+
+def test_files_that_do_not_fit_the_network_are_told(tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "a.safetensors")
+    with pytest.raises(SoupError, match=r"does not fit the network Sequential; it has\n  no '0.bias'"):
+        papa.soup_files(
+            [tmp_path / "a.safetensors"], tmp_path / "soup.safetensors", reset_batch_norm=True, evaluation_context=make
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        ("nothing", ConfigError, "expected package.module:function"),
+        ("no.such.module:make", ConfigError, "cannot be found: No module named 'no'"),
+        ("papa.files:nothing", ConfigError, "cannot be found: module 'papa.files' has no attribute 'nothing'"),
+        ("papa:__version__", ConfigError, "is a str, expected a function"),
+        (lambda: 3, ConfigError, r"returned int, expected \(network, batches\)"),
+        (lambda: (nn.Linear(1, 1), []), DataError, "gave no batch"),
+        (3, ConfigError, "the factory int is a int, expected a function"),
+        (lambda: nn.Linear(2, 2)(torch.zeros(3)), ConfigError, r"RuntimeError: .* \(.*test_evaluation_context\.py, line \d+\)"),
+        (lambda: (nn.Linear(1, 1), (1 / 0 for _ in range(2))), ConfigError, "failed with ZeroDivisionError"),
+        (partial(json.loads, "{"), ConfigError, r"the factory loads failed with JSONDecodeError"),
+        (lambda: {}["weights"], ConfigError, r"failed with KeyError: 'weights' \(.*test_evaluation_context\.py, line \d+\)"),
+    ],
+)
+def test_a_factory_that_gives_no_kitchen_is_refused(factory: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        evaluation_context_of(factory)
+
+
+def test_a_kitchen_scores_with_what_it_was_given() -> None:
+    net = nn.Linear(1, 1)
+    assert evaluation_context_of(lambda: (net, BATCHES, lambda _: (3.0, 0.5))).evaluate(net)[:2] == (3.0, 0.5)
+    assert evaluation_context_of(lambda: (net, BATCHES, lambda _: 3.0)).evaluate(net).score == 3.0
+    with pytest.raises(DataError, match="batches hold inputs alone"):
+        EvaluationContext(net, [torch.zeros(2, 1)]).evaluate(net)
+    with pytest.raises(SoupError, match="the score is NaN"):
+        EvaluationContext(net, BATCHES, lambda _: float("nan")).evaluate(net)
+
+
+def test_a_recipe_scores_on_its_validation_data() -> None:
+    config = replace(find("digits").config("smoke"), seed=3)
+    evaluation_context = recipe_evaluation(config)
+    assert evaluation_context.batches[0].shape[1:] == (1, 8, 8)
+    assert {batch.shape for batch in evaluation_context.batches} == {evaluation_context.batches[0].shape}
+    score, loss = evaluation_context.evaluate(evaluation_context.network)[:2]
+    assert 0 <= score <= 100
+    assert loss > 0
+    assert evaluation_context.name != recipe_evaluation(replace(config, seed=4)).name

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from papa.errors import ConfigError
+from papa.lab.augment import (
+    ABLATION_GRID,
+    DART_POLICIES,
+    DEFAULT_GRID,
+    IMAGENET_GRID,
+    PLAIN,
+    SEGMENTATION_GRID,
+    Grid,
+    Policy,
+    draw_policies,
+    draw_policy_per_batch,
+)
+from papa.streams import stream
+
+GRIDS = [DEFAULT_GRID, IMAGENET_GRID, ABLATION_GRID, SEGMENTATION_GRID, PLAIN]
+
+
+def test_the_papers_grids():
+    assert [len(grid) for grid in GRIDS] == [81, 16, 9, 9, 1]
+    assert PLAIN.policies == (Policy(),)
+    assert Policy(mixup=1.0, smoothing=0.05, cutmix=0.5, erasing=0.15) in DEFAULT_GRID.policies
+    assert Policy(mixup=0.2, smoothing=0.1, cutmix=1.0, erasing=0.35) in IMAGENET_GRID.policies
+    assert all(not policy.cutmix and not policy.erasing for policy in ABLATION_GRID.policies)
+    assert {policy.mixup for policy in SEGMENTATION_GRID.policies} == {0.0, 0.2, 0.4}
+
+
+def test_the_policies_of_dart():
+    expected = (Policy(randaugment="rand-m4-n1-p1.0-mstd1.0"), Policy(cutmix=0.5), Policy(cutout=8))
+    assert expected == DART_POLICIES
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_full_draw_is_the_whole_grid_once(grid):
+    drawn = draw_policies(grid, len(grid), seed=1)
+    assert set(drawn) == set(grid.policies)
+    assert len(set(drawn)) == len(grid)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_draws_start_over_when_members_outnumber_policies(grid):
+    drawn = draw_policies(grid, 2 * len(grid) + 1, seed=1)
+    once = draw_policies(grid, len(grid), seed=1)
+    assert drawn == (*once, *once, once[0])
+
+
+def test_a_members_policy_does_not_depend_on_the_number_of_members():
+    many = draw_policies(DEFAULT_GRID, 100, seed=1)
+    assert all(draw_policies(DEFAULT_GRID, size, seed=1) == many[:size] for size in (1, 3, 5, 10, 81, 82))
+
+
+def test_seeds_determine_draws():
+    assert draw_policies(DEFAULT_GRID, 10, seed=1) == draw_policies(DEFAULT_GRID, 10, seed=1)
+    assert draw_policies(DEFAULT_GRID, 10, seed=1) != draw_policies(DEFAULT_GRID, 10, seed=2)
+
+
+def test_every_policy_can_come_first():
+    firsts = [ABLATION_GRID.policies.index(draw_policies(ABLATION_GRID, 1, seed=seed)[0]) for seed in range(900)]
+    assert stats.chisquare([firsts.count(index) for index in range(9)]).pvalue > 0.01
+
+
+def test_draws_per_batch_are_uniform_and_seeded():
+    def draws(seed: int) -> list[int]:
+        generator = stream(seed, "augment")
+        return [ABLATION_GRID.policies.index(draw_policy_per_batch(ABLATION_GRID, generator)) for _ in range(1800)]
+
+    counts = [draws(1).count(index) for index in range(9)]
+    assert stats.chisquare(counts).pvalue > 0.01
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
+def test_grids_are_values():
+    assert Grid(mixup=[0.0, 0.5]) == Grid(mixup=(0.0, 0.5))
+    assert hash(Grid(mixup=[0.0, 0.5])) == hash(Grid(mixup=(0.0, 0.5)))
+    assert Grid() == PLAIN
+
+
+def test_bad_grids_and_draws_are_refused():
+    with pytest.raises(ConfigError, match=r"the grid's mixup is \(\), expected at least one value in a tuple"):
+        Grid(mixup=())
+    with pytest.raises(ConfigError, match=r"the grid's erasing is 0.5, expected at least one value"):
+        Grid(erasing=0.5)
+    with pytest.raises(ConfigError, match="smoothing is 2, expected a number from 0 to below 1"):
+        Grid(smoothing=(0.0, 2))
+    with pytest.raises(ConfigError, match="num_members is 0, expected at least 1"):
+        draw_policies(PLAIN, 0, seed=1)
+
+
+def test_the_global_generator_is_left_alone():
+    before = torch.random.get_rng_state()
+    draw_policies(DEFAULT_GRID, 5, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)

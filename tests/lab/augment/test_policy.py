@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from papa.errors import ConfigError, DataError
+from papa.lab.augment import (
+    DART_POLICIES,
+    Policy,
+    blend_images,
+    blend_targets,
+    cutout,
+    draw_blend,
+    rand_augment,
+    random_erase,
+    soft_targets,
+)
+from papa.streams import stream
+
+EVERYTHING = Policy(mixup=0.5, smoothing=0.1, cutmix=1.0, erasing=0.35, cutout=8, randaugment="rand-m4-n1-p1.0-mstd1.0")
+
+
+def some_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(16, 3, 32, 32, generator=stream(1, "pixels"))
+    return inputs, torch.randint(10, (16,), generator=stream(1, "classes"))
+
+
+def test_a_plain_policy_touches_nothing_and_draws_nothing():
+    inputs, targets = some_batch()
+    images, generator = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), stream(1, "augment")
+    outputs, same = Policy().on_batch(inputs, targets, num_classes=10, generator=generator)
+    assert outputs is inputs
+    assert same is targets
+    assert Policy().on_images(images, generator) is images
+    assert torch.equal(generator.get_state(), stream(1, "augment").get_state())
+    assert Policy().description == "plain"
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(erasing=0.35), Policy(cutout=8), Policy(randaugment="rand-m4"), Policy(erasing=1.0, cutout=4)]
+)
+def test_targets_stay_classes_unless_blended_or_smoothed(policy):
+    inputs, targets = some_batch()
+    _, same = policy.on_batch(inputs, targets, num_classes=10, generator=stream(1, "augment"))
+    assert same is targets
+    assert not policy.makes_soft_targets
+
+
+@pytest.mark.parametrize("policy", [Policy(mixup=0.5), Policy(cutmix=0.5), Policy(smoothing=0.1)])
+def test_targets_become_shares(policy):
+    inputs, targets = some_batch()
+    _, soft = policy.on_batch(inputs, targets, num_classes=10, generator=stream(1, "augment"))
+    assert policy.makes_soft_targets
+    assert soft.shape == (16, 10)
+    assert soft.dtype == torch.float32
+    torch.testing.assert_close(soft.sum(1), torch.ones(16))
+
+
+def test_smoothing_alone_leaves_the_inputs():
+    inputs, targets = some_batch()
+    same, _ = Policy(smoothing=0.1).on_batch(inputs, targets, num_classes=10, generator=stream(1, "augment"))
+    assert same is inputs
+
+
+def test_the_parts_run_one_after_the_other():
+    inputs, targets = some_batch()
+    outputs, soft = EVERYTHING.on_batch(inputs, targets, num_classes=10, generator=stream(3, "augment"))
+    generator = stream(3, "augment")
+    expected = random_erase(inputs, 0.35, generator=generator)
+    expected = cutout(expected, 8, generator=generator)
+    blend = draw_blend(mixup=0.5, cutmix=1.0, height=32, width=32, generator=generator)
+    assert torch.equal(outputs, blend_images(expected, blend))
+    assert torch.equal(soft, blend_targets(soft_targets(targets, 10, smoothing=0.1), blend))
+
+
+def test_on_images_is_randaugment():
+    images = torch.randint(256, (4, 3, 16, 16), generator=stream(1, "pixels")).to(torch.uint8)
+    expected = rand_augment(images, EVERYTHING.randaugment, generator=stream(1, "augment"))
+    assert torch.equal(EVERYTHING.on_images(images, stream(1, "augment")), expected)
+
+
+@pytest.mark.parametrize("policy", [EVERYTHING, Policy(mixup=1.0), Policy(cutmix=1.0), *DART_POLICIES[1:]])
+def test_seeds_determine_everything_and_inputs_stay(policy):
+    inputs, targets = some_batch()
+    inputs_before, targets_before = inputs.clone(), targets.clone()
+    runs = [policy.on_batch(inputs, targets, num_classes=10, generator=stream(seed, "augment")) for seed in (1, 1, 2)]
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert not torch.equal(runs[0][0], runs[2][0])
+    assert torch.equal(inputs, inputs_before)
+    assert torch.equal(targets, targets_before)
+
+
+def test_the_global_generator_is_left_alone():
+    inputs, targets = some_batch()
+    before = torch.random.get_rng_state()
+    EVERYTHING.on_batch(inputs, targets, num_classes=10, generator=stream(1, "augment"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_mixup_on_vectors_and_on_pixel_targets():
+    vectors, targets = torch.randn(4, 64), torch.arange(4)
+    outputs, soft = Policy(mixup=0.2).on_batch(vectors, targets, num_classes=4, generator=stream(1, "augment"))
+    assert outputs.shape == (4, 64)
+    assert soft.shape == (4, 4)
+    maps = torch.randint(6, (4, 8, 8), generator=stream(1, "classes"))
+    policy = Policy(mixup=0.2, smoothing=0.05)
+    _, soft = policy.on_batch(torch.randn(4, 3, 8, 8), maps, num_classes=6, generator=stream(1, "augment"))
+    assert soft.shape == (4, 6, 8, 8)
+
+
+def test_descriptions():
+    assert Policy(mixup=0.5, smoothing=0.1).description == "mixup 0.5, smoothing 0.1"
+    assert Policy(cutmix=1.0, erasing=0.35).description == "cutmix 1, erasing 0.35"
+    assert [policy.description for policy in DART_POLICIES] == ["rand-m4-n1-p1.0-mstd1.0", "cutmix 0.5", "cutout 8"]
+
+
+def test_policies_survive_json():
+    for policy in (EVERYTHING, Policy(), *DART_POLICIES):
+        assert Policy(**json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+def test_policies_are_frozen_keyword_only_values():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EVERYTHING.mixup = 1.0
+    with pytest.raises(TypeError):
+        Policy(0.5)
+    assert len({Policy(mixup=0.5), Policy(mixup=0.5), Policy()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixup": -0.5}, "mixup is -0.5, expected a number of at least 0"),
+        ({"mixup": float("nan")}, "mixup is nan"),
+        ({"mixup": True}, "mixup is True"),
+        ({"cutmix": float("inf")}, "cutmix is inf, expected a number of at least 0"),
+        ({"cutmix": "0.5"}, "cutmix is '0.5', expected a number"),
+        ({"smoothing": 1.0}, "smoothing is 1.0, expected a number from 0 to below 1"),
+        ({"erasing": 1.5}, "erasing is 1.5, expected a probability from 0 to 1"),
+        ({"cutout": -1}, "cutout is -1, expected a whole number of pixels"),
+        ({"cutout": 8.0}, "cutout is 8.0, expected a whole number of pixels"),
+        ({"randaugment": "rand-q4"}, "randaugment 'rand-q4' has the unknown part 'q4', expected timm's form"),
+        ({"randaugment": 4}, "randaugment is 4, expected timm's form"),
+        ({"mixup": -1, "erasing": 2}, "mixup is -1, .*; erasing is 2, "),
+    ],
+)
+def test_bad_values_are_refused_all_at_once(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Policy(**options)
+
+
+def test_batches_that_do_not_fit_are_refused():
+    inputs, targets = some_batch()
+    maps = torch.zeros(16, 8, 8, dtype=torch.int64)
+    with pytest.raises(DataError, match="a batch has 16 inputs and 3 targets, expected as many of each"):
+        Policy().on_batch(inputs, targets[:3], num_classes=10, generator=stream(1, "augment"))
+    with pytest.raises(
+        DataError, match=r"targets have shape \(16, 8, 8\) and inputs \(16, 3, 32, 32\): CutMix expects"
+    ):
+        Policy(cutmix=1.0).on_batch(inputs, maps, num_classes=10, generator=stream(1, "augment"))
+    with pytest.raises(DataError, match=r"CutMix got a tensor of shape \(16, 64\)"):
+        Policy(cutmix=1.0).on_batch(torch.randn(16, 64), targets, num_classes=10, generator=stream(1, "augment"))

@@ -1,0 +1,266 @@
+"""Cache files: made once, mapped by all, noticed when they are wrong."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import permissions_count
+from papa.data import Arrays
+from papa.errors import DataError
+from papa.lab.data import MappedImages
+from papa.lab.data import cache as cache_module
+from papa.lab.data.cache import FOLDER, Decoded, cached_images, write_cache
+
+
+def pixels(count: int = 7) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 3, 5, 5), dtype=np.uint8)
+
+
+class Maker:
+    """Makes the same images each time, and counts how often."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> Decoded:
+        self.calls += 1
+        return Decoded(np.arange(7, dtype=np.int64) % 2, ("a", "b"), iter([pixels()[:4], pixels()[4:]]))
+
+
+def load(folder: Path, maker: Callable[[], Decoded], digest: str = "one") -> Arrays:
+    source, classes = cached_images("set", folder=folder, digest=digest, decode=maker)
+    assert classes == ("a", "b")
+    assert torch.equal(source.inputs, torch.from_numpy(pixels()))
+    assert source.targets.tolist() == [0, 1, 0, 1, 0, 1, 0]
+    return source
+
+
+def cache_file(folder: Path) -> Path:
+    return folder / FOLDER / "set.images"
+
+
+def test_images_are_made_once_and_then_mapped(tmp_path: Path) -> None:
+    maker = Maker()
+    for _ in range(3):
+        assert isinstance(load(tmp_path, maker), MappedImages)
+    assert maker.calls == 1
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["set.images"]
+
+
+def test_pixels_stay_in_the_file(tmp_path: Path) -> None:
+    source = load(tmp_path, Maker())
+    assert isinstance(source, MappedImages)
+    assert isinstance(source.mapped, np.memmap)
+    start = source.mapped.ctypes.data
+    assert start <= source.inputs.data_ptr() < start + source.mapped.nbytes
+
+
+def test_batches_are_gathered(tmp_path: Path) -> None:
+    inputs, targets = load(tmp_path, Maker()).batch(torch.tensor([6, 0, 6]))
+    assert torch.equal(inputs, torch.from_numpy(pixels()[[6, 0, 6]]))
+    assert targets.tolist() == [0, 0, 0]
+    inputs.zero_()
+    assert torch.equal(load(tmp_path, Maker()).inputs, torch.from_numpy(pixels()))
+
+
+def test_writing_to_a_mapped_image_changes_no_file(tmp_path: Path) -> None:
+    load(tmp_path, Maker()).inputs.zero_()
+    again = Maker()
+    assert torch.equal(load(tmp_path, again).inputs, torch.from_numpy(pixels()))
+    assert again.calls == 0
+
+
+def test_pickling_sends_the_place_not_the_pixels(tmp_path: Path) -> None:
+    source = load(tmp_path, Maker())
+    sent = pickle.dumps(source)
+    assert len(sent) < 500
+    received = pickle.loads(sent)
+    assert isinstance(received, MappedImages)
+    assert torch.equal(received.inputs, source.inputs)
+
+
+def test_a_cache_of_other_files_is_made_again(tmp_path: Path) -> None:
+    maker = Maker()
+    load(tmp_path, maker, digest="one")
+    load(tmp_path, maker, digest="two")
+    load(tmp_path, maker, digest="two")
+    assert maker.calls == 2
+
+
+def flipped(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"short"),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: flipped(path, 0),
+        lambda path: flipped(path, 20),
+        lambda path: flipped(path, 4096),
+        lambda path: flipped(path, 4096 + 100),
+        lambda path: flipped(path, -1),
+    ],
+    ids=["empty", "short", "cut", "longer", "magic", "preamble", "first pixel", "a pixel", "header"],
+)
+def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    maker = Maker()
+    load(tmp_path, maker)
+    damage(cache_file(tmp_path))
+    load(tmp_path, maker)
+    load(tmp_path, maker)
+    assert maker.calls == 2
+
+
+def test_opening_a_wrong_file_says_what_is_wrong(tmp_path: Path) -> None:
+    load(tmp_path, Maker())
+    with pytest.raises(DataError, match=r"the image cache .*set.images cannot be used \(it was made of other files\)"):
+        MappedImages(cache_file(tmp_path), "two")
+    flipped(cache_file(tmp_path), 4200)
+    with pytest.raises(DataError, match=r"cannot be used \(it is damaged\), expected a whole cache file"):
+        MappedImages(cache_file(tmp_path), "one")
+    with pytest.raises(DataError, match=r"cannot be used \(.*No such file"):
+        MappedImages(tmp_path / "none", "one")
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_cache_to_the_user(tmp_path: Path) -> None:
+    # A file where the cache's folder should be: not even root can write below it.
+    (tmp_path / FOLDER).touch()
+    maker = Maker()
+    for _ in range(2):
+        source = load(tmp_path, maker)
+        assert isinstance(source, MappedImages)
+        assert source.path.is_relative_to(os.environ["XDG_CACHE_HOME"])
+    assert maker.calls == 1
+
+
+def test_a_folder_without_write_permission_leaves_the_cache_to_the_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with permissions_count():
+        source = load(tmp_path, Maker())
+    assert isinstance(source, MappedImages)
+    assert source.path.is_relative_to(os.environ["XDG_CACHE_HOME"])
+
+
+def test_folders_of_the_same_name_do_not_share_a_user_cache(tmp_path: Path) -> None:
+    places = set()
+    for parent in ("one", "two"):
+        folder = tmp_path / parent / "data"
+        folder.mkdir(parents=True)
+        (folder / FOLDER).touch()
+        source = load(folder, Maker())
+        assert isinstance(source, MappedImages)
+        places.add(source.path)
+    assert len(places) == 2
+
+
+def test_with_no_place_to_write_images_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / FOLDER).touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    source = load(tmp_path, Maker())
+    assert type(source) is Arrays
+
+
+def test_the_home_folder_is_used_without_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / FOLDER).touch()
+    source = load(tmp_path, Maker())
+    assert isinstance(source, MappedImages)
+    assert source.path.is_relative_to(tmp_path / "home" / ".cache" / "papa")
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_module, "_write", full)
+    assert type(load(tmp_path, Maker())) is Arrays
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_an_error_while_decoding_leaves_nothing_behind(tmp_path: Path) -> None:
+    def broken() -> Iterator[np.ndarray]:
+        yield pixels()
+        raise DataError("the image x.png cannot be decoded")
+
+    with pytest.raises(DataError, match=r"x\.png"):
+        load(tmp_path, lambda: Decoded(np.zeros(9, dtype=np.int64), ("a", "b"), broken()))
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_every_image_needs_a_label(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="7 images were decoded for 3 labels"):
+        write_cache(tmp_path / "set.images", "one", Decoded(np.zeros(3, dtype=np.int64), (), iter([pixels()])))
+
+
+def test_others_may_read_a_cache(tmp_path: Path) -> None:
+    previous = os.umask(0o022)
+    try:
+        load(tmp_path, Maker())
+    finally:
+        os.umask(previous)
+    assert cache_file(tmp_path).stat().st_mode & 0o777 == 0o644
+
+
+BUILD = """
+import fcntl, sys, time
+from pathlib import Path
+import numpy as np
+from papa.lab.data.cache import Decoded, cached_images
+
+def build(folder):
+    def chunks():
+        for value in range(20):
+            time.sleep(0.02)
+            yield np.full((8, 3, 4, 4), value, dtype=np.uint8)
+
+    def decode():
+        with open(folder / "calls", "a") as file:
+            file.write("x")
+        return Decoded(np.arange(160), ("a",), chunks())
+
+    (folder / f"ready-{sys.argv[1]}").touch()
+    while len(list(folder.glob("ready-*"))) < 2:
+        time.sleep(0.001)
+    source, _ = cached_images("set", folder=folder, digest="one", decode=decode)
+    assert type(source).__name__ == "MappedImages"
+    assert source.inputs[:, 0, 0, 0].tolist() == [value for value in range(20) for _ in range(8)]
+
+def no_locks(*_):
+    raise OSError("no locks here")
+
+build(Path(sys.argv[2]))
+fcntl.flock = no_locks
+build(Path(sys.argv[3]))
+"""
+
+
+def test_two_processes_that_build_at_once(tmp_path: Path) -> None:
+    folders = [tmp_path / "with locks", tmp_path / "without locks"]
+    for folder in folders:
+        folder.mkdir()
+    builders = [
+        subprocess.Popen([sys.executable, "-c", BUILD, number, *map(str, folders)], stderr=subprocess.PIPE, text=True)
+        for number in ("0", "1")
+    ]
+    errors = [builder.communicate(timeout=120)[1] for builder in builders]
+    assert [builder.returncode for builder in builders] == [0, 0], errors
+    for folder in folders:
+        assert [path.name for path in (folder / FOLDER).iterdir()] == ["set.images"]
+    assert [(folder / "calls").read_text() for folder in folders] == ["x", "xx"]

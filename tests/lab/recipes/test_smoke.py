@@ -1,0 +1,153 @@
+"""Every recipe builds and takes steps under the smoke budget, on tiny data of the same form."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from helpers import write_images
+from papa.lab.config import Config
+from papa.lab.launch import execute
+from papa.lab.models import head_parameters, make_model
+from papa.lab.recipes import RECIPES
+from papa.lab.recipes.build import build, callbacks_for
+from papa.lab.recipes.recipe import Recipe
+from papa.training import Callback, Training
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for part in ("train", "test"):
+        write_images(root / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
+        write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
+    for part in ("train", "val"):
+        write_images(root / "imagenet" / part, num_classes=3, images_per_class=6, size=120)
+    write_tiles(root / "tiles")
+    write_tiles(root / "vaihingen")
+    write_optdigits(root / "optdigits.npz")
+    return root
+
+
+def write_tiles(root: Path) -> None:
+    """Images of four sizes whose brightness tells the class of every pixel, 255 for none."""
+    generator = torch.Generator().manual_seed(0)
+    for folder in ("images", "labels"):
+        (root / folder).mkdir(parents=True)
+    for number in range(6):
+        labels = torch.randint(6, (40 + number, 50 - number), generator=generator, dtype=torch.uint8)
+        images = (40 * labels)[..., None].repeat(1, 1, 3)
+        labels[0] = 255
+        Image.fromarray(images.numpy()).save(root / "images" / f"area{number}.png")
+        Image.fromarray(labels.numpy()).save(root / "labels" / f"area{number}.png")
+    split = {"train": ["area0", "area1"], "validation": ["area2", "area3"], "test": ["area4", "area5"]}
+    (root / "splits.json").write_text(json.dumps(split))
+
+
+def write_optdigits(path: Path) -> None:
+    random = np.random.default_rng(0)
+    parts = {}
+    for part, count in (("train", 80), ("test", 40)):
+        parts[f"{part}_images"] = random.integers(0, 17, (count, 8, 8), dtype=np.uint8)
+        parts[f"{part}_labels"] = (np.arange(count) % 10).astype(np.uint8)
+    np.savez(path, **parts)
+
+
+@pytest.fixture(scope="module")
+def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
+    folder = tmp_path_factory.mktemp("weights")
+
+    def make(config: Config) -> str:
+        path = folder / f"{config.model.name.removeprefix('timm:')}.safetensors"
+        image_size = config.data.image_size or 224
+        save_file(make_model(config.model.name, num_classes=7, image_size=image_size).state_dict(), path)
+        return str(path)
+
+    return make
+
+
+def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
+    config = recipe.config("smoke")
+    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen")
+    root = data_root / config.data.name if has_folder else data_root
+    config = replace(config, data=replace(config.data, root=str(root)))
+    if "finetune" in recipe.name:
+        config = replace(config, model=replace(config.model, weights=weights_of(config)))  # type: ignore[operator]
+    return config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_runs(name: str, data_root: Path, weights_of: object, tmp_path: Path) -> None:
+    config = smoke_config(RECIPES[name], data_root, weights_of)
+    result = execute(config, tmp_path / "run", workers=1)
+    assert len(result["test"]["members"]) == config.members
+    assert all(loss is not None for loss in result["test"]["loss"]["members"])
+
+
+@pytest.mark.parametrize("method", ["independent", "papa-all", "papa-2"])
+def test_every_method_runs_on_images(method: str, data_root: Path, weights_of: object, tmp_path: Path) -> None:
+    config = replace(smoke_config(RECIPES["cifar10-vgg11"], data_root, weights_of), method=method)
+    assert execute(config, tmp_path / "run", workers=1)["method"] == method
+
+
+def test_the_body_is_frozen_first_and_then_trained(data_root: Path, weights_of: object) -> None:
+    config = smoke_config(RECIPES["cifar10-vgg11"], data_root, weights_of)
+    config = replace(config, method="independent", members=1, model=replace(config.model, frozen=0.5))
+    training = build(config)
+    start = {name: value.clone() for name, value in training.population[0].named_parameters()}
+    head = {id(parameter) for parameter in head_parameters(training.population[0])}
+    moved: list[set[bool]] = []
+
+    class Look(Callback):
+        def after_step(self, training: Training) -> None:
+            named = training.population[0].named_parameters()
+            body = [not torch.equal(value, start[name]) for name, value in named if id(value) not in head]
+            moved.append(set(body))
+
+    training.run([*callbacks_for(config, print), Look()])
+    half = training.length.num_steps // 2
+    assert moved[half - 1] == {False}
+    assert any(moved[-1])
+
+
+def test_logistic_regression_is_the_papers() -> None:
+    recipe = RECIPES["optdigits-logistic"]
+    config = recipe.config()
+    train = config.train
+    assert (config.members, train.epochs, train.batch_size, train.lr, train.schedule) == (10, 10, 1, 0.1, "constant")
+    assert (train.momentum, train.weight_decay, config.average.repair, config.average.every_epochs) == (0, 0, 0, 1)
+    assert recipe.paper_scores(config) == {"mean": 91.34, "average_soup": 90.37}
+    assert recipe.paper_scores(replace(config, method="independent")) == {"mean": 92.76, "average_soup": 93.62}
+
+
+def test_recipes_belong_to_the_papers_tables_and_know_its_numbers() -> None:
+    vgg = RECIPES["cifar100-vgg16"]
+    assert vgg.table == "cifar100_gradual"
+    config = vgg.config()
+    assert vgg.paper_scores(config) == {"ensemble": 79.88, "average_soup": 79.65, "greedy_soup": 79.08}
+    assert vgg.paper_scores(replace(config, members=4)) is None
+    baseline = replace(RECIPES["imagenet-resnet50"].config(), method="independent")
+    assert RECIPES["imagenet-resnet50"].paper_scores(baseline) == {"ensemble": 78.7, "greedy_soup": 76.8}
+    long = RECIPES["cifar100-resnet18-long"]
+    assert long.paper_scores(long.config()) == {"mean": 79.88}
+    assert long.config().train.epochs == 3000
+
+
+@pytest.mark.parametrize("name", ["cifar10-vgg11", "cifar100-resnet18"])
+@pytest.mark.parametrize("budget", ["full", "mini", "smoke"])
+def test_one_long_training_sees_as_many_images_as_the_population(name: str, budget: str) -> None:
+    population, long = (RECIPES[recipe].config(budget) for recipe in (name, f"{name}-long"))
+    assert (long.members, long.method) == (1, "independent")
+    assert long.train.epochs == population.members * population.train.epochs
+    assert (long.data, long.model) == (population.data, population.model)
+
+
+def test_the_paper_has_no_long_training_on_cifar10() -> None:
+    long = RECIPES["cifar10-vgg11-long"]
+    assert long.table == ""
+    assert long.paper_scores(long.config()) is None

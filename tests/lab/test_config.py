@@ -1,0 +1,76 @@
+from dataclasses import replace
+
+import pytest
+
+from papa.errors import ConfigError
+from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, TrainConfig
+from papa.lab.recipes import BUDGETS, RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_recipes_config_is_sound_and_survives_json(name: str, budget: str) -> None:
+    config = RECIPES[name].config(budget).check()
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_every_problem_is_told_at_once() -> None:
+    config = Config(
+        method="pappa",
+        members=0,
+        data=DataConfig(validation=1.5),
+        train=TrainConfig(epochs=0, lr=-1.0, schedule="cosin"),
+        average=AverageConfig(
+            alpha=2.0,
+            every_steps=0,
+            start=5,
+            stop=1,
+            repair_policy="mine",
+            repair_scope="batchnorm",
+            align="weight",
+            align_every_epochs=0.0,
+            align_batches=0,
+            probe_steps=0,
+            repair_soups=-1,
+        ),
+        diversity=DiversityConfig(grid="dart", per_batch=True),
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.check()
+    message = str(caught.value)
+    for part in (
+        "--method is pappa: did you mean papa?",
+        "--members is 0, expected at least 1",
+        "--data.validation is 1.5",
+        "--train.epochs is 0",
+        "--train.lr is -1.0",
+        "--train.schedule is cosin: did you mean cosine?",
+        "--average.alpha is 2.0",
+        "--average.every-steps is 0",
+        "--average.repair-policy is mine",
+        "--average.repair-scope is batchnorm: did you mean batch-norm?",
+        "--average.align is weight: did you mean weights?",
+        "--average.align-every-epochs is 0.0, expected more than 0",
+        "--average.align-batches is 0, expected at least 1",
+        "--average.probe-steps is 0, expected at least 1",
+        "--average.repair-soups is -1, expected at least 0",
+        "--diversity.grid is dart, whose members have one policy each: leave out --diversity.per-batch",
+        "--average.stop is 1, expected at least --average.start (5)",
+    ):
+        assert part in message
+
+
+def test_unknown_fields_are_named_with_the_closest() -> None:
+    value = Config().to_json()
+    value["train"]["epoch"] = 3
+    with pytest.raises(ConfigError, match=r"config\.train\.epoch is not known: did you mean epochs\?"):
+        Config.from_json(value)
+    with pytest.raises(ConfigError, match=r"config\.data is 3, expected an object"):
+        Config.from_json({"data": 3})
+
+
+def test_a_config_cannot_be_changed_by_accident() -> None:
+    config = Config()
+    with pytest.raises(AttributeError):
+        config.members = 3  # type: ignore[misc]
+    assert replace(config, members=3).members == 3

@@ -1,0 +1,403 @@
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import papa.lab.launch
+from helpers import small_config
+from papa.checkpoint import checkpoints
+from papa.errors import ConfigError, PapaError, RunError, StoppedError
+from papa.lab.config import Config, TrajectoryConfig
+from papa.lab.launch import Saving, execute, useful_workers
+from papa.lab.recipes import find
+from papa.lab.recorder import Recorder
+from papa.lab.runs import RunDirectory
+from papa.lab.signals import watching_signals
+from papa.training import Callback, Training
+
+
+def networks_of(path: Path) -> dict[str, torch.Tensor]:
+    files = [path / "soup.safetensors", path / "greedy.safetensors", *sorted((path / "members").iterdir())]
+    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def metrics_of(path: Path) -> list[dict[str, object]]:
+    """A run's metrics without what depends on how and where it ran."""
+    events = RunDirectory(path).read_metrics()
+    return [{key: value for key, value in event.items() if key not in ("bytes", "seconds")} for event in events]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    ours, theirs = networks_of(first), networks_of(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert metrics_of(first) == metrics_of(second)
+
+
+def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path: Path) -> None:
+    config = small_config()
+    result = execute(config, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    assert [file for file in run.files if not file.exists()] == [run.picture]  # which only segmentation makes
+    assert json.loads(run.result.read_text()) == json.loads(json.dumps(result))
+    assert Config.from_json(json.loads(run.config.read_text())) == config
+    for part in ("test", "validation"):
+        scores = result[part]
+        assert len(scores["members"]) == 3
+        assert scores["min"] <= scores["mean"] <= scores["max"]
+        assert {"ensemble", "average_soup", "greedy_soup"} <= scores.keys()
+    assert result["validation"]["greedy_soup"] >= result["validation"]["max"]
+    assert set(result["greedy_members"]) <= {0, 1, 2}
+    assert len(result["policies"]) == 3
+    assert result["seconds"].keys() == {"train", "average", "evaluate"}
+    events = list(run.read_metrics())
+    steps = result["config"]["train"]["epochs"] * (270 // 64)
+    assert [event["epoch"] for event in events if event["event"] == "epoch"] == [1, 2, 3]
+    assert not any(event["event"].startswith("merge") for event in events)  # pushes are not probed
+    assert [event["step"] for event in events if event["event"] == "average"] == list(range(5, steps + 1, 5))
+
+
+@pytest.mark.parametrize("method", ["papa", "papa-2", "papa-all"])
+def test_two_workers_end_with_the_bits_of_one(tmp_path: Path, method: str) -> None:
+    config = small_config(method=method)
+    torch.set_num_threads(1)
+    alone = execute(config, tmp_path / "one", workers=1)
+    together = execute(config, tmp_path / "two", workers=2)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    assert alone["test"] == together["test"]
+    assert together["environment"]["workers"] == 2
+
+
+def test_two_workers_see_what_one_sees_in_independent_members(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    config = small_config(method="independent", analysis=True)
+    average = replace(config.average, align_soups=True, align_batches=2)
+    config = replace(config, average=average, train=replace(config.train, epochs=1))
+    alone, together = (execute(config, tmp_path / str(workers), workers=workers) for workers in (1, 2))
+    for part in ("repaired", "aligned", "similarity", "interpolation", "repair"):
+        assert alone[part] == together[part] is not None, part
+    events = {event["event"]: event for event in RunDirectory(tmp_path / "2").read_metrics()}
+    for part in ("similarity", "interpolation"):
+        assert {**alone[part], "event": part, "step": events["epoch"]["step"]} == events[part]
+
+
+class Patient(Callback):
+    """Lets every checkpoint be finished, and hears what is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+        self._others = set(threading.enumerate())
+
+    def __enter__(self) -> "Patient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def before_step(self, training: Training) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint") and thread not in self._others:
+                thread.join()
+
+    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kill_at", [1, 5, 9])
+def test_a_killed_run_resumes_to_the_same_bits(
+    tmp_path: Path, whole: Path, kill_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config()
+
+    def kill(self: Recorder, training: Training) -> None:
+        if training.step == kill_at:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "after_step", kill)
+        with pytest.raises(Killed):
+            execute(config, tmp_path / "broken")
+    assert not RunDirectory(tmp_path / "broken").is_finished
+    execute(config, tmp_path / "broken", resume=True)
+    assert_same_run(whole, tmp_path / "broken")
+
+
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+def test_averages_along_trajectories_survive_a_kill_after_an_epoch(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(trajectory=TrajectoryConfig(kind=kind, start=0.3, decay=0.9, batch_norm_batches=2))
+    whole = execute(config, tmp_path / "whole", workers=1)
+
+    def kill(self: Recorder, training: Training) -> None:
+        if training.step == 2 * training.length.steps_per_epoch:
+            self.writer.settle()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "after_step", kill)
+        with pytest.raises(Killed):
+            execute(config, tmp_path / "broken", workers=1)
+    assert RunDirectory(tmp_path / "broken").latest_checkpoint() is not None
+    resumed = execute(config, tmp_path / "broken", workers=1, resume=True)
+    assert resumed["trajectory"] == whole["trajectory"] is not None
+
+
+@pytest.mark.parametrize("workers_after", [1, 2])
+def test_a_run_of_several_workers_resumes_with_any_number(tmp_path: Path, whole: Path, workers_after: int) -> None:
+    torch.set_num_threads(1)
+    config = small_config()
+    execute(config, tmp_path / "broken", workers=2)
+    run = RunDirectory(tmp_path / "broken")
+    run.result.unlink()
+    newest = run.latest_checkpoint()
+    assert newest is not None
+    shutil.rmtree(newest)  # as if it had been stopped in an earlier epoch
+    execute(config, tmp_path / "broken", workers=workers_after, resume=True)
+    assert_same_run(whole, tmp_path / "broken")
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(tmp_path: Path, whole: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path / "broken", make_callback=Patient)
+    run = RunDirectory(tmp_path / "broken")
+    run.result.unlink()
+    newest = run.latest_checkpoint()
+    assert newest is not None
+    (newest / "member-001.safetensors").write_bytes(b"damaged")
+    told = Patient()
+    execute(config, tmp_path / "broken", resume=True, make_callback=lambda: told)
+    assert [event["text"] for event in told.events] == [
+        f"{newest}/member-001.safetensors has 7 bytes, its manifest says "
+        f"{(newest / 'member-001.safetensors').stat().st_size:,}: it was altered or damaged; continuing from step 8"
+    ]
+    assert_same_run(whole, tmp_path / "broken")
+
+
+def test_when_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path, make_callback=Patient)
+    run = RunDirectory(tmp_path)
+    run.result.unlink()
+    for _, path in checkpoints(run.checkpoints):
+        (path / "manifest.json").write_text("{")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(RunError, match=r"no checkpoint of .* can be read; start anew with --overwrite"):
+        execute(config, tmp_path, resume=True)
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+
+def test_a_checkpoint_of_another_run_names_the_fields_that_differ(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path / "one")
+    execute(replace(config, seed=2), tmp_path / "two")
+    run = RunDirectory(tmp_path / "one")
+    run.result.unlink()
+    shutil.rmtree(run.checkpoints)
+    shutil.copytree(tmp_path / "two" / "checkpoint", run.checkpoints)
+    with pytest.raises(RunError, match="holds a run of another configuration; nothing was changed:\n  seed is 2"):
+        execute(config, tmp_path / "one", resume=True)
+
+
+def test_altered_metrics_are_refused_and_missing_ones_are_begun_anew(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path)
+    run = RunDirectory(tmp_path)
+    run.result.unlink()
+    text = run.metrics.read_text()
+    run.metrics.write_text(text.replace("0", "1", 1))
+    with pytest.raises(RunError, match="is not what the checkpoint was taken with: put the original back, or remove"):
+        execute(config, tmp_path, resume=True)
+    run.metrics.write_text(text + '{"event": "average", "st')  # a line that was cut short
+    execute(config, tmp_path, resume=True)
+    assert run.metrics.read_text() == text
+    run.result.unlink()
+    run.metrics.unlink()
+    execute(config, tmp_path, resume=True)
+
+
+class Asking(Callback):
+    """Asks its own process to stop after some steps."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def __enter__(self) -> "Asking":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def before_step(self, training: Training) -> None:
+        if training.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 7), (signal.SIGTERM, 11)])
+def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path: Path, whole: Path, number: int, step: int) -> None:
+    config = small_config()
+    with pytest.raises(StoppedError, match=f"stopped at step {step + 1} of 12, and saved; continue with: papa resume"):
+        execute(config, tmp_path / "stopped", make_callback=lambda: Asking(number, step))
+    assert checkpoints(tmp_path / "stopped" / "checkpoint")[-1][0] == step + 1
+    execute(config, tmp_path / "stopped", resume=True)
+    assert_same_run(whole, tmp_path / "stopped")
+
+
+def test_the_second_signal_is_not_waited_for() -> None:
+    stop = multiprocessing.get_context("spawn").RawValue("i", 0)
+    before = signal.getsignal(signal.SIGTERM)
+    with watching_signals(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.value == signal.SIGTERM
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path) -> None:
+    config = small_config()
+    long = replace(config, train=replace(config.train, epochs=60))
+    path = tmp_path / "stopped"
+    execute(long, tmp_path / "whole", workers=1)
+
+    def ask_once_it_trains() -> None:
+        while not (path / "metrics.jsonl").exists() or not (path / "metrics.jsonl").stat().st_size:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asker = threading.Thread(target=ask_once_it_trains, daemon=True)
+    asker.start()
+    with pytest.raises(StoppedError, match="stopped at step"):
+        execute(long, path, workers=2)
+    asker.join()
+    execute(long, path, workers=1, resume=True)
+    assert_same_run(tmp_path / "whole", path)
+
+
+def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path) -> None:
+    config = small_config()
+    often = Saving(minutes=1e-9, keep=100, background=False)
+    execute(config, tmp_path / "often", saving=often)
+    assert len(checkpoints(tmp_path / "often" / "checkpoint")) == 12
+    run = RunDirectory(tmp_path / "often")
+    for _, path in checkpoints(run.checkpoints)[6:]:
+        shutil.rmtree(path)
+    run.result.unlink()
+    execute(config, tmp_path / "often", resume=True)  # from the middle of an epoch
+    assert_same_run(whole, tmp_path / "often")
+    for wrong in (Saving(minutes=0), Saving(keep=0)):
+        with pytest.raises(ConfigError, match=r"--(checkpoint-minutes|keep) is 0"):
+            execute(config, tmp_path / "no", saving=wrong)
+
+
+def test_a_directory_in_use_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    execute(small_config(), tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    with RunDirectory(tmp_path).lock():
+        for options in ({"overwrite": True}, {}):
+            with pytest.raises(RunError, match=f"is in use by process {os.getpid()} on .*: wait until it ends"):
+                execute(small_config(), tmp_path, **options)  # type: ignore[arg-type]
+    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "mine.pt").write_text("precious")
+    with pytest.raises(RunError, match="holds checkpoint, but no run of papa"):
+        execute(small_config(), tmp_path, overwrite=True)
+    shutil.move(tmp_path / "checkpoint", tmp_path / "aside")
+    execute(small_config(), tmp_path)
+    shutil.move(tmp_path / "aside" / "mine.pt", tmp_path / "checkpoint" / "mine.pt")
+    execute(small_config(), tmp_path, overwrite=True)
+    assert (tmp_path / "checkpoint" / "mine.pt").read_text() == "precious"
+
+
+def test_a_signal_while_data_is_read_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: Config) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        raise AssertionError("the signal was only noted")
+
+    monkeypatch.setattr(papa.lab.launch, "useful_workers", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            execute(small_config(), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_finished_run_is_neither_overwritten_nor_run_again(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(RunError, match="already holds a finished run: choose another --out"):
+        execute(config, tmp_path)
+    with pytest.raises(RunError, match="another configuration; nothing was changed:\n  seed is 1, asked for 2"):
+        execute(replace(config, seed=2), tmp_path, resume=True)
+    execute(config, tmp_path, resume=True)
+    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    (tmp_path / "my notes.txt").write_text("keep me")
+    execute(replace(config, seed=2), tmp_path, overwrite=True)
+    assert (tmp_path / "my notes.txt").read_text() == "keep me"
+    assert json.loads((tmp_path / "result.json").read_text())["seed"] == 2
+
+
+def test_a_bad_config_loses_nothing_even_when_told_to_overwrite(tmp_path: Path) -> None:
+    config = small_config()
+    execute(config, tmp_path)
+    before = (tmp_path / "result.json").read_text()
+    for bad in (replace(config, members=0), replace(config, data=replace(config.data, name="digit"))):
+        with pytest.raises(ConfigError):
+            execute(bad, tmp_path, overwrite=True)
+    assert (tmp_path / "result.json").read_text() == before
+
+
+def test_more_workers_than_members_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--workers is 4, expected 1 to 3"):
+        execute(small_config(), tmp_path, workers=4)
+
+
+def test_tiny_runs_stay_in_one_process() -> None:
+    assert useful_workers(find("digits").config()) == 1
+
+
+def test_an_error_in_a_worker_is_raised_here(tmp_path: Path) -> None:
+    config = small_config()
+    missing = replace(config, model=replace(config.model, weights=str(tmp_path / "nothing.safetensors")))
+    with pytest.raises(PapaError, match=r"nothing\.safetensors"):
+        execute(missing, tmp_path / "run", workers=2)
+
+
+def test_a_directory_in_use_is_refused_before_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config()
+    execute(config, tmp_path)
+    monkeypatch.setattr("papa.lab.launch.images_for", lambda config: pytest.fail("data was read"))
+    with pytest.raises(RunError, match="already holds a finished run"):
+        execute(config, tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot make the directory"):
+        execute(small_config(), tmp_path / "file" / "run")

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import collections
+import math
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor, nn
+
+from helpers import assert_same_bits, averaged_tensors, make_networks, snapshot
+from papa import mixing
+from papa.averager import Averager
+from papa.errors import MixingError
+from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
+from papa.population import Population
+from papa.rules import AveragingContext, MergeAll, Push
+
+
+def context(step: int = 10, size: int = 5) -> AveragingContext:
+    return AveragingContext(step=step, size=size, lr_ratio=1.0)
+
+
+class TestFitness:
+    def test_parents_are_drawn_in_proportion_to_one_over_their_loss(self) -> None:
+        chances = mixing.fitness([1.0, 2.0, 4.0])
+        assert torch.allclose(chances, torch.tensor([4.0, 2.0, 1.0]).double() / 7)
+
+    def test_a_loss_that_is_not_finite_is_never_drawn(self) -> None:
+        assert mixing.fitness([1.0, math.nan, math.inf, 1.0]).tolist() == [0.5, 0.0, 0.0, 0.5]
+
+    def test_with_fewer_than_two_finite_losses_all_are_equal(self) -> None:
+        assert mixing.fitness([1.0, math.nan]).tolist() == [0.5, 0.5]
+
+
+class TestMergeGreedy:
+    def test_every_member_becomes_the_mean_of_the_chosen(self) -> None:
+        population = Population(make_networks("linear", 4))
+        members = [{name: tensor.clone() for name, tensor in its.items()} for its in averaged_tensors(population)]
+        Averager(population, MergeGreedy(lambda: (2, 0))).step()
+        for tensors in averaged_tensors(population):
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(tensor, (members[0][name] + members[2][name]) / 2)
+
+    @pytest.mark.parametrize("chosen", [[], [4], [-1]])
+    def test_it_refuses_members_that_are_not_there(self, chosen: list[int]) -> None:
+        with pytest.raises(MixingError, match="expected some of 0 to 3"):
+            MergeGreedy(lambda: chosen).matrix(context(size=4))
+
+
+class TestMergeTournament:
+    def test_pairs_follow_their_chances(self) -> None:
+        losses = [1.0, 2.0, 4.0]
+        chances = [4 / 7, 2 / 7, 1 / 7]
+        found: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for step in range(1, 2001):
+            for row in MergeTournament(lambda: losses, seed=1).matrix(context(step, size=3)):
+                found[tuple(row.nonzero().flatten().tolist())] += 1
+        pairs = [(0, 1), (0, 2), (1, 2)]
+        expected = [
+            6000 * (chances[a] * chances[b] / (1 - chances[a]) + chances[b] * chances[a] / (1 - chances[b]))
+            for a, b in pairs
+        ]
+        assert scipy.stats.chisquare([found[pair] for pair in pairs], expected).pvalue > 0.001
+
+    def test_it_is_a_function_of_seed_step_and_losses(self) -> None:
+        rule = MergeTournament(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], seed=3)
+        assert torch.equal(rule.matrix(context(10)), rule.matrix(context(10)))
+        assert not torch.equal(rule.matrix(context(10)), rule.matrix(context(20)))
+
+
+class Judge:
+    """Gives each candidate a loss that depends on its row and number, and notes who survived."""
+
+    def __init__(self, size: int, parent_loss: float = 0.5) -> None:
+        self.size, self.parent_loss = size, parent_loss
+        self.losses: dict[int, float] = {}
+        self.survivors: list[int] = []
+
+    def __call__(self, rows: Tensor, candidates: range) -> list[float]:
+        assert rows.shape == (len(candidates), self.size)
+        for row, candidate in zip(rows, candidates, strict=True):
+            is_parent = candidate >= 6 * self.size
+            assert (int((row != 0).sum()) == 1) == is_parent
+            self.losses[candidate] = self.parent_loss + 0.001 * candidate if is_parent else 1 / (1 + candidate)
+        return [self.losses[candidate] for candidate in candidates]
+
+
+class TestMergeElite:
+    @pytest.mark.parametrize("size", [2, 3, 5, 10])
+    @pytest.mark.parametrize("parent_loss", [0.0, 0.05, 10.0])
+    def test_the_best_survive_and_the_others_are_drawn_from_the_rest(self, size: int, parent_loss: float) -> None:
+        judge = Judge(size, parent_loss)
+        matrix = MergeElite(judge, judge.survivors.extend, seed=1).matrix(context(size=size))
+        assert len(judge.losses) == 7 * size
+        best = sorted(judge.losses, key=judge.losses.__getitem__)[: round(0.6 * size)]
+        assert set(best) <= set(judge.survivors)
+        assert len(set(judge.survivors)) == size
+        for member, (candidate, row) in enumerate(zip(judge.survivors, matrix, strict=True)):
+            if candidate >= 6 * size:
+                assert candidate - 6 * size == member  # a parent stays where it is
+                assert torch.equal(row, mixing.identity(size)[member])
+            else:
+                assert sorted(row.tolist())[-2:] == [0.5, 0.5]
+
+    def test_the_lucky_ones_are_drawn_uniformly(self) -> None:
+        found: collections.Counter[int] = collections.Counter()
+        for step in range(1, 801):
+            judge = Judge(5)
+            MergeElite(judge, judge.survivors.extend, seed=1).matrix(context(step))
+            best = sorted(judge.losses, key=judge.losses.__getitem__)[:3]
+            found.update(set(judge.survivors) - set(best))
+        assert len(found) == 32
+        assert scipy.stats.chisquare([found[candidate] for candidate in found]).pvalue > 0.001
+
+    def test_a_candidate_without_a_loss_comes_last(self) -> None:
+        def losses(rows: Tensor, candidates: range) -> list[float]:
+            return [math.nan if candidate else 1.0 for candidate in candidates]
+
+        chosen: list[int] = []
+        MergeElite(losses, chosen.extend, elite=0.2).matrix(context())
+        assert 0 in chosen
+
+    @pytest.mark.parametrize("wrong", [{"children_per_member": 0}, {"elite": 1.1}, {"elite": -0.1}])
+    def test_it_refuses_numbers_that_make_no_sense(self, wrong: dict[str, float]) -> None:
+        with pytest.raises(MixingError, match="MergeElite got"):
+            MergeElite(lambda rows, candidates: [], **wrong)
+
+
+class TestMutation:
+    def test_its_size_falls_with_the_generation(self) -> None:
+        population = Population(make_networks("conv_batch_norm", 3))
+        averager = Averager(population, MergeAll(every_steps=1), merge_hooks=Mutation(seed=1))
+        for generation in (1, 2, 3):
+            before = population.combined([1 / 3] * 3)
+            averager.step()
+            noise = [
+                (parameter.detach() - before[name]).flatten()
+                for model in population
+                for name, parameter in model.named_parameters()
+            ]
+            spread = torch.cat(noise).std().item()
+            assert spread == pytest.approx(0.01 / generation, rel=0.1)
+
+    def test_buffers_are_left_alone(self) -> None:
+        population = Population(make_networks("conv_batch_norm", 2))
+        before = [{name: buffer.clone() for name, buffer in model.named_buffers()} for model in population]
+        mutation = Mutation(seed=1)
+        for index, model in enumerate(population):
+            mutation.mutate_(model, index, step=1, generation=1)
+            assert_same_bits(dict(model.named_buffers()), before[index])
+
+    def test_it_is_a_function_of_seed_step_and_key(self) -> None:
+        def mutated(seed: int, key: int, step: int) -> dict[str, Tensor]:
+            (network,) = make_networks("linear", 1)
+            Mutation(seed=seed).mutate_(network, key, step=step, generation=1)
+            return snapshot(network)
+
+        first = mutated(1, 2, 3)
+        assert_same_bits(first, mutated(1, 2, 3))
+        for other in (mutated(2, 2, 3), mutated(1, 3, 3), mutated(1, 2, 4)):
+            assert any(not torch.equal(first[name], other[name]) for name in first)
+
+    def test_members_told_to_get_none_get_none(self) -> None:
+        population = Population(make_networks("linear", 3))
+        mutation = Mutation(seed=1)
+        mutation.keys = {0: None, 1: 7, 2: 7}
+        Averager(population, MergeAll(every_steps=1), merge_hooks=mutation).step()
+        mean, one, other = averaged_tensors(population)
+        assert_same_bits(one, other)
+        assert any(not torch.equal(mean[name], one[name]) for name in mean)
+        assert mutation.keys == {}
+
+    @pytest.mark.parametrize(("push_steps", "steps"), [(1, [5, 10, 15]), (2, [6, 10, 16]), (3, [6, 12, 15])])
+    def test_with_a_push_it_has_a_cadence_of_its_own(self, push_steps: int, steps: list[int]) -> None:
+        """Every 5 steps, or at the first push after that where 5 is no multiple of the push's own cadence."""
+        population, spreads, changed = Population([nn.Linear(64, 64) for _ in range(2)]), [], []
+        rule, mutation = Push(alpha=1.0, every_steps=push_steps), Mutation(seed=1, every_steps=5)
+        averager = Averager(population, rule, merge_hooks=mutation)
+        for step in range(1, 17):
+            before = population.matrix.clone()
+            averager.step()
+            if not torch.equal(before, population.matrix):
+                changed.append(step)
+                spreads.append(float((population.matrix - before).std()))
+        assert changed == steps
+        first = spreads[0]
+        assert [round(first / spread) for spread in spreads] == [1, 2, 3]  # scale/g

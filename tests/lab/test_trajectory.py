@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers import assert_same_bits
+from papa.errors import ConfigError
+from papa.rules import MergeAll
+from papa.training import Callback, Training, TrajectoryAverage, train
+
+
+def data() -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(1))
+    return inputs, (inputs.sum(dim=1) > 0).long()
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
+class Diary(Callback):
+    """Every state of every member, step by step."""
+
+    def __init__(self) -> None:
+        self.states: list[list[dict[str, Tensor]]] = []
+
+    def after_step(self, training: Training) -> None:
+        self.states.append([copy.deepcopy(model.state_dict()) for model in training.population])
+
+
+def run(average: TrajectoryAverage) -> Diary:
+    diary = Diary()
+    train(
+        network,
+        data(),
+        num_members=2,
+        num_epochs=6,
+        batch_size=20,
+        validation=0.2,
+        rule=MergeAll(every_steps=8),
+        callbacks=[diary],
+        companion=average,
+    )
+    return diary
+
+
+PARAMETERS = [name for name, _ in network().named_parameters()]
+STEPS_PER_EPOCH = 4
+
+
+def test_swa_is_the_mean_of_the_weights_after_each_epoch_from_its_start() -> None:
+    average = TrajectoryAverage(start=0.5)
+    states = run(average).states
+    for member, found in enumerate(average.networks):
+        taken = [states[STEPS_PER_EPOCH * epoch - 1][member] for epoch in (3, 4, 5, 6)]
+        assert average.num_averaged(member) == 4
+        for name in PARAMETERS:
+            expected = torch.stack([state[name] for state in taken]).double().mean(dim=0)
+            torch.testing.assert_close(found.state_dict()[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("every_steps", [None, 3])
+def test_ema_is_the_recursion(every_steps: int | None) -> None:
+    average = TrajectoryAverage(decay=0.9, every_steps=every_steps)
+    states = run(average).states
+    for member, found in enumerate(average.networks):
+        taken = [state[member] for step, state in enumerate(states, 1) if step % (every_steps or 1) == 0]
+        for name in PARAMETERS:
+            expected = taken[0][name].double()
+            for state in taken[1:]:
+                expected = 0.9 * expected + 0.1 * state[name]
+            torch.testing.assert_close(found.state_dict()[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_leaves_training_alone() -> None:
+    with_it, without = run(TrajectoryAverage()), Diary()
+    train(
+        network,
+        data(),
+        num_members=2,
+        num_epochs=6,
+        batch_size=20,
+        validation=0.2,
+        rule=MergeAll(every_steps=8),
+        callbacks=[without],
+    )
+    for found, expected in zip(with_it.states[-1], without.states[-1], strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [{"decay": 1.0}, {"decay": -0.1}, {"start": 1.0}, {"every_steps": 0}])
+def test_it_refuses_numbers_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+        TrajectoryAverage(**wrong)

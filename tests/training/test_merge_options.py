@@ -1,0 +1,172 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers import small_data, small_training, snapshot
+from papa import Averager, Independent, MergeAll, Population, Push, average_soup, train
+from papa.align import align_
+from papa.errors import ConfigError
+from papa.repair import repair_, reset_batch_norm_
+from papa.training import Callback, MergeOptions, Training
+from papa.training.state import load_state_, member_states, state_of
+
+
+class BeforeMerge(Callback):
+    """Keeps the members as they were before the first merge, and as they are after it."""
+
+    def __init__(self) -> None:
+        self.before: list[nn.Module] = []
+        self.after: list[nn.Module] = []
+
+    def on_start(self, training: Training) -> None:
+        mix_, population = training.population.mix_, training.population
+
+        def keep(matrix: object, **how: Any) -> None:
+            if not self.before:
+                self.before = copy.deepcopy(list(population))
+            mix_(matrix, **how)
+
+        training.population.mix_ = keep  # type: ignore[method-assign]
+
+    def on_averaging(self, training: Training, averaging: object) -> None:
+        if not self.after:
+            self.after = copy.deepcopy(list(training.population))
+
+
+def merged(**merging: Any) -> tuple[Training, BeforeMerge]:
+    training, seen = small_training(merging=MergeOptions(**merging)), BeforeMerge()
+    training.run([seen])
+    return training, seen
+
+
+def assert_close(first: nn.Module, second: nn.Module) -> None:
+    for name, value in snapshot(second).items():
+        torch.testing.assert_close(snapshot(first)[name].double(), value.double(), rtol=1e-4, atol=1e-5)
+
+
+def test_own_policies_repair_each_child_on_its_members_own_data() -> None:
+    training, seen = merged()
+    theirs = [training.batches.repair_batches(member) for member in range(3)]
+    for member, found in enumerate(seen.after):
+        expected = average_soup(seen.before)
+        repair_(expected, seen.before, theirs[member], parent_batches=theirs)
+        assert_close(found, expected)
+
+
+def test_a_shared_policy_repairs_all_on_plain_data() -> None:
+    training, seen = merged(own_policies=False)
+    plain = training.batches.plain_repair_batches()
+    expected = average_soup(seen.before)
+    repair_(expected, seen.before, plain)
+    for found in seen.after:
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("own_policies", [True, False])
+def test_batch_norm_only_leaves_the_average_and_re_estimates_its_statistics(own_policies: bool) -> None:
+    training, seen = merged(batch_norm_only=True, own_policies=own_policies)
+    for member, found in enumerate(seen.after):
+        batches = training.batches.repair_batches(member) if own_policies else training.batches.plain_repair_batches()
+        assert_close(found, reset_batch_norm_(average_soup(seen.before), batches))
+
+
+def test_pushes_are_not_repaired() -> None:
+    assert small_training(rule=Push(alpha=0.9)).averager.merge_hooks is None
+    assert small_training(num_repair_batches=0).averager.merge_hooks is None
+
+
+def test_batch_norm_only_needs_batch_norm() -> None:
+    with pytest.raises(ConfigError, match="re-estimate BatchNorm only, but Linear has no BatchNorm layer"):
+        small_training(make_model=lambda: nn.Linear(4, 3), merging=MergeOptions(batch_norm_only=True))
+
+
+def test_the_outcome_says_what_repair_does_to_each_layer() -> None:
+    options = {"num_members": 2, "num_epochs": 1, "batch_size": 16, "num_repair_batches": 2}
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
+
+    expected = {"repaired": [], "before_batch_norm": [], "scaled_only": ["0"], "left_alone": ["2"]}
+    for rule in (MergeAll(every_steps=2), Independent()):
+        assert train(net, small_data(), rule=rule, **options).to_json()["repair"] == expected  # type: ignore[arg-type]
+    assert train(net, small_data(), rule=Push(alpha=0.9), **options).repair is None  # type: ignore[arg-type]
+
+
+def test_repair_around_a_merge_that_fails_leaves_members_as_they_were() -> None:
+    training = small_training()
+    training.population[1][0].weight.data[0] = float("nan")  # type: ignore[index]
+    before = [snapshot(net) for net in training.population]
+    averager = Averager(
+        training.population, MergeAll(every_steps=1), merge_hooks=training.averager.merge_hooks, on_nonfinite=None
+    )
+    with pytest.raises(Exception, match="member 1 has activations that are not finite at '0'"):
+        averager.step()
+    for net, state in zip(training.population, before, strict=True):
+        for name, value in snapshot(net).items():
+            torch.testing.assert_close(value, state[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_population_may_be_repaired_by_hand() -> None:
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2)]
+    batches: list[Tensor] = [torch.randn(16, 4)]
+    population = Population(copy.deepcopy(nets))
+    population.mix_([[0.5, 0.5], [0.5, 0.5]])
+    assert repair_(population[0], nets, batches).repaired == ("0",)
+
+
+@pytest.mark.parametrize("by", ["activations", "weights"])
+def test_members_are_matched_to_the_first_before_they_are_merged(by: str) -> None:
+    training, seen = merged(align=by, num_align_batches=2)
+    _, apart = merged()
+    inputs = training.batches.plain_batches(2)
+    for found, before in zip(seen.before, apart.before, strict=True):
+        torch.testing.assert_close(found.eval()(inputs[0]), before.eval()(inputs[0]), rtol=1e-4, atol=1e-5)
+    assert_close(seen.before[0], apart.before[0])
+    assert not torch.allclose(seen.before[1].get_parameter("0.weight"), apart.before[1].get_parameter("0.weight"))
+    for member in (1, 2):
+        again = align_(seen.before[member], seen.before[0], inputs, by=by)
+        assert again.after == pytest.approx(again.before)
+
+
+class States(Callback):
+    """Keeps the members' numbers after every step, and what a checkpoint would hold."""
+
+    def __init__(self) -> None:
+        self.states: list[list[dict[str, Tensor]]] = []
+        self.checkpoints: list[Any] = []
+
+    def after_step(self, training: Training) -> None:
+        self.states.append([snapshot(net) for net in training.population])
+        self.checkpoints.append(copy.deepcopy((training.step, state_of(training), member_states(training))))
+
+
+def test_pushes_match_members_at_a_cadence_of_its_own_that_survives_a_resume() -> None:
+    def build(align: str | None) -> Training:
+        merging = MergeOptions(align=align, align_every_epochs=2, num_align_batches=2)
+        return small_training(rule=Push(alpha=0.9, every_steps=3), merging=merging)
+
+    plain, aligned, resumed = States(), States(), States()
+    build(None).run([plain])
+    build("activations").run([aligned])
+    same = [
+        all(torch.equal(first[name], second[name]) for name in first)
+        for first, second in ((ours[1], theirs[1]) for ours, theirs in zip(plain.states, aligned.states, strict=True))
+    ]
+    assert same == [True] * 11 + [False] * 4  # the first push in every ten steps is at 12
+    training = build("activations")
+    load_state_(training, *aligned.checkpoints[6])
+    training.run([resumed])
+    for first, second in zip(resumed.states[-1], aligned.states[-1], strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_independent_members_are_not_matched() -> None:
+    assert (
+        small_training(
+            rule=Independent(), merging=MergeOptions(align="weights"), num_repair_batches=0
+        ).averager.merge_hooks
+        is None
+    )

@@ -59,7 +59,7 @@ class Stopwatch(Callback):
         self.seconds = 0.0
         self.parts = Parts()
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         """Start after the warm-up."""
         if training.step == WARM_UP_STEPS:
             training.group.wait()
@@ -67,7 +67,7 @@ class Stopwatch(Callback):
             self.parts.seconds.clear()
             self.start = time.perf_counter()
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         """Stop after the steps."""
         if training.step == WARM_UP_STEPS + self.num_steps:
             training.group.wait()

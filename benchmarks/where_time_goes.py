@@ -53,7 +53,7 @@ class Timed(Callback):
         self.at_end: dict[str, float] = {}
         """The parts' seconds when the last step was over."""
 
-    def on_start(self, training: Training) -> None:
+    def on_train_begin(self, training: Training) -> None:
         """Wrap everything that has a name."""
         timed = self.parts.timed
         training.batches.training_batch = timed("data", training.batches.training_batch)  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ class Timed(Callback):
                     setattr(callback, name, timed("metrics and checkpoints", getattr(callback, name)))
         self.start = time.perf_counter()
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         """Note when the last step was over."""
         if training.step == training.length.num_steps:
             self.end, self.at_end = time.perf_counter(), dict(self.parts.seconds)
@@ -82,12 +82,12 @@ class Profiled(Callback):
         self.first_step, self.last_step = first_step, first_step + num_steps
         self.profiler = profile(activities=[ProfilerActivity.CPU])
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         """Begin."""
         if training.step == self.first_step:
             self.profiler.start()
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         """End."""
         if training.step == self.last_step:
             self.profiler.stop()

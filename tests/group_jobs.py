@@ -184,7 +184,7 @@ def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
 class PoisonLast(Callback):
     """Ruins the last member's weights after the seventh step, on whichever rank it lives."""
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         if training.step == 7 and training.population.size - 1 in training.members:
             with torch.no_grad():
                 next(training.population[len(training.population) - 1].parameters()).fill_(float("nan"))

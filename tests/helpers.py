@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from papa import layout
 from papa.data import Data, as_source
-from papa.evaluation import accuracy
 from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.population import Population
-from papa.rules import MergeAll
-from papa.schedules import cosine
-from papa.training import Numerics, Training
+from papa.rules import Independent, MergeAll, Rule
+from papa.task import Task
+from papa.training import AveragingOptions, BestSoup, Monitoring, Repair, Settings, Training, Transforms
+from papa.training.merge_hooks import merge_hooks_for
 
 TOLERANCES = {
     torch.float64: 1e-13,
@@ -195,8 +195,30 @@ def small_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
 
+def make_training(make_model: Callable[[], nn.Module], data: Any, **options: Any) -> Training:
+    """A training ready to run, with the options of all groups as keywords."""
+    group, rule = options.pop("group", None), options.pop("rule", Independent())
+    hooks, callbacks = options.pop("merge_hooks", ()), options.pop("callbacks", ())
+    groups: dict[str, type] = {
+        "task": Task,
+        "transforms": Transforms,
+        "averaging": AveragingOptions,
+        "monitoring": Monitoring,
+    }
+    parts = {}
+    for name, kind in groups.items():
+        own = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+        parts[name] = kind(**own)
+    best = [BestSoup()] if parts["monitoring"].keep_best_soup else []
+    settings = Settings(**{"device": "cpu", **parts, **options})
+    training = Training(make_model, data, settings, callbacks=[*callbacks, *best], group=group)
+    rule = rule if isinstance(rule, Rule) else rule(training)
+    training.use_rule(rule, [*hooks, *merge_hooks_for(training, rule)])
+    return training
+
+
 def small_training(**changes: Any) -> Training:
-    """Three members that are merged every 5 steps, with noise of their own as augmentation: 3 epochs of 5 steps."""
+    """Three members that are merged every 5 steps, with noise as augmentation: 3 epochs of 5 steps."""
     options: dict[str, Any] = {
         "make_model": small_net,
         "data": small_data(),
@@ -204,23 +226,15 @@ def small_training(**changes: Any) -> Training:
         "num_epochs": 3,
         "batch_size": 16,
         "rule": MergeAll(every_steps=5),
-        "loss": nn.functional.cross_entropy,
-        "metric": accuracy,
         "make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-        "schedule": cosine(),
         "augment": lambda inputs, targets, generator: (
             inputs + torch.randn(inputs.shape, generator=generator),
             targets,
         ),
-        "prepare": lambda inputs: inputs,
-        "seed": 1,
-        "device": "cpu",
-        "numerics": Numerics(),
         "eval_batch_size": 80,
-        "num_repair_batches": 2,
-        "group": None,
+        "repair": Repair(num_batches=2),
     }
-    return Training(**{**options, **changes})
+    return make_training(**{**options, **changes})
 
 
 def write_images(root: Path, num_classes: int, images_per_class: int, size: int) -> None:

@@ -32,7 +32,7 @@ from papa.group import DistributedGroup, SharedMemoryGroup
 from papa.lab.analysis import analyse
 from papa.repair import RepairMerges
 from papa.training import Training
-from papa.training.state import expected_states, load_state_, member_states, state_of
+from papa.training.state import expected_states, load_state_, member_states, shared_state
 
 SIZE, UNITS = 4, 32
 
@@ -59,7 +59,7 @@ def make_data(num_inputs: int) -> Data:
 def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]:
     """What is measured, by name."""
     population = training.population
-    batches = training.batches.plain_batches(2)
+    batches = training.batches.plain(2)
     groups = symmetries(population[0], batches[0])
 
     def score(network: nn.Module) -> float:
@@ -69,11 +69,11 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
         return repair_(network, population, batches, row)
 
     def merged(around: Any) -> object:
-        return Averager(population, MergeAll(), merge_hooks=around).step()
+        return Averager(population, MergeAll(every_steps=1), merge_hooks=around).step()
 
     def save() -> None:
         with CheckpointWriter(folder, group=training.group, num_members=SIZE, background=False) as writer:
-            assert writer.save(0, member_states(training), state_of(training), lambda: None) is None
+            assert writer.save(0, member_states(training), shared_state(training), lambda: None) is None
             assert writer.settle() is None
 
     def resume() -> None:

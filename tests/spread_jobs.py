@@ -40,18 +40,17 @@ from papa import (
     repair_,
     symmetries,
 )
-from papa.averager import chain
 from papa.checkpoint import read_json, write_json
 from papa.cli.main import main
 from papa.errors import PapaError
 from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup, background
 from papa.lab import launch
-from papa.lab.config import AverageConfig
+from papa.lab.config import AverageConfig, Config
+from papa.lab.outcome import finalize_run
 from papa.lab.recipes import find
 from papa.product import ALIGNMENT_BYTES
 from papa.repair import RepairMerges
-from papa.training import finalize
-from papa.training.merge_options import MergeOptions
+from papa.training import Align
 
 SIZE = 5
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -169,7 +168,7 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
             averager = Averager(population, averager.rule, measure=False)
             averager.load_state_dict(state)
     pushed = group.gather([net.weight.detach().clone() for net in population])
-    Averager(population, MergeAll()).step()
+    Averager(population, MergeAll(every_steps=1)).step()
     merged = group.gather([net.weight.detach().clone() for net in population])
     return {"pushed": pushed, "merged": merged, "bytes": log.bytes}
 
@@ -223,8 +222,8 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
         after=lambda net, row: repair_(net, population, batches, row),
     ).network.state_dict()
     for rule in (MergePairs(every_steps=1), MergeAll(every_steps=1)):
-        around = chain(AlignMerges(batches, groups=groups), RepairMerges(lambda member: batches))
-        Averager(population, rule, merge_hooks=around).step()
+        hooks = [AlignMerges(batches, groups=groups), RepairMerges(lambda member: batches)]
+        Averager(population, rule, merge_hooks=hooks).step()
         found[type(rule).__name__] = group.gather([copy.deepcopy(net.state_dict()) for net in population])
         for index, member in enumerate(population.members):
             population[index].load_state_dict(make_matchable(member).state_dict())
@@ -237,18 +236,19 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
 def harvested(group: Group) -> dict[str, Any]:
     """Two whole trainings and all that is made of them: members that never met, and members that merged."""
     found: dict[str, Any] = {}
-    for name, rule, merging in (
-        ("apart", Independent(), MergeOptions()),
-        ("merged", MergeAll(every_steps=5), MergeOptions(align="activations", num_align_batches=2)),
+    for name, rule, align in (
+        ("apart", Independent(), None),
+        ("merged", MergeAll(every_steps=5), Align(num_batches=2)),
     ):
-        training = small_training(rule=rule, merging=merging, num_members=4, group=group_jobs.fresh(group))
+        training = small_training(rule=rule, align=align, num_members=4, group=group_jobs.fresh(group))
         training.run()
         before = [copy.deepcopy(net.state_dict()) for net in training.population]
-        outcome = finalize(training, align_soups=True, analysis=True, num_align_batches=2)
+        average = AverageConfig(align_soups=True, align_batches=2)
+        outcome = finalize_run(training, Config(analysis=True, average=average))
         found[name] = {
             **{key: value for key, value in outcome.to_json().items() if key != "seconds"},
-            "soup": outcome.average_soup.state_dict(),
-            "greedy": outcome.greedy.network.state_dict(),
+            "soup": outcome.training.average_soup.state_dict(),
+            "greedy": outcome.training.greedy.network.state_dict(),
             "states": group.gather([net.state_dict() for net in training.population]),
             "unchanged": group.gather(
                 [
@@ -270,7 +270,11 @@ def one_sick(group: Group) -> dict[str, str]:
             with torch.no_grad():
                 population[index][0].weight[0] = float("nan")
     merge = Averager(
-        population, MergeAll(), merge_hooks=RepairMerges(lambda member: batches), measure=False, on_nonfinite=None
+        population,
+        MergeAll(every_steps=1),
+        merge_hooks=RepairMerges(lambda member: batches),
+        measure=False,
+        on_nonfinite=None,
     )
     soups = partial(aligned_soups, population, lambda net: 1.0, batches, groups=groups)
     return {

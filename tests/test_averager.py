@@ -276,7 +276,7 @@ class TestRecord:
         assert record.distances_after == tuple(population.distances().tolist())
         assert record.distances_after != record.distances_before
 
-    @pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=1), MergeAll()])
+    @pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=1), MergeAll(every_steps=1)])
     def test_unmeasured_it_mixes_all_the_same(self, rule: Rule) -> None:
         measured, unmeasured = Population(make_networks("linear", 3)), Population(make_networks("linear", 3))
         Averager(measured, rule).step()

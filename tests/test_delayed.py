@@ -13,7 +13,7 @@ from helpers import assert_same_bits, make_networks, small_training, snapshot
 from papa import Averager, MergeAll, Population, Push
 from papa.errors import MemberError, MixingError
 from papa.training import Callback, Training
-from papa.training.state import load_state_, member_states, state_of
+from papa.training.state import load_state_, member_states, shared_state
 
 
 def drift_(population: Population, step: int) -> None:
@@ -142,7 +142,7 @@ def test_bad_delays_are_refused() -> None:
     population = Population([nn.Linear(2, 2) for _ in range(2)])
     with pytest.raises(MixingError, match="cannot have something around it"):
         Averager(population, Push(every_steps=4, delay=2), merge_hooks=lambda *_: torch.no_grad())  # type: ignore[arg-type]
-    assert Averager(population, MergeAll(), merge_hooks=lambda *_: torch.no_grad()) is not None  # type: ignore[arg-type]
+    assert Averager(population, MergeAll(every_steps=1), merge_hooks=lambda *_: torch.no_grad()) is not None  # type: ignore[arg-type]
 
 
 def test_a_member_found_sick_when_a_push_begins_is_told_at_once_and_survives_a_resume() -> None:
@@ -169,14 +169,14 @@ def test_a_member_found_sick_when_a_push_begins_is_told_at_once_and_survives_a_r
 @pytest.mark.parametrize("policy", ["restart", "drop"])
 def test_a_training_saved_right_after_keeps_it_too(policy: str) -> None:
     class Poison(Callback):
-        def before_step(self, training: Training) -> None:
+        def on_step_begin(self, training: Training) -> None:
             if training.step == 3:
                 next(training.population[2].parameters()).data.fill_(float("nan"))
 
     class Save(Callback):
-        def after_step(self, training: Training) -> None:
+        def on_step_complete(self, training: Training) -> None:
             if training.step == 5:
-                saved.append(copy.deepcopy((5, state_of(training), member_states(training))))
+                saved.append(copy.deepcopy((5, shared_state(training), member_states(training))))
 
     saved: list[tuple[int, dict[str, Any], Any]] = []
     options = {"rule": Push(alpha=0.75, every_steps=4, delay=2), "on_nonfinite": policy}

@@ -28,7 +28,7 @@ from papa.lab.recipes.build import build
 from papa.lab.report import compare_page, run_page
 from papa.lab.runs import RunDirectory
 from papa.training.saving import _load_
-from papa.training.state import member_states, state_of
+from papa.training.state import member_states, shared_state
 from test_checkpoint import Member, expected_of, load_whole, save, trained_member
 
 JUNK: list[Any] = [
@@ -150,7 +150,7 @@ def test_the_state_of_a_training(tmp_path: Path) -> None:
     training, generator = build(config), random.Random(3)
     run = RunDirectory(tmp_path / "run")
     run.create(config.to_json())
-    state = {"config": config.to_json(), "training": state_of(training), "metrics": run.metrics_state()}
+    state = {"config": config.to_json(), "training": shared_state(training), "metrics": run.metrics_state()}
     members = list(zip(training.population, training.optimizers, strict=True))
     path = save(run.checkpoints, 0, members, state=state)
     value = json.loads((path / "manifest.json").read_text())

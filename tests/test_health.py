@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from group_jobs import sicken_and_average, train_with_a_sick_member
-from helpers import assert_close, assert_same_bits, make_networks, snapshot
+from helpers import assert_close, assert_same_bits, make_networks, make_training, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
 from papa.errors import MemberError
 from papa.evaluation import Evaluation
@@ -62,7 +62,10 @@ def test_looking_changes_no_bit_of_the_healthy() -> None:
     assert averager.check_health() == ()
 
 
-@pytest.mark.parametrize("rule", [Push(alpha=0.7, every_steps=1), MergeAll(), MergePairs(), Mix(mixing.merge_many(4))])
+@pytest.mark.parametrize(
+    "rule",
+    [Push(alpha=0.7, every_steps=1), MergeAll(every_steps=1), MergePairs(every_steps=1), Mix(mixing.merge_many(4))],
+)
 def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
     population = poisoned(0, math.nan)
     averager = Averager(population, rule, on_nonfinite="drop")
@@ -90,11 +93,11 @@ def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
 def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name_it() -> None:
     population = poisoned(3, math.inf)
     with pytest.raises(MemberError, match=r"a member is sick at step 1 \(member 3: its weights are not finite\)"):
-        Averager(population, MergeAll(), on_nonfinite="stop").step()
+        Averager(population, MergeAll(every_steps=1), on_nonfinite="stop").step()
     with pytest.raises(MemberError, match="all members are sick"):
-        Averager(poisoned(0, math.nan, size=1), MergeAll()).step()
+        Averager(poisoned(0, math.nan, size=1), MergeAll(every_steps=1)).step()
     with pytest.raises(MemberError, match="there is no policy restrat for sick members: did you mean restart"):
-        Averager(population, MergeAll(), on_nonfinite="restrat")
+        Averager(population, MergeAll(every_steps=1), on_nonfinite="restrat")
 
 
 def test_not_looking_lets_the_mean_be_poisoned_which_shows_that_looking_is_needed() -> None:
@@ -112,7 +115,7 @@ def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -
     momentum = optimizers[0].state[population[0].weight]["momentum_buffer"].clone()
     with torch.no_grad():
         population[1].bias[0] = math.nan
-    Averager(population, MergeAll(), optimizers).step()
+    Averager(population, MergeAll(every_steps=1), optimizers).step()
     assert [len(optimizer.state) for optimizer in optimizers] == [2, 0, 2]
     assert torch.equal(optimizers[0].state[population[0].weight]["momentum_buffer"], momentum)
 
@@ -120,7 +123,7 @@ def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -
 def test_a_restarted_member_whose_optimizer_nobody_knows_is_told() -> None:
     population = poisoned(1, math.nan)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
-    averager = Averager(population, MergeAll(), [optimizers[0], *optimizers[2:]])
+    averager = Averager(population, MergeAll(every_steps=1), [optimizers[0], *optimizers[2:]])
     with pytest.warns(UserWarning, match="member 1 starts again, but its optimizer was not given to the averager"):
         averager.step()
 
@@ -130,7 +133,7 @@ def test_what_is_not_averaged_comes_from_a_healthy_member() -> None:
     with torch.no_grad():
         population[0].bias.fill_(math.nan)
         population[0].weight.fill_(math.nan)
-    Averager(population, MergeAll()).step()
+    Averager(population, MergeAll(every_steps=1)).step()
     assert torch.equal(population[0].bias, population[1].bias)
 
 
@@ -168,7 +171,7 @@ class Poison(Callback):
         self.what, self.member, self.step = what, member, step
         self.is_on = False
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         self.is_on = training.step >= self.step
         if self.what == "weights" and training.step == self.step:
             with torch.no_grad():
@@ -182,12 +185,12 @@ class Poison(Callback):
 
 
 def train_with(
-    callback: Callback | None = None, rule: Any = None, sick: str | None = "restart", loss: Any = None
+    callback: Callback | None = None, rule: Any = None, on_nonfinite: Any = "restart", loss: Any = None
 ) -> tuple[Training, Any]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(600, 6, generator=generator)
     targets = (inputs[:, :3].sum(dim=1) > 0).long()
-    training = Training(
+    training = make_training(
         lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
         (inputs, targets),
         num_members=3,
@@ -205,7 +208,7 @@ def train_with(
         device="cpu",
         numerics=Numerics(),
         eval_batch_size=512,
-        on_nonfinite=sick,
+        on_nonfinite=on_nonfinite,
         group=None,
     )
     training.run([callback] if callback else [])
@@ -236,7 +239,7 @@ def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member
     assert min(others) > healthy.validation.mean - 5.0
     assert outcome.validation.average_soup.score > healthy.validation.average_soup.score - 5.0
     assert outcome.validation.ensemble.score > healthy.validation.ensemble.score - 5.0
-    assert math.isnan(outcome.validation.members[member].score) == (sick == "drop")
+    assert math.isnan(outcome.validation.members[member].score) == (policy == "drop")
 
 
 def test_a_loss_that_stays_not_finite_is_sick_and_one_bad_loss_is_not() -> None:

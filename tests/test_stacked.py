@@ -11,16 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers import make_training
 from papa import Independent, MergeAll, Population, Push, train
 from papa.checkpoint import CheckpointWriter, Expected, load_checkpoint
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.lab.config import AverageConfig, Config
+from papa.lab.freezing import FrozenBody
 from papa.lab.launch import execute
 from papa.lab.recipes import find
 from papa.schedules import cosine
-from papa.training import Callback, FrozenBody, MergeOptions, Numerics, Stacked, Training
-from papa.training.state import load_state_, member_states, state_of
+from papa.training import Align, Callback, Numerics, Stacked, Training
+from papa.training.state import load_state_, member_states, shared_state
 
 
 def linear() -> nn.Module:
@@ -90,7 +92,7 @@ def build(make_net: Callable[[], nn.Module], *, stacked: bool, **changes: Any) -
         "group": None,
         "engine": Stacked if stacked else None,
     }
-    return Training(make_net, options.pop("data", changes.pop("data", make_data())), **{**options, **changes})
+    return make_training(make_net, changes.pop("data", make_data()), **{**options, **changes})
 
 
 def assert_same_members(first: Training, second: Training, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
@@ -105,7 +107,7 @@ class Losses(Callback):
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
 
-    def on_epoch(self, training: Training, record: Any) -> None:
+    def on_epoch_end(self, training: Training, record: Any) -> None:
         self.seen.append(record.losses)
 
 
@@ -216,7 +218,7 @@ def test_a_frozen_body_stays_until_it_is_thawed() -> None:
 class ToChannelsLast(Callback):
     """Brings all members into another memory order in the middle of training, so that the matrix is laid out anew."""
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         if training.step == 5:
             for net in training.population:
                 net.to(memory_format=torch.channels_last)
@@ -235,11 +237,11 @@ class StopAt(Callback):
     def __init__(self, step: int, directory: Path) -> None:
         self.step, self.directory = step, directory
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         if training.step == self.step:
             self.directory.mkdir()
             writer = CheckpointWriter(self.directory, group=training.group, num_members=training.population.size)
-            writer.save(training.step, member_states(training), state_of(training), flush=lambda: None)
+            writer.save(training.step, member_states(training), shared_state(training), flush=lambda: None)
             assert writer.settle() is None
             raise StopError
 
@@ -346,8 +348,8 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
         build(linear, stacked=True, make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=next(rates)))
     with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which has no gradient scaler"):
         config_of(engine="stacked", precision="float16").check()
-    with pytest.raises(ConfigError, match="state, which would have to move with units that are matched"):
-        build(linear, stacked=True, merging=MergeOptions(align="weights"))
+    with pytest.raises(ConfigError, match="state, which alignment would have to permute"):
+        build(linear, stacked=True, align=Align(by="weights"))
     aligned = replace(config_of(engine="stacked"), average=AverageConfig(alpha=0.9, align="weights"))
     with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which cannot match units"):
         aligned.check()
@@ -369,7 +371,7 @@ def test_inputs_by_name_are_refused(is_dataset: bool) -> None:
 
 def test_members_that_differ_are_refused() -> None:
     class Freeze(Callback):
-        def before_step(self, training: Training) -> None:
+        def on_step_begin(self, training: Training) -> None:
             training.population[1].requires_grad_(False)
 
     with pytest.raises(ConfigError, match="member 1 trains other parameters than member 0"):
@@ -389,7 +391,7 @@ def test_train_takes_an_engine() -> None:
 
 def test_a_sick_member_is_restarted_with_fresh_momentum() -> None:
     class Poison(Callback):
-        def before_step(self, training: Training) -> None:
+        def on_step_begin(self, training: Training) -> None:
             if training.step == 7:
                 training.population[1].get_parameter("weight").data.fill_(torch.nan)
 

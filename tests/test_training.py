@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers import make_training
 from papa import Independent, MergeAll, Push, Rule, train
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
@@ -14,7 +15,7 @@ from papa.schedules import cosine
 from papa.streams import global_stream, stream
 from papa.training import Callback, EpochRecord, Numerics, Training
 from papa.training.batches import Batches
-from papa.training.state import load_state_, member_states, state_of
+from papa.training.state import load_state_, member_states, shared_state
 
 
 def make_net() -> nn.Module:
@@ -112,16 +113,16 @@ class StopAt(Callback):
         self.step = step
         self.saved: tuple[object, ...] = ()
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         if training.step == self.step:
-            self.saved = copy.deepcopy((training.step, state_of(training), member_states(training)))
+            self.saved = copy.deepcopy((training.step, shared_state(training), member_states(training)))
             raise StopError
 
 
 @pytest.mark.parametrize("stop_at", [1, 5, 7, 13])
 def test_a_stopped_and_resumed_training_ends_like_one_never_stopped(stop_at: int) -> None:
     def build() -> Training:
-        return Training(
+        return make_training(
             make_net,
             make_data(),
             num_members=3,
@@ -162,7 +163,7 @@ class Records(Callback):
     def __init__(self) -> None:
         self.seen: list[EpochRecord] = []
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         self.seen.append(record)
 
 
@@ -190,7 +191,7 @@ def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
     rules = []
 
     class Look(Callback):
-        def on_start(self, training: Training) -> None:
+        def on_train_begin(self, training: Training) -> None:
             rules.append(training.averager.rule)
 
     inputs = torch.randn(100, 4)
@@ -208,14 +209,14 @@ def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
 
 def test_a_hook_may_end_the_training_early() -> None:
     class Patience(Callback):
-        def on_epoch(self, training: Training, record: EpochRecord) -> None:
+        def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
             if record.epoch == 2:
                 training.stop()
 
     steps = []
 
     class Count(Callback):
-        def after_step(self, training: Training) -> None:
+        def on_step_complete(self, training: Training) -> None:
             steps.append(training.step)
 
     inputs = torch.randn(100, 4)
@@ -379,7 +380,7 @@ def test_what_cannot_be_scored_shows_before_training() -> None:
             return (super().forward(inputs),)
 
     class Never(Callback):
-        def before_step(self, training: Training) -> None:
+        def on_step_begin(self, training: Training) -> None:
             never(training)
 
     options = {"num_members": 2, "num_epochs": 1, "batch_size": 10, "callbacks": [Never()]}
@@ -432,7 +433,7 @@ def test_repair_after_merges_sees_the_same_batches_on_every_call(monkeypatch: py
         return seen[-1]
 
     monkeypatch.setattr(Batches, "repair_batches", spy)
-    training = Training(
+    training = make_training(
         make_net,
         make_data(),
         num_members=2,

@@ -1,11 +1,11 @@
-"""A push whose mean is made while members train on.
+"""A delayed push: members train on while their mean is computed.
 
-At step `t` each member's weights are copied and the mean of all members is begun; `d` steps later each member gets
+At step `t` each member's weights are copied and the mean of all members is started. `d` steps later each member gets
 
     w_j <- w_j + (1 - a) (mean_t - w_{j,t})
 
-with its *own* weights of step `t`, not those it has by then. These corrections sum to zero over members, so the
-population's mean stays where training brought it.
+with its own weights of step `t`. These corrections sum to zero over members, so the population mean stays where
+training brought it.
 """
 
 from __future__ import annotations
@@ -24,44 +24,41 @@ Rows: TypeAlias = dict[torch.dtype, Tensor]
 MemberPush: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 
 
-class PushUnderWay:
-    """A push that was begun and has not landed.
+class DelayedPush:
+    """A push that was started and has not been applied yet.
 
     Args:
-        keep: `a`, how much of itself each member keeps.
-        due: the step after which it lands.
-        snapshot: the rows of the members held here when it was begun, by dtype.
-        wait: waits for the mean of all rows of that moment.
+        keep: `a`, the share of itself each member keeps.
+        due: the step after which the push is applied.
+        rows: a copy of the rows of the local members at the start, by dtype.
+        wait: waits for the mean of all rows at the start; None if `rows` are the corrections already.
         strides: the memory order of the tensors in these rows.
-        bytes_before: what the group had sent by then.
+        bytes_before: the number of bytes the group had sent at the start.
     """
 
     def __init__(
         self,
         keep: float,
         due: int,
-        snapshot: Rows,
-        wait: Callable[[], Rows],
+        rows: Rows,
+        wait: Callable[[], Rows] | None,
         *,
         strides: tuple[tuple[int, ...], ...],
         bytes_before: int = 0,
     ) -> None:
-        self.keep = keep
-        self.due = due
-        self.bytes_before = bytes_before
+        self.keep, self.due, self.bytes_before = keep, due, bytes_before
         self.squared_distances: Tensor | None = None
-        self._rows, self._strides = snapshot, strides
-        self._wait: Callable[[], Rows] | None = wait
+        self._rows, self._wait, self._strides = rows, wait, strides
 
     @staticmethod
-    def begin(population: Population, keep: float, due: int) -> PushUnderWay:
-        """Take the copies and begin with the mean."""
+    def start(population: Population, keep: float, due: int) -> DelayedPush:
+        """Copy the local rows and start computing the mean."""
         before = population.group.bytes_sent
         snapshot, wait = population.begin_mean()
-        return PushUnderWay(keep, due, snapshot, wait, strides=population.strides, bytes_before=before)
+        return DelayedPush(keep, due, snapshot, wait, strides=population.strides, bytes_before=before)
 
     def corrections(self, population: Population) -> Rows:
-        """What will be added to the rows held here, once the mean is there; by dtype."""
+        """Wait for the mean; returns what will be added to the local rows, by dtype."""
         if self._wait is not None:
             means, self._wait = self._wait(), None
             squares = torch.zeros(len(population), dtype=torch.float64)
@@ -75,49 +72,48 @@ class PushUnderWay:
             self.squared_distances = squares
         return self._rows
 
-    def land_(self, population: Population) -> None:
-        """Add the corrections to the members held here."""
+    def apply_(self, population: Population) -> None:
+        """Add the corrections to the local members."""
         corrections = self.corrections(population)
         population.refresh_()
         if population.strides != self._strides:
             raise MemberError(
-                "members were brought into another memory order while a push was under way: convert them before "
-                "training, or between pushes"
+                "members were converted to another memory order during a delayed push: convert them before training, "
+                "or between pushes"
             )
         for dtype, rows in population.rows_here().items():
             rows.add_(corrections[dtype])
         population.mark_changed_()
 
     def member_state(self, population: Population, index: int) -> MemberPush:
-        """What a checkpoint needs of one of the members held here, once the mean is there."""
+        """What a checkpoint needs of one local member; waits for the mean."""
         corrections = self.corrections(population)
         assert self.squared_distances is not None
-        tensors = {name_of(dtype): rows[index] for dtype, rows in corrections.items()}
+        tensors = {dtype_name(dtype): rows[index] for dtype, rows in corrections.items()}
         return tensors, {"keep": self.keep, "due": self.due, "square": float(self.squared_distances[index])}
 
     @staticmethod
-    def resumed(states: Sequence[MemberPush], population: Population) -> PushUnderWay:
-        """The push whose `member_state` of each member held here was saved."""
+    def from_member_states(states: Sequence[MemberPush], population: Population) -> DelayedPush:
+        """The push whose `member_state` of each local member was saved."""
         rows = {
-            dtype: torch.stack([tensors[name_of(dtype)] for tensors, _ in states]).to(here.device)
+            dtype: torch.stack([tensors[dtype_name(dtype)] for tensors, _ in states]).to(here.device)
             for dtype, here in population.rows_here().items()
         }
         numbers = states[0][1]
-        push = PushUnderWay(
+        push = DelayedPush(
             numbers["keep"],
             numbers["due"],
             rows,
-            dict,
+            None,
             strides=population.strides,
             bytes_before=population.group.bytes_sent,
         )
         push.squared_distances = torch.tensor([one["square"] for _, one in states], dtype=torch.float64)
-        push._wait = None
         return push
 
 
 def squared_lengths(rows: Tensor) -> Tensor:
-    """The squared Euclidean length of each row, in float64 on the CPU; the same whoever else's rows are there."""
+    """The squared Euclidean length of each row, in float64 on the CPU; independent of the other rows."""
     total = torch.zeros(len(rows), dtype=torch.float64)
     for block in column_blocks(rows, num_rows=1):
         for index, part in enumerate(block):
@@ -126,6 +122,6 @@ def squared_lengths(rows: Tensor) -> Tensor:
     return total
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name in files."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in files."""
     return str(dtype).removeprefix("torch.")

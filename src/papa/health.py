@@ -1,4 +1,4 @@
-"""Sick members: found before they poison the mean, then restarted, dropped, or a reason to stop."""
+"""Non-finite members: found before they reach the mean, then restarted, dropped, or a reason to stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -17,27 +17,25 @@ from papa.errors import MemberError, MixingError, did_you_mean
 from papa.layout import named_tensors
 from papa.population import Population
 
-POLICIES = {
-    "restart": "a sick member starts again from the mean of the healthy ones, with fresh optimizer state",
-    "drop": "a sick member takes no further part: not in averages, soups and ensembles",
-    "stop": "a sick member ends training",
-}
+OnNonFinite: TypeAlias = Literal["restart", "drop", "stop"]
+"""`restart`: the member starts again from the mean of the healthy members, with fresh optimizer state.
+`drop`: the member takes no further part in averages, soups and ensembles. `stop`: raise an error."""
 
-NOT_FINITE = "its weights are not finite"
+WEIGHTS_NOT_FINITE = "its weights are not finite"
 
 ACTIONS = {"restart": "restarted from the mean of the healthy", "drop": "dropped"}
 
 
 @dataclass(frozen=True)
 class NonFiniteMember:
-    """A member that was found sick, and what was done about it."""
+    """A member that was found non-finite, and what was done."""
 
     step: int
     """Optimizer steps taken."""
     member: int
-    """Its index in the whole population."""
+    """The member's index in the whole population."""
     reason: str
-    """What was wrong."""
+    """What was not finite."""
     action: str
     """What was done."""
 
@@ -46,14 +44,15 @@ class NonFiniteMember:
         return {"event": "nonfinite", **asdict(self)}
 
 
-class Health:
-    """Looks after a population: finds members whose numbers are not finite, and treats them. All processes agree.
+class HealthCheck:
+    """Finds members with non-finite weights and applies a policy. All processes agree on the result.
 
     Args:
-        population: whose members are looked at.
-        optimizers: theirs; what they keep of a restarted member is forgotten.
-        policy: one of `POLICIES`.
-        unhealthy_reason: what else is wrong with a member held here, by its index; None when nothing is.
+        population: the members to check.
+        optimizers: the members' optimizers; the state of restarted members is cleared.
+        policy: what to do with a non-finite member.
+        unhealthy_reason: an additional check of a local member, by index, such as of its loss; returns what is wrong,
+            or None.
     """
 
     def __init__(
@@ -61,41 +60,37 @@ class Health:
         population: Population,
         optimizers: Sequence[Optimizer] = (),
         *,
-        policy: str = "restart",
+        policy: OnNonFinite = "restart",
         unhealthy_reason: Callable[[int], str | None] | None = None,
     ) -> None:
-        if policy not in POLICIES:
-            raise MemberError(f"there is no policy {policy} for sick members: {did_you_mean(policy, POLICIES)}")
-        self.population, self.optimizers, self.policy, self.unhealthy_reason = (
-            population,
-            optimizers,
-            policy,
-            unhealthy_reason,
-        )
+        known = get_args(OnNonFinite)
+        if policy not in known:
+            raise MemberError(f"on_nonfinite is {policy!r}: {did_you_mean(str(policy), known)}")
+        self.population, self.optimizers, self.policy = population, optimizers, policy
+        self.unhealthy_reason = unhealthy_reason
 
     def check_(self, step: int, distances: Tensor | None = None, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
-        """Find and treat sick members; the healthy ones' numbers are not touched.
+        """Find non-finite members and apply the policy; the weights of healthy members are not touched.
 
         Args:
             step: for the record.
-            distances: the members' distances to the mean, where they are known: one number that is not finite makes all
-                of them not finite, so as long as they are finite no weight needs to be read again.
-            lr_ratio: which all processes must share, and is compared on the way.
+            distances: the members' distances to the mean, if known. One non-finite weight makes all of them
+                non-finite, so if they are finite no parameter needs to be read again.
+            lr_ratio: must be the same in all processes, which is checked in the same exchange.
         """
         population = self.population
         population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
-        here = [self._reason(index, are_finite) for index in range(len(population))]
-        anyone, *ratios = population.group.highest(float(any(here)), lr_ratio, -lr_ratio)
+        local = [self._reason(index, are_finite) for index in range(len(population))]
+        any_found, *ratios = population.group.highest(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
-        if not anyone and not population.dropped:
+        if not any_found and not population.dropped:
             return ()
-        reasons = population.group.gather(self._of_all_shards(here))
+        reasons = population.group.gather(self._of_all_shards(local))
         found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
         if found:
-            self._treat_(step, sorted(found), "; ".join(f"member {m}: {reason}" for m, reason in found.items()))
-        if found or population.dropped:
-            self._mend_(sorted(found))
+            self._apply_policy(step, found)
+        self._restart_from_mean_(sorted(found))
         action = ACTIONS.get(self.policy, "")
         return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
 
@@ -103,51 +98,55 @@ class Health:
         if self.population.members[index] in self.population.dropped:
             return None
         if not self.population.is_finite(index, only_buffers=are_parameters_finite):
-            return NOT_FINITE
+            return WEIGHTS_NOT_FINITE
         return None if self.unhealthy_reason is None else self.unhealthy_reason(index)
 
     def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
-        """A member is sick wherever one of its shards is."""
-        here = torch.tensor([float(reason is not None) for reason in reasons])
-        anywhere = self.population.group.sum_over_shards(here).tolist()
-        return [reason or (NOT_FINITE if sick else None) for reason, sick in zip(reasons, anywhere, strict=True)]
+        """A member is non-finite if any of its shards is."""
+        local = torch.tensor([float(reason is not None) for reason in reasons])
+        anywhere = self.population.group.sum_over_shards(local).tolist()
+        return [reason or (WEIGHTS_NOT_FINITE if bad else None) for reason, bad in zip(reasons, anywhere, strict=True)]
 
-    def _treat_(self, step: int, sick: list[int], told: str) -> None:
-        healthy = [member for member in self.population.active if member not in sick]
+    def _apply_policy(self, step: int, found: dict[int, str]) -> None:
+        healthy = [member for member in self.population.active if member not in found]
         if self.policy == "stop" or not healthy:
-            cure = "look for what made them diverge: the learning rate, the loss, the data"
-            who = "all members are" if not healthy else "a member is" if len(sick) == 1 else "members are"
-            raise MemberError(f"{who} sick at step {step} ({told}): {cure}")
+            which = "all members are" if not healthy else "a member is" if len(found) == 1 else "members are"
+            listing = "; ".join(f"member {member}: {reason}" for member, reason in found.items())
+            raise MemberError(
+                f"{which} non-finite at step {step} ({listing}): look for what made them diverge: the learning rate, "
+                "the loss, the data"
+            )
         if self.policy == "drop":
-            self.population.dropped = self.population.dropped | set(sick)
+            self.population.dropped = self.population.dropped | set(found)
 
-    def _mend_(self, sick: list[int]) -> None:
-        """Restarted and dropped members become the mean of the healthy ones, who keep every bit."""
+    def _restart_from_mean_(self, found: list[int]) -> None:
+        """Set non-finite and dropped members to the mean of the healthy ones, which keep every bit."""
         population = self.population
-        healthy = [member for member in population.active if member not in sick]
-        away = [member for member in range(population.size) if member not in healthy]
+        healthy = [member for member in population.active if member not in found]
+        others = [member for member in range(population.size) if member not in healthy]
         matrix = mixing.identity(population.size)
-        matrix[away] = mixing.soup_row(population.size, healthy)
+        matrix[others] = mixing.soup_row(population.size, healthy)
         population.mix_(matrix)
-        self._copy_what_is_not_averaged_(healthy[0], sick)
+        if not found:
+            return
+        self._copy_not_averaged_(healthy[0], found)
         trained = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
-        for index, model in enumerate(population):
-            if population.members[index] in sick:
-                for optimizer in self.optimizers:
-                    for parameter in model.parameters():
-                        optimizer.state.pop(parameter, None)
-                if self.policy == "restart" and not any(id(parameter) in trained for parameter in model.parameters()):
-                    warnings.warn(
-                        f"member {population.members[index]} starts again, but its optimizer was not given to the "
-                        "averager: momentum that is not finite will make it sick again",
-                        stacklevel=6,
-                    )
+        for member, model in zip(population.members, population, strict=True):
+            if member not in found:
+                continue
+            for optimizer in self.optimizers:
+                for parameter in model.parameters():
+                    optimizer.state.pop(parameter, None)
+            if self.policy == "restart" and not any(id(parameter) in trained for parameter in model.parameters()):
+                warnings.warn(
+                    f"member {member} was restarted, but the averager was not given its optimizer: non-finite momentum "
+                    "will make it non-finite again. Pass the members' optimizers to the averager",
+                    stacklevel=6,
+                )
 
     @torch.no_grad()
-    def _copy_what_is_not_averaged_(self, source: int, sick: list[int]) -> None:
-        """Numbers that stay with their member, such as a head of its own, have no mean: take a healthy member's."""
-        if not sick:
-            return
+    def _copy_not_averaged_(self, source: int, targets: list[int]) -> None:
+        """Copy tensors that are not averaged, such as a member's own head, from a healthy member."""
         population = self.population
         names = population.not_averaged
         offers = [
@@ -156,13 +155,13 @@ class Health:
         ]
         own = population.group.gather(offers)[source]
         for member, model in zip(population.members, population, strict=True):
-            if member in sick:
+            if member in targets:
                 for name, tensor in named_tensors(model, names).items():
                     tensor.copy_(own[name])
 
 
 def check_one_ratio(highest: float, negative_lowest: float) -> None:
-    """Raise a `MixingError` where processes are not at the same share of their initial learning rates."""
+    """Raise a `MixingError` if processes are at different shares of their initial learning rates."""
     if not math.isclose(highest, -negative_lowest, rel_tol=1e-6, abs_tol=1e-12):
         raise MixingError(
             f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their initial learning rates: a push needs "

@@ -1,4 +1,4 @@
-"""How far learning rates have come down: the one number by which a push is scaled, read from the optimizers."""
+"""The ratio of the current to the initial learning rate, read from the optimizers: it scales pushes."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from torch.optim import Optimizer
 from papa.errors import MixingError
 from papa.population import Population
 
-LOW = 0.1
-MOST_LOW = 20
-"""So many low ratios from the first on, and somebody should know."""
+LOW_RATIO = 0.1
+NUM_LOW_BEFORE_WARNING = 20
+"""After this many pushes with a low ratio, and none with a higher one, the user is warned."""
 
 
 class LearningRates:
-    """The learning rates of some optimizers, of the first parameter group of each.
+    """The learning rates of the members' optimizers; of each, that of the first parameter group.
 
     Args:
-        optimizers: the members'; there may be none.
+        optimizers: may be empty.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         self.highest = [0.0] * len(self.optimizers)
-        """The highest rate that each was seen to have."""
+        """The highest learning rate seen, by optimizer."""
         self._num_low = 0
         self._was_high = False
-        """Of the ratios that were asked for, how many were low, and whether one was not."""
-        self.note()
+        self.update()
 
-    def note(self) -> None:
-        """Look at the rates as they are now."""
+    def update(self) -> None:
+        """Read the current learning rates."""
         for index, optimizer in enumerate(self.optimizers):
             self.highest[index] = max(self.highest[index], float(optimizer.param_groups[0]["lr"]))
 
     def ratio(self) -> float:
-        """The rate as a share of its initial value: one number, which all members must share; 1 of no optimizers."""
+        """The learning rate divided by its initial value, which all members must share; 1 without optimizers."""
         ratios = []
         for optimizer, highest in zip(self.optimizers, self.highest, strict=True):
             group = optimizer.param_groups[0]
-            # One-cycle schedules start low and call the peak max_lr; all others call their base initial_lr.
+            # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
             base = float(group.get("max_lr", max(group.get("initial_lr", highest), highest)))
             if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
                 warnings.warn(
-                    "the first parameter group of an optimizer has a learning rate of 0 and scales pushes to nothing, "
-                    "though others train: put another group first, or pass averager.step(lr_ratio=...)",
+                    "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to "
+                    "nothing, although other groups train: put another group first, or pass "
+                    "averager.step(lr_ratio=...)",
                     stacklevel=3,
                 )
             ratios.append(clamped(float(group["lr"]) / base) if base > 0.0 else 0.0)
@@ -57,44 +57,44 @@ class LearningRates:
                     f"optimizer {member} is at {ratio:.6g} of its initial learning rate, optimizer 0 at "
                     f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
                 )
-        found = ratios[0] if ratios else 1.0
-        self._warn_if_always_low(found)
-        return found
+        ratio = ratios[0] if ratios else 1.0
+        self._warn_if_always_low(ratio)
+        return ratio
 
     def _warn_if_always_low(self, ratio: float) -> None:
-        self._was_high |= ratio >= LOW
-        self._num_low += ratio < LOW
-        if self._num_low == MOST_LOW and not self._was_high:
+        self._was_high |= ratio >= LOW_RATIO
+        self._num_low += ratio < LOW_RATIO
+        if self._num_low == NUM_LOW_BEFORE_WARNING and not self._was_high:
             warnings.warn(
-                f"the first {MOST_LOW} pushes were scaled down to {ratio:.2g} or so, since learning rates have not yet "
-                "come near their initial values: if they never will, pass averager.step(lr_ratio=...) or make the push "
-                "with scale_by_lr=False",
+                f"the first {NUM_LOW_BEFORE_WARNING} pushes were scaled down to about {ratio:.2g}, since learning "
+                "rates have not come near their initial values yet: if they never will, pass "
+                "averager.step(lr_ratio=...) or make the push with scale_by_lr=False",
                 stacklevel=4,
             )
 
     def load_highest(self, highest: Iterable[float]) -> None:
-        """Go on with what `highest` was."""
+        """Restore `highest` from a checkpoint."""
         found = [float(lr) for lr in highest]
         if len(found) != len(self.optimizers):
             raise MixingError(f"the state is of {len(found)} optimizers, this averager has {len(self.optimizers)}")
         self.highest = found
-        self._was_high = True  # what was before is not known
+        self._was_high = True  # earlier ratios are not known
 
 
 def clamped(ratio: float) -> float:
-    """A learning rate's share of its initial value, within [0, 1]."""
+    """A learning rate ratio, limited to [0, 1]."""
     if math.isnan(ratio):
         raise MixingError("lr_ratio is NaN, expected a number from 0 to 1")
     return min(max(ratio, 0.0), 1.0)
 
 
-def check_owners(population: Population, optimizers: Sequence[Optimizer]) -> None:
-    """Raise where an optimizer trains nothing of the population: its learning rate would say nothing about it."""
+def check_optimizers(population: Population, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if an optimizer trains no parameter of the population."""
     ours = {id(parameter) for model in population for parameter in model.parameters()}
-    for number, optimizer in enumerate(optimizers):
+    for index, optimizer in enumerate(optimizers):
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if theirs and not any(id(parameter) in ours for parameter in theirs):
             raise MixingError(
-                f"optimizer {number} trains no parameter of any member held here: make optimizers of the population's "
+                f"optimizer {index} trains no parameter of any local member: create optimizers from the population's "
                 "own members"
             )

@@ -1,4 +1,4 @@
-"""The population: an ordered set of networks of one architecture whose numbers form a matrix."""
+"""The population: networks of one architecture whose weights form a matrix `W`, one row per member."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from papa.product import is_finite
 
 
 class Population:
-    """Networks of one architecture, bound to the rows of a matrix.
+    """Networks of one architecture, whose weights are the rows of one matrix.
 
-    Row `j` holds every floating-point parameter and averaged buffer of member `j`; the member's own tensors live in
-    that row. Members stay ordinary modules: train, save, copy and compile them as ever.
+    Row `j` holds every floating-point parameter and averaged buffer of member `j`; the member's tensors share its
+    memory. Members stay ordinary modules: train, save, copy and compile them as usual.
 
     Example:
         >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
@@ -31,15 +31,15 @@ class Population:
         True
 
     Args:
-        models: the members held by this process, all of one architecture, dtype and device.
-        group: where the other members live; None when they are all here. Under torchrun a process group such as
-            `torch.distributed.group.WORLD`, where every rank holds members of its own, or a device mesh of
+        models: the members of this process, all of one architecture, dtype and device.
+        group: the processes that hold the other members; None if all members are local. Under torchrun, a process
+            group such as `torch.distributed.group.WORLD`, where every rank holds its own members; or a device mesh of
             `population` and one more dimension, along which ranks train one member together (with
             `DistributedDataParallel` or `fully_shard`); or a group of `papa.group`, such as
             `papa.group.DistributedGroup(exchange="fast")`.
         average: which tensors are averaged, as glob patterns over their names. By default all parameters are, and
-            buffers that are persistent, of floating point and finite (BatchNorm statistics are, masks and
-            spectral-norm vectors are not). `{"head.*": False}` leaves each member its own head.
+            buffers that are persistent, floating-point and finite (BatchNorm statistics are; masks and spectral-norm
+            vectors are not). `{"head.*": False}` gives each member its own head.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Population:
         self._models = list(models)
         self._average = dict(average or {})
         self.dropped: frozenset[int] = frozenset()
-        """Members that take no further part: in no mean, soup or ensemble."""
+        """Members that take no further part in means, soups and ensembles."""
         self.group: Group = as_group(group)
         if not self._models:
             raise MemberError("a population needs at least one member, got none: pass a list of modules")
@@ -74,7 +74,7 @@ class Population:
         self._layout = layout.plan(self._models, self._average)
         cure = "all members of a population must share one architecture"
         self.group.check_same({slot.name: layout.described(slot) for slot in self._layout.slots}, cure=cure)
-        # Of the same tensors in another order every column would be another number.
+        # With the same tensors in another order, columns would not correspond.
         self.group.check_same({f"tensor {n}": slot.name for n, slot in enumerate(self._layout.slots)}, cure=cure)
         self.matrices: dict[torch.dtype, Tensor] = {
             dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
@@ -92,7 +92,7 @@ class Population:
         ]
 
     def __len__(self) -> int:
-        """The number of members held by this process."""
+        """The number of local members."""
         return len(self._models)
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -118,22 +118,22 @@ class Population:
 
     @property
     def size(self) -> int:
-        """The number of members of the whole population, wherever they live."""
+        """The number of members of the whole population, on all processes."""
         return self.group.size(len(self))
 
     @property
     def members(self) -> range:
-        """The indices, within the whole population, of the members this process holds."""
+        """The indices of the local members within the whole population."""
         return self.group.members(len(self))
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The indices of all members of the whole population that were not dropped."""
+        """The indices of all members, on all processes, that were not dropped."""
         return tuple(member for member in range(self.size) if member not in self.dropped)
 
     @property
     def matrix(self) -> Tensor:
-        """The rows in this process's memory, in the dtype that most numbers have (all dtypes: `matrices`)."""
+        """The local rows in the dtype of most weights; `matrices` has all dtypes."""
         return self.matrices[self._layout.main_dtype]
 
     @property
@@ -143,7 +143,7 @@ class Population:
 
     @property
     def strides(self) -> tuple[tuple[int, ...], ...]:
-        """In which memory order each averaged tensor lies in its row."""
+        """The memory order of each averaged tensor in its row."""
         return tuple(slot.stride for slot in self._layout.slots)
 
     @property
@@ -158,20 +158,20 @@ class Population:
         return tuple(names)
 
     def is_finite(self, index: int, *, only_buffers: bool = False) -> bool:
-        """Whether all averaged numbers of a member held here are finite; one pass over its row.
+        """Whether all averaged weights of a local member are finite; one pass over its row.
 
         Args:
-            index: of the member, among those held here.
-            only_buffers: look at the averaged buffers alone, where the parameters are known to be finite.
+            index: of the local member.
+            only_buffers: check the averaged buffers only, if the parameters are known to be finite.
         """
         row = self.group.first_row(len(self), self._layout.device) + index
         starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
         return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
 
     def stacked(self) -> dict[str, Tensor]:
-        """Each averaged tensor of all members held here at once, by name: views `(len(self), *shape)` of the matrix.
+        """Each averaged tensor of all local members, by name: views `(len(self), *shape)` of the matrix.
 
-        Writing to them writes to the members. They are views of `matrices` as it is now.
+        Writing to them writes to the members.
         """
         first = self.group.first_row(len(self), self._layout.device)
         return {
@@ -180,12 +180,12 @@ class Population:
         }
 
     def combined(self, weights: Any) -> dict[str, Tensor]:
-        """The averaged tensors of the weighted mean of all members, by name, in memory of their own.
+        """The averaged tensors of a weighted mean of all members, by name, in new memory.
 
-        `W.combined(one_hot)` is a copy of one member, wherever it lives. Every process that holds members must call it.
+        With a one-hot vector this is a copy of one member. All processes must call it.
 
         Args:
-            weights: one for each member of the whole population, non-negative and summing to 1; a member of weight 0
+            weights: one for each member of the whole population, non-negative, with a sum of 1. A member of weight 0
                 is not read.
         """
         row = self._checked_row(weights)
@@ -201,28 +201,28 @@ class Population:
         return row
 
     def soup_buffer(self, index: int = 0) -> SoupBuffer:
-        """A network of its own, to be filled with weighted means of members; it takes the memory of one network.
+        """A separate network to be filled with weighted means of members; takes the memory of one network.
 
         Args:
-            index: the member held here that it is a copy of in all that is not averaged.
+            index: the local member to copy tensors from that are not averaged.
         """
         self.refresh_()
         rows = {dtype: torch.zeros_like(matrix[0]) for dtype, matrix in self.matrices.items()}
         return SoupBuffer(self, layout.twin(self[index], self._layout, rows), rows)
 
     def pour_(self, rows: Mapping[torch.dtype, Tensor], weights: Any) -> None:
-        """Fill rows with the weighted mean of all members; see `combined`."""
+        """Write a weighted mean of all members into rows; see `combined`."""
         row = self._checked_row(weights)
         self._settle_()
         for dtype, matrix in self.matrices.items():
             self.group.combine(matrix, row, rows[dtype])
 
     def mix_(self, matrix: Any, *, met: bool = False) -> None:
-        """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.
+        """`W <- A W`: every member becomes a weighted mean of all members.
 
         Args:
-            matrix: `(size, size)`, row-stochastic; anything `torch.as_tensor` takes.
-            met: all processes have met since any member last changed, and need not wait for each other once more.
+            matrix: the weights `A`, `(size, size)`, with rows that sum to 1; anything `torch.as_tensor` takes.
+            met: all processes have synchronised since any member last changed, and need not wait for each other again.
         """
         checked = check_rows(matrix, self.size)
         self._settle_()
@@ -232,21 +232,22 @@ class Population:
         self.mark_changed_()
 
     def refresh_(self) -> None:
-        """Bring tensors that something moved out of the matrix back into it.
+        """Copy tensors that were moved out of the matrix back into it.
 
-        `module.to(memory_format=...)`, `self.buffer = new` and the like unbind silently; every operation on the
-        matrix calls this first. What cannot be brought back without hiding a mistake raises a `MemberError`.
+        `module.to(memory_format=...)`, `self.buffer = new` and the like move tensors silently, so every operation on
+        the matrix calls this first. Raises a `MemberError` if copying back would hide a mistake, such as a replaced
+        Parameter.
         """
         for model in self._models:
             layout.reshard_(model)
         moved = [bound.new_strides() for bound in self._bound]
         if self.group.is_alone and moved[0] and all(strides == moved[0] for strides in moved):
-            self._bind()  # all members were brought into another memory order: the matrix follows
+            self._bind()  # all members were converted to another memory order: the matrix follows
         for bound in self._bound:
             bound.refresh_()
 
     def mark_changed_(self) -> None:
-        """Tell autograd and autocast that the members' numbers changed, after writing to the matrix by hand."""
+        """Tell autograd and autocast that weights changed; call it after writing to the matrix yourself."""
         for bound in self._bound:
             bound.write_back_()
         tensors = [tensor for bound in self._bound for tensor in bound.tensors if not layout.is_sharded(tensor)]
@@ -254,23 +255,22 @@ class Population:
         torch.clear_autocast_cache()
 
     def _settle_(self) -> None:
-        """Refresh, and let ranks that train one member agree on what they do not train in step: its buffers."""
+        """Refresh, and make buffers equal on ranks that train one member together."""
         self.refresh_()
         for dtype, rows in self.rows_here().items():
-            # Up to the last buffer: what fills up the row differs between ranks with shards of different sizes.
+            # Up to the last buffer: the padding differs between ranks with shards of different sizes.
             end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
             self.group.agree_(rows[:, self._layout.num_parameter_columns[dtype] : end])
 
     def rows_here(self) -> dict[torch.dtype, Tensor]:
-        """The rows of the members this process holds, by dtype; as they are, without a look at the members first."""
+        """The rows of the local members, by dtype, without refreshing them first."""
         first = self._first_row
         return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
 
     def begin_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
-        """A copy of the rows held here, and what waits for the mean of the rows of all present members as they are now.
+        """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.
 
-        Training may go on meanwhile; the copy must stay as it is until the mean is there. Every process that holds
-        members must call it.
+        Training may go on meanwhile; the copy must not change until the mean is there. All processes must call it.
         """
         self._settle_()
         snapshot = {dtype: rows.clone() for dtype, rows in self.rows_here().items()}
@@ -279,16 +279,16 @@ class Population:
         return snapshot, lambda: {dtype: wait() for dtype, wait in waits.items()}
 
     def num_parameter_columns(self, dtype: torch.dtype) -> int:
-        """How many of the first columns of the rows of a dtype are parameters; the others are buffers."""
+        """The number of leading columns of a dtype that hold parameters; the others hold buffers."""
         return self._layout.num_parameter_columns[dtype]
 
     def mean(self) -> Tensor:
-        """The mean row of `matrix`: the average soup as one vector."""
+        """The mean of the rows of `matrix`: the average soup as one vector."""
         self._settle_()
         return self.group.combine(self.matrix, soup_row(self.size, self.active))
 
     def distances(self) -> Tensor:
-        """The Euclidean distance of each member's parameters to the population's mean, one per member of all."""
+        """The Euclidean distance of each member's parameters to the population mean, for all members."""
         self.refresh_()
         squares = [
             self.group.squared_distances(rows[:, : self._layout.num_parameter_columns[dtype]])
@@ -299,7 +299,7 @@ class Population:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether members are under `fully_shard`, and this process holds shards of them."""
+        """Whether members are under `fully_shard`, so that this process holds shards of them."""
         return self._bound[0].is_sharded
 
     def to(self, *args: Any, **kwargs: Any) -> Population:
@@ -311,7 +311,7 @@ class Population:
 
 
 class SoupBuffer:
-    """A network that lives in a row of its own, into which means of members are written without a detour.
+    """A network in a separate row, into which weighted means of members are written directly.
 
     Example:
         >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
@@ -321,9 +321,9 @@ class SoupBuffer:
         True
 
     Args:
-        population: whose members' means it gets.
+        population: the members to average.
         network: the network.
-        rows: where its averaged tensors live, by dtype.
+        rows: the memory of its averaged tensors, by dtype.
     """
 
     def __init__(self, population: Population, network: nn.Module, rows: dict[torch.dtype, Tensor]) -> None:
@@ -334,20 +334,20 @@ class SoupBuffer:
 
     @torch.no_grad()
     def fill_(self, weights: Any) -> None:
-        """The network becomes the weighted mean of all members. Every process that holds members must call it."""
+        """Set the network to a weighted mean of all members. All processes must call it."""
         population = self._population
         population.refresh_()
         if population.strides == self._strides:
             population.pour_(self._rows, weights)
             torch.autograd.graph.increment_version(list(self._tensors.values()))
-        else:  # members were brought into another memory order meanwhile
+        else:  # members were converted to another memory order meanwhile
             for name, tensor in population.combined(weights).items():
                 self._tensors[name].copy_(tensor)
         torch.clear_autocast_cache()
 
 
 def _check_several(models: object) -> None:
-    """A sequential network can be gone through too, but its layers are no members."""
+    """Refuse a single module: iterating over a Sequential would give its layers."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise MemberError(f"a population is made of several modules, got one {type(models).__name__}: pass a list")
 

@@ -1,15 +1,16 @@
-"""Averaging rules: which matrix, and when.
+"""Averaging rules: when members are averaged, and with which matrix.
 
-A rule is a frozen value. It says at which steps it is due (a cadence, an optional window) and which mixing matrix it
-wants there; the `Averager` applies it. Rules draw from a stream of their own, as a function of the step, so a resumed
-run draws what an unbroken one would have.
+A rule is a frozen value. It says after which steps it is due and which mixing matrix `A` to use in `W <- A W`; the
+`Averager` applies it. Everything that differs between rules is a property or method of the rule. Random rules draw from
+a stream that is a function of the step, so a resumed run draws what an unbroken run would have drawn.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,76 +24,92 @@ from papa.streams import stream
 
 @dataclass(frozen=True)
 class AveragingContext:
-    """What a rule may look at when it is due."""
+    """What a rule and a merge hook know when members are averaged."""
 
     step: int
     """Optimizer steps taken so far, across epochs."""
     size: int
     """The number of members."""
     lr_ratio: float
-    """The learning rate as a share of its initial value, within [0, 1]."""
+    """The learning rate divided by its initial value, within [0, 1]."""
     generation: int = 1
-    """The how manieth averaging this is."""
+    """The index of this averaging, starting at 1."""
     previous: int = 0
-    """The step at which the rule was due the last time before; 0 if never."""
+    """The step of the previous averaging; 0 if this is the first."""
 
     def is_first_since(self, every_steps: int) -> bool:
-        """Whether no averaging has come since the last multiple of `every_steps`: a cadence slower than the rule's."""
+        """Whether this is the first averaging at or after a multiple of `every_steps`."""
         return self.step // every_steps > self.previous // every_steps
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When to average, and with which matrix. Subclass it and write `matrix` for a rule of your own."""
+    """When to average, and with which matrix. Subclass it and write `matrix` to make your own rule."""
 
     _: KW_ONLY
-    every_steps: int = 1
-    """The cadence, in optimizer steps counted across epochs."""
+    every_steps: int
+    """Average after every this many optimizer steps, counted across epochs."""
     start: int = 0
-    """The first step at which it may be due."""
+    """The first step at which the rule may be due."""
     stop: int | None = None
-    """The first step at which it no longer is; None for never."""
+    """The first step at which the rule is no longer due; None for no end."""
 
+    averages: ClassVar[bool] = True
+    """Whether the rule ever averages; False for `Independent`."""
     is_merge: ClassVar[bool] = True
-    """Merges replace members, and so never fire on the last step of training."""
+    """Whether members are replaced rather than pushed. A merge is never due on the last step of training."""
     is_for_any_size: ClassVar[bool] = False
-    """Whether `matrix` goes by the context's size alone, so that it can be asked for fewer members."""
+    """Whether `matrix` depends on members through `context.size` only, so that it also works for fewer members."""
 
     @property
     def uses_lr(self) -> bool:
-        """Whether its matrix depends on the learning rate."""
+        """Whether the matrix depends on the learning rate."""
         return False
 
+    @property
+    def num_delay_steps(self) -> int:
+        """How many steps later the averaging takes effect; see `Push.delay`."""
+        return 0
+
     def __post_init__(self) -> None:
-        _check_whole("every_steps", self.every_steps, at_least=1)
-        _check_whole("start", self.start, at_least=0)
+        _check_steps("every_steps", self.every_steps, at_least=1)
+        _check_steps("start", self.start, at_least=0)
         if self.stop is not None:
-            _check_whole("stop", self.stop, at_least=self.start)
+            _check_steps("stop", self.stop, at_least=self.start)
+
+    def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
+        """Raise a `MixingError`, or warn, if the rule does not suit a population.
+
+        Args:
+            size: the number of members.
+            dtypes: the dtypes of their averaged tensors.
+        """
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
-        """Whether to average after optimizer step `step` (the first is 1) of `num_steps` in all."""
+        """Whether to average after optimizer step `step` (the first is 1) of `num_steps`."""
         if step < max(self.start, 1) or (self.stop is not None and step >= self.stop):
             return False
         if self.is_merge and step == num_steps:
             return False
         return step % self.every_steps == 0
 
-    def check_size(self, size: int) -> None:
-        """Raise a `MixingError` unless the rule can average so many members."""
-
     def previous(self, step: int) -> int:
-        """The last step before `step` at which it was due; 0 if it never was."""
+        """The last step before `step` at which the rule was due; 0 if it never was."""
         return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
 
+    def keep(self, lr_ratio: float) -> float | None:
+        """For a push toward the mean, the share of itself each member keeps; None for every other rule."""
+        return None
+
     def matrix(self, context: AveragingContext) -> Tensor:
-        """The mixing matrix for this context."""
-        raise TypeError(f"{type(self).__name__} has no `matrix` method: a rule must say which matrix it wants")
+        """The mixing matrix `A` for this step, `(size, size)`, with rows that sum to 1."""
+        raise TypeError(f"{type(self).__name__} has no `matrix` method: a rule must return its mixing matrix")
 
     def matrix_among(self, context: AveragingContext, members: Sequence[int]) -> Tensor:
-        """The mixing matrix when only some of the members still take part.
+        """The mixing matrix when only some members are still active.
 
-        Unless the rule is for any number of members, it is what the rule's matrix says of those; a member that is told
-        to become others who are gone stays itself.
+        A rule for any size is asked for a smaller matrix. Otherwise the rows and columns of these members are taken
+        and divided by their sums; a member whose weights are all on inactive members stays unchanged.
         """
         if self.is_for_any_size:
             return self.matrix(replace(context, size=len(members)))
@@ -105,6 +122,12 @@ class Rule:
 class Independent(Rule):
     """Never average: the baseline."""
 
+    _: KW_ONLY
+    every_steps: int = 1
+
+    averages: ClassVar[bool] = False
+    is_merge: ClassVar[bool] = False
+
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
         """Never."""
         return False
@@ -115,7 +138,10 @@ class Independent(Rule):
 
 
 HALF_LIFE_SHARE = 0.003
-"""The half-life of a push that suits training from random weights, as a share of training; the paper's, too."""
+"""A half-life that suits training from random weights, as a share of the number of steps; the paper's is about this."""
+
+MAX_ALPHA_16_BIT = 0.9
+"""A weaker push on 16-bit weights moves most of them by less than half a unit in the last place: not at all."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +156,16 @@ class Push(Rule):
         >>> Push(half_life=500).effective_alpha
         0.986...
 
-    How strong a push should be depends on how long training is: members that are pulled together with a half-life of
-    690 steps meet many times over in 234,000 steps and never in 3,000. Give a `half_life` of `HALF_LIFE_SHARE` of
-    training, whatever its length; `docs/strength.md` says where that comes from.
+    The right strength depends on the length of training. With a half-life of 690 steps, members come together many
+    times over in 230,000 steps, and never in 3,000. A half-life of `HALF_LIFE_SHARE` of the number of steps suits any
+    length; see the guide on strength.
 
     Args:
-        alpha: how much of itself a member keeps at each push, at the initial learning rate. The paper's 0.99 when
-            neither it nor `half_life` is given.
-        half_life: the same, said as the number of steps in which the distance to the mean halves if nothing else
-            moves the members.
-        scale_by_lr: let the push weaken with the learning rate, as the paper does.
-        delay: let members train on for so many steps while their mean is made, then push by what each was off it
-            (`papa.delayed`); even, and less than `every_steps`. 0 for none.
+        alpha: the share of itself a member keeps at each push, at the initial learning rate. Give this or `half_life`.
+        half_life: the number of steps in which the distance to the mean halves, if nothing else moves the members.
+        scale_by_lr: weaken the push with the learning rate, as the paper does.
+        delay: the number of steps members train on while their mean is computed; then each is pushed by its earlier
+            difference from the mean (`papa.delayed`). Even, and less than `every_steps`; 0 to push at once.
     """
 
     alpha: float | None = None
@@ -156,16 +180,19 @@ class Push(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_whole("delay", self.delay, at_least=0)
+        _check_steps("delay", self.delay, at_least=0)
         if self.delay >= self.every_steps and self.delay:
             raise MixingError(f"Push got delay={self.delay}, expected less than every_steps ({self.every_steps})")
         if self.delay % 2:
             raise MixingError(
-                f"Push got delay={self.delay}, expected an even number of steps: where steps overshoot, a push that "
-                "comes an odd number of steps late drives members apart"
+                f"Push got delay={self.delay}, expected an even number of steps: where optimizer steps overshoot, a "
+                "push that is an odd number of steps late drives members apart"
             )
-        if self.alpha is not None and self.half_life is not None:
-            raise MixingError(f"Push got alpha={self.alpha} and half_life={self.half_life}: give one of the two")
+        if (self.alpha is None) == (self.half_life is None):
+            raise MixingError(
+                f"Push got alpha={self.alpha} and half_life={self.half_life}, expected one of the two: for example "
+                f"half_life={HALF_LIFE_SHARE} * num_steps, or the paper's alpha=0.99 for a training as long as its own"
+            )
         if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
             raise MixingError(f"Push got alpha={self.alpha}, expected a number from 0 (merge) to 1 (never push)")
         if self.half_life is not None and not self.half_life > 0.0:
@@ -174,9 +201,10 @@ class Push(Rule):
     @property
     def effective_alpha(self) -> float:
         """`alpha`, whichever way the strength was given."""
-        if self.half_life is not None:
-            return float(0.5 ** (self.every_steps / self.half_life))
-        return 0.99 if self.alpha is None else self.alpha
+        if self.alpha is not None:
+            return self.alpha
+        assert self.half_life is not None
+        return float(0.5 ** (self.every_steps / self.half_life))
 
     @property
     def half_life_in_steps(self) -> float:
@@ -188,16 +216,30 @@ class Push(Rule):
 
     @property
     def uses_lr(self) -> bool:
-        """Unless told not to."""
+        """Whether the push weakens with the learning rate."""
         return self.scale_by_lr
 
+    @property
+    def num_delay_steps(self) -> int:
+        """`delay`."""
+        return self.delay
+
+    def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
+        """Warn if 16-bit weights would round the push away."""
+        if self.effective_alpha > MAX_ALPHA_16_BIT and any(dtype.itemsize < 4 for dtype in dtypes):
+            warnings.warn(
+                f"a push that leaves members {self.effective_alpha:.3g} of themselves is lost in the rounding of "
+                "bfloat16 and float16 weights: keep float32 weights and use autocast, or push more strongly and rarely",
+                stacklevel=3,
+            )
+
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
-        """With its cadence; not where it would land after the end of training."""
-        lands = num_steps is None or step + self.delay <= num_steps
-        return lands and super().is_due(step, num_steps)
+        """With its cadence, unless a delayed push would take effect after the end of training."""
+        is_in_time = num_steps is None or step + self.delay <= num_steps
+        return is_in_time and super().is_due(step, num_steps)
 
     def keep(self, lr_ratio: float) -> float:
-        """`a`: how much of itself a member keeps when the learning rate is `lr_ratio` of its initial value."""
+        """`a`: the share of itself each member keeps at this learning rate."""
         strength = (1.0 - self.effective_alpha) * (lr_ratio if self.scale_by_lr else 1.0)
         return min(max(1.0 - strength, 0.0), 1.0)
 
@@ -208,9 +250,10 @@ class Push(Rule):
 
 @dataclass(frozen=True)
 class MergeAll(Rule):
-    """PAPA-all: now and then, replace every member by the mean of all.
+    """PAPA-all: every few epochs, replace every member by the mean of all.
 
-    Say when with `every_steps`, in the paper some epochs: by default it is after every step, which leaves one network.
+    Example:
+        >>> rule = MergeAll(every_steps=1000)
     """
 
     is_for_any_size: ClassVar[bool] = True
@@ -222,13 +265,11 @@ class MergeAll(Rule):
 
 @dataclass(frozen=True)
 class MergePairs(Rule):
-    """PAPA-2: now and then, replace every member by the mean of two distinct members drawn uniformly.
-
-    Say when with `every_steps`, as for `MergeAll`.
+    """PAPA-2: every few epochs, replace every member by the mean of two distinct members drawn uniformly.
 
     Args:
         share: the weight of the first of the two: 1/2 in PAPA-2, 3/4 in the paper's pair-75.
-        seed: where its stream starts; the pairs are a function of seed and step.
+        seed: the seed of the pairs, which are a function of seed and step.
     """
 
     share: float = 0.5
@@ -248,7 +289,7 @@ class MergePairs(Rule):
 
 @dataclass(frozen=True)
 class MergeMany(Rule):
-    """Now and then, replace every member by `share` of itself and the rest of all others (many-half, many-75)."""
+    """Every few epochs, each member keeps `share` of itself and takes the rest from all others (many-half, many-75)."""
 
     share: float = 0.5
 
@@ -265,7 +306,7 @@ class MergeMany(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Mix(Rule):
-    """Your own weighting: a fixed row-stochastic matrix, or a function that makes one for the context.
+    """Your own weights: a fixed matrix whose rows sum to 1, or a function that returns one.
 
     Example:
         >>> ring = Mix([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]], every_steps=100)
@@ -281,14 +322,14 @@ class Mix(Rule):
         if not callable(self.weights):
             mixing.check_rows(self.weights)
 
-    def check_size(self, size: int) -> None:
-        """Raise unless a fixed matrix mixes so many members."""
+    def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
+        """Raise unless a fixed matrix fits the number of members."""
         if not callable(self.weights):
             mixing.check_rows(self.weights, size)
 
     @property
     def uses_lr(self) -> bool:
-        """A function may look at it."""
+        """A function may use the learning rate."""
         return callable(self.weights)
 
     def matrix(self, context: AveragingContext) -> Tensor:
@@ -297,12 +338,12 @@ class Mix(Rule):
         return mixing.check_rows(weights, context.size)
 
 
-def _check_whole(name: str, value: int, *, at_least: int) -> None:
+def _check_steps(name: str, value: int, *, at_least: int) -> None:
     try:
-        is_good = not isinstance(value, bool) and operator.index(value) >= at_least
+        is_valid = not isinstance(value, bool) and operator.index(value) >= at_least
     except TypeError:
-        is_good = False
-    if not is_good:
+        is_valid = False
+    if not is_valid:
         raise MixingError(f"{name} is {value!r}, expected a whole number of steps, at least {at_least}")
 
 

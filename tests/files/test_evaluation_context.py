@@ -130,10 +130,18 @@ def test_files_that_do_not_fit_the_network_are_told(tmp_path: Path) -> None:
         (lambda: 3, ConfigError, r"returned int, expected \(network, batches\)"),
         (lambda: (nn.Linear(1, 1), []), DataError, "gave no batch"),
         (3, ConfigError, "the factory int is a int, expected a function"),
-        (lambda: nn.Linear(2, 2)(torch.zeros(3)), ConfigError, r"RuntimeError: .* \(.*test_evaluation_context\.py, line \d+\)"),
+        (
+            lambda: nn.Linear(2, 2)(torch.zeros(3)),
+            ConfigError,
+            r"RuntimeError: .* \(.*test_evaluation_context\.py, line \d+\)",
+        ),
         (lambda: (nn.Linear(1, 1), (1 / 0 for _ in range(2))), ConfigError, "failed with ZeroDivisionError"),
         (partial(json.loads, "{"), ConfigError, r"the factory loads failed with JSONDecodeError"),
-        (lambda: {}["weights"], ConfigError, r"failed with KeyError: 'weights' \(.*test_evaluation_context\.py, line \d+\)"),
+        (
+            lambda: {}["weights"],
+            ConfigError,
+            r"failed with KeyError: 'weights' \(.*test_evaluation_context\.py, line \d+\)",
+        ),
     ],
 )
 def test_a_factory_that_gives_no_kitchen_is_refused(factory: Any, error: type[Exception], message: str) -> None:

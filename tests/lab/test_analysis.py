@@ -50,7 +50,7 @@ def test_matching_units_makes_features_more_alike_and_changes_no_member(apart: T
 def test_it_is_the_mean_over_pairs_and_over_members(apart: Training) -> None:
     analysis = analyse(apart, num_members=2, num_align_batches=3)
     networks = [*list(apart.population)[:2], average_soup(list(apart.population)[:2])]
-    expected = feature_similarity(networks, apart.batches.plain_batches(5))
+    expected = feature_similarity(networks, apart.batches.plain(5))
     assert analysis is not None
     assert analysis.similarity.layers == ("0", "3")
     for number, matrix in enumerate(expected.values()):
@@ -95,7 +95,7 @@ def test_units_that_cannot_be_matched_are_said_so_and_left_out() -> None:
 
 
 def test_a_member_that_diverged_costs_the_comparison_and_not_the_result() -> None:
-    training = small_training(rule=Independent(), num_epochs=1, num_repair_batches=0)
+    training = small_training(rule=Independent(), num_epochs=1, repair=None)
     training.run()
     training.population[1].get_parameter("0.weight").data[0] = float("nan")
     with (
@@ -116,7 +116,7 @@ def test_stages_are_compared_where_there_are_any() -> None:
 
 
 def test_aligned_soups_grow_best_first_each_matched_to_the_soup_before_it(apart: Training) -> None:
-    inputs = apart.batches.plain_batches(3)
+    inputs = apart.batches.plain(3)
     found = aligned_and_repaired_soups(apart, 3)
     soups = aligned_soups(
         apart.population,

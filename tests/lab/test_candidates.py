@@ -8,11 +8,11 @@ import torch
 from helpers import assert_same_bits, small_training, snapshot
 from papa import layout, mixing
 from papa.lab.candidates import CandidateScorer
-from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
+from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.repair import repair_
 from papa.rules import Rule
 from papa.soup import average_soup, greedy_soup
-from papa.training import MergeOptions, Training
+from papa.training import Repair, Training
 
 
 def trained(**changes: object) -> Training:
@@ -35,14 +35,14 @@ def test_greedy_members_are_those_of_the_greedy_soup() -> None:
 
 @pytest.mark.parametrize("num_repair_batches", [0, 2])
 def test_candidates_are_judged_as_the_networks_they_would_be(num_repair_batches: int) -> None:
-    training = trained(num_repair_batches=num_repair_batches)
+    training = trained(repair=Repair(num_batches=num_repair_batches))
     rows = torch.cat([mixing.identity(3), mixing.merge_pairs(3, torch.Generator().manual_seed(1), num_children=4)])
     before = [snapshot(net) for net in training.population]
     found = CandidateScorer(training).candidate_losses(rows, range(len(rows)))
     for row, loss in zip(rows, found, strict=True):
         network = average_soup(training.population, row)
         if num_repair_batches and int((row != 0).sum()) > 1:
-            repair_(network, list(training.population), training.batches.plain_repair_batches(), row)
+            repair_(network, list(training.population), training.batches.plain_repair(), row)
         assert loss == pytest.approx(training.evaluate([network], training.data.validation)[0][0].loss, rel=1e-5)
     for net, state in zip(training.population, before, strict=True):
         assert_same_bits(snapshot(net), state)
@@ -52,15 +52,16 @@ def test_a_child_lives_with_the_noise_it_was_judged_with() -> None:
     judged: dict[int, torch.Tensor] = {}
 
     class Noting(CandidateScorer):
-        def _born(self, tensors, row, candidate, moments):  # type: ignore[no-untyped-def]
-            network = super()._born(tensors, row, candidate, moments)
+        def _make_child(self, tensors, row, candidate, statistics):  # type: ignore[no-untyped-def]
+            network = super()._make_child(tensors, row, candidate, statistics)
             judged[candidate] = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
             return network
 
     chosen: list[int] = []
+    mutation = Mutation(0.01, seed=1)
 
     def rule(training: Training) -> Rule:
-        scorer = Noting(training)
+        scorer = Noting(training, mutation)
 
         def survivors(candidates: object) -> None:
             chosen.extend(candidates)  # type: ignore[arg-type]
@@ -68,11 +69,11 @@ def test_a_child_lives_with_the_noise_it_was_judged_with() -> None:
 
         return MergeElite(scorer.candidate_losses, survivors, every_steps=4, seed=1)
 
-    training = small_training(num_epochs=1, rule=rule, num_repair_batches=0, merging=MergeOptions(mutation=0.01))
+    training = small_training(num_epochs=1, rule=rule, repair=None, merge_hooks=[mutation])
     before = copy.deepcopy(list(training.population))
     while training.averager.num_averagings == 0:
         before = copy.deepcopy(list(training.population))
-        training._one_step([])
+        training._take_step()
     assert before
     for member, candidate in enumerate(chosen):
         lived = torch.cat([parameter.detach().flatten() for parameter in training.population[member].parameters()])

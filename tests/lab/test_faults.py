@@ -98,7 +98,7 @@ class Disturbance(Callback):
     ) -> None:
         pass
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         while any(self.run.glob("checkpoint/.step-*.partial")):
             time.sleep(0.001)  # else an epoch this short would not be saved at all
         if record.epoch == 1:

@@ -106,7 +106,7 @@ class Patient(Callback):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint") and thread not in self._others:
                 thread.join()
@@ -244,7 +244,7 @@ class Asking(Callback):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         if training.step == self.step:
             os.kill(os.getpid(), self.number)
 

@@ -8,9 +8,10 @@ from helpers import assert_same_bits, small_data, small_training, snapshot
 from papa import Independent, MergeAll, Push, evaluate
 from papa.data import Data
 from papa.errors import ConfigError
+from papa.lab.probes import MergeProbes
 from papa.lab.runs import fold_merges
-from papa.training import Callback, EpochRecord, MergeProbes, Training
-from papa.training.state import load_state_, member_states, state_of
+from papa.training import Callback, EpochRecord, Training
+from papa.training.state import load_state_, member_states, shared_state
 
 
 def probed(*more: Callback, **changes: Any) -> tuple[Training, list[dict[str, Any]]]:
@@ -30,7 +31,7 @@ class Scores(Callback):
     def on_averaging(self, training: Training, averaging: object) -> None:
         self.merges[training.step] = scores_of(training)
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         self.steps[training.step] = scores_of(training)
 
 
@@ -43,7 +44,7 @@ def scores_of(training: Training) -> list[float]:
 def test_scores_are_those_of_the_members_at_that_time() -> None:
     by_hand, apart = Scores(), Scores()
     _, events = probed(by_hand)
-    _, unrepaired = probed(num_repair_batches=0)
+    _, unrepaired = probed(repair=None)
     small_training(rule=Independent()).run([apart])
     folded = fold_merges(events)
     assert [event["step"] for event in folded] == [5, 10]  # not after the last step
@@ -77,10 +78,10 @@ class Checkpoints(Callback):
         self.events, self.stop_at = events, stop_at
         self.saved: Any = None
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        self.saved = copy.deepcopy((training.step, state_of(training), member_states(training)))
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        self.saved = copy.deepcopy((training.step, shared_state(training), member_states(training)))
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         if training.step == self.stop_at:
             raise StopError
 
@@ -124,7 +125,7 @@ def test_rules_that_do_not_merge_have_no_probes(rule: Any) -> None:
 
 
 def test_what_cannot_be_probed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="look 5 steps after a merge, but members are merged every 5 steps"):
+    with pytest.raises(ConfigError, match="score 5 steps after a merge, but members are merged every 5 steps"):
         small_training().run([MergeProbes(print, steps_later=5)])
     with pytest.raises(ConfigError, match="steps_later 0 and num_examples 1000, expected at least 1"):
         MergeProbes(print, steps_later=0)

@@ -27,7 +27,7 @@ class Diary(Callback):
     def __init__(self) -> None:
         self.states: list[list[dict[str, Tensor]]] = []
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         self.states.append([copy.deepcopy(model.state_dict()) for model in training.population])
 
 
@@ -41,8 +41,7 @@ def run(average: TrajectoryAverage) -> Diary:
         batch_size=20,
         validation=0.2,
         rule=MergeAll(every_steps=8),
-        callbacks=[diary],
-        companion=average,
+        callbacks=[average, diary],
     )
     return diary
 

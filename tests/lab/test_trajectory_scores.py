@@ -4,31 +4,39 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from helpers import assert_same_bits, small_training
 from papa import Population
 from papa.align import aligned_soups
 from papa.checkpoint import CheckpointWriter, load_checkpoint
+from papa.lab.config import AverageConfig, Config, TrajectoryConfig
+from papa.lab.outcome import finalize_run
 from papa.repair import reset_batch_norm_
 from papa.rules import Independent, MergeAll
 from papa.soup import average_soup, greedy_soup
-from papa.training import Callback, Training, TrajectoryAverage, finalize
-from papa.training.state import expected_states, load_state_, member_states, state_of
+from papa.training import Callback, Training, TrajectoryAverage
+from papa.training.state import expected_states, load_state_, member_states, shared_state
 
 
-def test_averages_are_scored_with_batch_norm_of_their_own() -> None:
-    training = small_training(companion=TrajectoryAverage(start=0.3))
+def averages_of(training: Training) -> list[nn.Module]:
+    (average,) = [callback for callback in training.callbacks if isinstance(callback, TrajectoryAverage)]
+    return average.networks
+
+
+def test_averages_are_scored_with_re_estimated_batch_norm() -> None:
+    training = small_training(callbacks=[TrajectoryAverage(start=0.3)])
     training.run()
     assert training.data.test is not None
     as_it_is = greedy_soup(
-        training.companion.networks,  # type: ignore[union-attr]
+        averages_of(training),
         lambda network: training.evaluate([network], training.data.validation)[0][0],
     )
     members_before, (greedy_before,) = as_it_is.members, training.evaluate([as_it_is.network], training.data.test)[0]
-    outcome = finalize(training, num_batch_norm_batches=3).trajectory
+    outcome = finalize_run(training, Config(trajectory=TrajectoryConfig(batch_norm_batches=3))).trajectory
     assert outcome is not None
-    networks = training.companion.networks  # type: ignore[union-attr]
-    batches = training.batches.plain_batches(3)
+    networks = averages_of(training)
+    batches = training.batches.plain(3)
     soup = average_soup(networks)
     reset_batch_norm_(soup, batches)
     (expected,), _ = training.evaluate([soup], training.data.test)
@@ -41,20 +49,21 @@ def test_averages_are_scored_with_batch_norm_of_their_own() -> None:
 
 
 def test_averages_of_independent_members_have_aligned_soups_too() -> None:
-    training = small_training(
-        companion=TrajectoryAverage(start=0.3), rule=Independent(), num_repair_batches=2, num_epochs=2
-    )
+    training = small_training(callbacks=[TrajectoryAverage(start=0.3)], rule=Independent(), num_epochs=2)
     training.run()
-    outcome = finalize(training, align_soups=True, num_align_batches=None, num_batch_norm_batches=3)
+    config = Config(
+        average=AverageConfig(align_soups=True, align_batches=None), trajectory=TrajectoryConfig(batch_norm_batches=3)
+    )
+    outcome = finalize_run(training, config)
     assert outcome.trajectory is not None
     assert outcome.trajectory.aligned is not None
-    networks = training.companion.networks  # type: ignore[union-attr]
+    networks = averages_of(training)
     expected = aligned_soups(
         Population(networks),  # whose BatchNorm was re-estimated
         lambda network: training.evaluate([network], training.data.validation)[0][0],
-        training.batches.plain_batches(None),
+        training.batches.plain(None),
         by="activations",
-        repair_batches=training.batches.plain_repair_batches(),
+        repair_batches=training.batches.plain_repair(),
     )
     assert training.data.test is not None
     (score,), _ = training.evaluate([expected.average], training.data.test)
@@ -67,7 +76,7 @@ def test_averages_of_independent_members_have_aligned_soups_too() -> None:
 def test_a_training_without_averages_has_none() -> None:
     training = small_training()
     training.run()
-    assert finalize(training).trajectory is None
+    assert finalize_run(training, Config()).trajectory is None
 
 
 class Stop(Exception):  # noqa: N818
@@ -78,10 +87,10 @@ class StopAt(Callback):
     def __init__(self, step: int, directory: Path) -> None:
         self.step, self.directory = step, directory
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         if training.step == self.step:
             writer = CheckpointWriter(self.directory, group=training.group, num_members=training.population.size)
-            writer.save(training.step, member_states(training), state_of(training), flush=lambda: None)
+            writer.save(training.step, member_states(training), shared_state(training), flush=lambda: None)
             assert writer.settle() is None
             raise Stop
 
@@ -92,7 +101,7 @@ def test_stopped_and_resumed_averages_are_those_of_a_run_never_stopped(
     tmp_path: Path, stop_at: int, decay: float | None
 ) -> None:
     def make() -> Training:
-        return small_training(companion=TrajectoryAverage(decay=decay, start=0.3), rule=MergeAll(every_steps=4))
+        return small_training(callbacks=[TrajectoryAverage(decay=decay, start=0.3)], rule=MergeAll(every_steps=4))
 
     whole = make()
     whole.run()
@@ -102,24 +111,24 @@ def test_stopped_and_resumed_averages_are_those_of_a_run_never_stopped(
     found = load_checkpoint(tmp_path / f"step-{stop_at:08d}", expected_states(again), num_members=3)
     load_state_(again, found.step, found.state, found.members)
     again.run()
-    for one, other in zip(again.companion.networks, whole.companion.networks, strict=True):  # type: ignore[union-attr]
+    for one, other in zip(averages_of(again), averages_of(whole), strict=True):
         assert_same_bits(one.state_dict(), other.state_dict())
-    assert any(torch.is_floating_point(tensor) for tensor in again.companion.networks[0].state_dict().values())  # type: ignore[union-attr]
+    assert any(torch.is_floating_point(tensor) for tensor in averages_of(again)[0].state_dict().values())
 
 
 class Poison(Callback):
-    """Makes a member sick at a step."""
+    """Makes a member non-finite at a step."""
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         if training.step == 7:
             with torch.no_grad():
                 next(training.population[1].parameters()).fill_(torch.nan)
 
 
 @pytest.mark.parametrize("decay", [None, 0.9])
-def test_the_average_of_a_member_that_was_sick_begins_anew(decay: float | None) -> None:
+def test_the_average_of_a_member_that_was_non_finite_starts_again(decay: float | None) -> None:
     average = TrajectoryAverage(decay=decay, every_steps=1)
-    training = small_training(companion=average, rule=MergeAll(every_steps=4))
+    training = small_training(callbacks=[average], rule=MergeAll(every_steps=4))
     training.run([Poison()])
     assert [event["member"] for event in training.nonfinite] == [1]
     for network in average.networks:

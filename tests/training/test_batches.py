@@ -17,7 +17,7 @@ def make_feed() -> Batches:
         eval_batch_size=10,
         augment=None,
         prepare=lambda inputs: inputs,
-        num_repair_batches=0,
+        repair=None,
         seed=1,
         device=torch.device("cpu"),
         channels_last=False,

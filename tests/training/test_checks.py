@@ -19,7 +19,7 @@ INPUTS, TARGETS = torch.zeros(40, 4), torch.zeros(40, dtype=torch.long)
 class Misspelt(Callback):
     """Would never be called."""
 
-    def on_epoch_end(self, training: Any) -> None:
+    def on_epoch_done(self, training: Any) -> None:
         """Too late."""
 
 
@@ -42,10 +42,11 @@ def train(**options: Any) -> papa.training.Outcome:
         ({"callbacks": Callback()}, "callbacks is a Callback, expected a list of callbacks"),
         (
             {"callbacks": [Callback]},
-            r"a callback is the class Callback, expected an object of a class made from papa\.training\.Callback",
+            r"a callback is the class Callback, expected an instance of a subclass of papa\.training\.Callback",
         ),
-        ({"callbacks": [3]}, "a callback is a int, expected an object"),
+        ({"callbacks": [3]}, "a callback is a int, expected an instance"),
         ({"make_optimizer": torch.optim.AdamW}, "make_optimizer is the class AdamW, .* such as lambda network: AdamW"),
+        ({"numerics": "bfloat16"}, r"numerics is 'bfloat16', expected a papa\.training\.Numerics"),
         ({"device": "cuda:99"}, "device is cuda:99, which cannot be used here"),
     ],
 )
@@ -68,9 +69,9 @@ def test_arrays_in_another_form_are_told_the_right_one(data: Any) -> None:
         train(data=data)
 
 
-def test_a_hook_that_nobody_calls_is_told() -> None:
+def test_a_callback_method_that_is_never_called_is_reported() -> None:
     with pytest.warns(
-        UserWarning, match="the callback Misspelt has on_epoch_end, which nobody calls: did you mean on_ep"
+        UserWarning, match="the callback Misspelt has on_epoch_done, which is never called: did you mean on_epoch_end"
     ):
         train(callbacks=[Misspelt()])
 

@@ -14,7 +14,18 @@ import papa
 from helpers import assert_same_bits, small_data, small_net
 from papa.errors import RunError
 from papa.lock import Lock
-from papa.training import Callback, EpochRecord, Outcome, Stacked, Training, TrajectoryAverage
+from papa.training import (
+    AveragingOptions,
+    Callback,
+    EpochRecord,
+    Monitoring,
+    Outcome,
+    Repair,
+    Stacked,
+    Training,
+    TrajectoryAverage,
+    Transforms,
+)
 
 NUM_STEPS = 15
 
@@ -28,12 +39,12 @@ class Steps(Callback):
         self.epochs: list[EpochRecord] = []
         self.notices: list[str] = []
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         self.taken.append(training.step)
         if training.step == self.last:
             raise KeyboardInterrupt
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         self.epochs.append(record)
 
     def on_event(self, training: Training, event: Any) -> None:
@@ -48,12 +59,16 @@ def train(callback: Callback, checkpoints: Path | None, **changes: Any) -> Outco
         "num_epochs": 3,
         "batch_size": 16,
         "rule": papa.Push(alpha=0.9, every_steps=4),
-        "augment": lambda inputs, targets, generator: (
-            inputs + torch.randn(inputs.shape, generator=generator),
-            targets,
+        "transforms": Transforms(
+            augment=lambda inputs, targets, generator: (
+                inputs + torch.randn(inputs.shape, generator=generator),
+                targets,
+            )
         ),
     }
-    return papa.train(small_net, small_data(), callbacks=[callback], checkpoints=checkpoints, **{**options, **changes})
+    decay = changes.pop("average", None)
+    callbacks = [callback] if decay is None else [TrajectoryAverage(decay=decay), callback]
+    return papa.train(small_net, small_data(), callbacks=callbacks, checkpoints=checkpoints, **{**options, **changes})
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
@@ -61,6 +76,10 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert_same_bits(one.state_dict(), other.state_dict())
     assert_same_bits(found.average_soup.state_dict(), expected.average_soup.state_dict())
     assert found.validation == expected.validation
+    assert (found.best_soup is None) == (expected.best_soup is None)
+    if found.best_soup is not None and expected.best_soup is not None:
+        assert found.best_soup.to_json() == expected.best_soup.to_json()
+        assert_same_bits(found.best_soup.network.state_dict(), expected.best_soup.network.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -68,12 +87,13 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     [
         {},
         {"rule": papa.Push(alpha=0.9, every_steps=4, delay=2)},
-        {"rule": papa.MergeAll(every_steps=4), "num_repair_batches": 2},
+        {"rule": papa.MergeAll(every_steps=4), "averaging": AveragingOptions(repair=Repair(num_batches=2))},
         {"make_optimizer": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)},
-        {"companion": TrajectoryAverage(decay=0.9)},
+        {"average": 0.9},
+        {"monitoring": Monitoring(keep_best_soup=True)},
         {"engine": Stacked},
     ],
-    ids=["push", "delayed", "merge", "adamw", "companion", "stacked"],
+    ids=["push", "delayed", "merge", "adamw", "average", "best soup", "stacked"],
 )
 @pytest.mark.parametrize("last", [7, 10, NUM_STEPS])
 def test_a_call_that_was_broken_off_goes_on_to_the_same_bits(
@@ -104,20 +124,20 @@ def test_another_training_is_refused_and_nothing_is_changed(tmp_path: Path) -> N
     train(Steps(), tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for changes, difference in (
-        ({"batch_size": 20}, "batch_size is 16, asked for 20"),
-        ({"seed": 2}, "seed is 1, asked for 2"),
-        ({"num_epochs": 4}, "num_epochs is 3, asked for 4"),
-        ({"rule": papa.MergeAll(every_steps=4)}, "rule is 'Push', asked for 'MergeAll'"),
+        ({"batch_size": 20}, "batch_size is 16, expected 20"),
+        ({"seed": 2}, "seed is 1, expected 2"),
+        ({"num_epochs": 4}, "num_epochs is 3, expected 4"),
+        ({"rule": papa.MergeAll(every_steps=4)}, "rule is 'Push', expected 'MergeAll'"),
         ({"num_members": 2}, "has 3 members, expected 2"),
         (
             {"make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.05)},
-            "optimizer's learning rate is 0.1, asked for 0.05",
+            "optimizer's learning rate is 0.1, expected 0.05",
         ),
         (
             {"make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.5)},
-            "optimizer's weight decay is 0.0001, asked for 0.5",
+            "optimizer's weight decay is 0.0001, expected 0.5",
         ),
-        ({"make_optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer is 'SGD', asked for 'Adam'"),
+        ({"make_optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer is 'SGD', expected 'Adam'"),
     ):
         with pytest.raises(RunError, match=difference):
             train(Steps(), tmp_path, **changes)
@@ -151,7 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
     assert "continuing from step" in again.notices[0]
     for path in directory.glob("step-*"):
         (path / "manifest.json").write_text("{")
-    with pytest.raises(RunError, match=r"no checkpoint in .* can be read; to begin anew"):
+    with pytest.raises(RunError, match=r"no checkpoint in .* can be read; remove them to start again"):
         train(Steps(), directory)
 
 

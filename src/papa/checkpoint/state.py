@@ -46,7 +46,7 @@ class Expected:
         model: the member.
         optimizer: its optimizer.
         in_flight: tensors like those that averaging may have under way, by name; there or not.
-        companion: tensors like those that are saved along with it, by name.
+        callbacks: tensors like those that callbacks keep for it, by name.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Expected:
         model: nn.Module,
         optimizer: Optimizer,
         in_flight: Mapping[str, Tensor] | None = None,
-        companion: Mapping[str, Tensor] | None = None,
+        callbacks: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.in_flight = {f"averager.{name}": _spec(tensor) for name, tensor in (in_flight or {}).items()}
         state = model.state_dict()
         self.model: dict[str, Spec] = {
             **{f"model.{name}": _spec(tensor) for name, tensor in state.items()},
-            **{f"companion.{name}": _spec(tensor) for name, tensor in (companion or {}).items()},
+            **{f"callbacks.{name}": _spec(tensor) for name, tensor in (callbacks or {}).items()},
         }
         values = _optimizer_after_a_step(optimizer)
         self.optimizer = {key: _spec(value) if isinstance(value, Tensor) else value for key, value in values.items()}

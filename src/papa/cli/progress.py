@@ -61,14 +61,14 @@ class Progress(Callback):
         except OSError:
             self._console.quiet = True
 
-    def on_start(self, training: Training) -> None:
+    def on_train_begin(self, training: Training) -> None:
         """Learn how long it will be."""
         self._standing.num_steps, self._standing.num_epochs = training.length.num_steps, training.num_epochs
         self._standing.epoch = training.epoch
-        self.after_step(training)
+        self.on_step_end(training)
         self._lines = int(NUM_LINES * self._standing.share)
 
-    def after_step(self, training: Training) -> None:
+    def on_step_end(self, training: Training) -> None:
         """One step further."""
         self._standing.step = training.step
         self._standing.seconds_left = self._clock.seconds_left(self._standing.share)
@@ -78,13 +78,13 @@ class Progress(Callback):
         with self._silently():
             self._console.print(Text(f"papa: {told(event)}", style="yellow"), soft_wrap=True)
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """What the epoch ended with."""
         standing = self._standing
         standing.epoch, standing.losses, standing.distances = record.epoch, record.losses, record.distances
         standing.scores = [member.score for member in record.validation]
         standing.ensemble = record.validation_ensemble.score
-        self.after_step(training)
+        self.on_step_end(training)
         if not self._has_display and int(NUM_LINES * standing.share) > self._lines:
             self._lines = int(NUM_LINES * standing.share)
             with self._silently():
@@ -114,30 +114,30 @@ class Together(Callback):
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def on_start(self, training: Training) -> None:
+    def on_train_begin(self, training: Training) -> None:
         """Tell all."""
         for callback in self._callbacks:
-            callback.on_start(training)
+            callback.on_train_begin(training)
 
-    def before_step(self, training: Training) -> None:
+    def on_step_begin(self, training: Training) -> None:
         """Tell all."""
         for callback in self._callbacks:
-            callback.before_step(training)
+            callback.on_step_begin(training)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         """Tell all."""
         for callback in self._callbacks:
             callback.on_averaging(training, averaging)
 
-    def after_step(self, training: Training) -> None:
+    def on_step_end(self, training: Training) -> None:
         """Tell all."""
         for callback in self._callbacks:
-            callback.after_step(training)
+            callback.on_step_end(training)
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Tell all."""
         for callback in self._callbacks:
-            callback.on_epoch(training, record)
+            callback.on_epoch_end(training, record)
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
         """Tell all."""

@@ -96,12 +96,12 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     members = population.active[:num_members]
     if len(members) < 2:
         return None
-    inputs = training.batches.plain_batches(num_align_batches)
-    repair_inputs = training.batches.plain_batches(training.batches.num_repair_batches or NUM_BATCHES)
-    line_inputs = training.batches.plain_batches(NUM_LINE_BATCHES)
+    inputs = training.batches.plain(num_align_batches)
+    repair_inputs = training.batches.plain(training.batches.num_repair_batches or NUM_BATCHES)
+    line_inputs = training.batches.plain(NUM_LINE_BATCHES)
     groups = exchangeable(population[0], inputs[0])
     row, pair = soup_row(population.size, members), (members[0], members[1])
-    held_out = list(training.batches.evaluation_batches(probe_source(training, 1000)))
+    held_out = list(training.batches.evaluation(probe_source(training, 1000)))
 
     def lines(name: str) -> dict[str, Curve]:
         repair = repair_between(population, pair, line_inputs)

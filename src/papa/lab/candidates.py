@@ -1,4 +1,4 @@
-"""What natural selection needs to know of a training: how good members are, and children that are not yet born."""
+"""Candidate scoring: what rules that select need to know about members, and about children before they are made."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ from papa.lab.selection import Mutation
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics
 from papa.soup import greedy_soup
-from papa.training.loop import Training
+from papa.training import Training
 
 
 class CandidateScorer:
-    """Answers the questions of rules that select (`papa.lab.selection`), on a training's validation data.
+    """Scores members and candidates on a training's validation data, for the rules of `papa.lab.selection`.
+
+    With REPAIR, children are scored after REPAIR on data without augmentation; with mutation, with the noise they
+    would get.
 
     Args:
-        training: whose population is bred. Where members are repaired, children are judged after REPAIR on data without
-            augmentation; where they mutate, with the noise that they will live with.
+        training: whose members are scored.
+        mutation: what members get after averaging, if anything.
     """
 
-    def __init__(self, training: Training) -> None:
-        self.training = training
-        self.repaired = training.batches.num_repair_batches > 0
-        self._pot: nn.Module | None = None
-        self._moments: tuple[int, list[dict[str, ChannelStatistics]]] = (-1, [])
-
-    @property
-    def mutation(self) -> Mutation | None:
-        """What children get, besides being averages."""
-        return self.training.mutation
+    def __init__(self, training: Training, mutation: Mutation | None = None) -> None:
+        self.training, self.mutation = training, mutation
+        self.repairs = training.batches.num_repair_batches > 0
+        self._buffer: nn.Module | None = None
+        self._statistics: tuple[int, list[dict[str, ChannelStatistics]]] = (-1, [])
 
     def losses(self) -> list[float]:
         """Every member's loss."""
@@ -41,56 +39,59 @@ class CandidateScorer:
         return [member.loss for member in members]
 
     def greedy_members(self) -> tuple[int, ...]:
-        """Who is in the greedy soup now."""
+        """The members of the greedy soup now."""
         validation = self.training.data.validation
         return greedy_soup(
             self.training.population, lambda network: self.training.evaluate([network], validation)[0][0]
         ).members
 
     def candidate_losses(self, rows: Tensor, candidates: Sequence[int]) -> list[float]:
-        """The losses of the networks that rows of weights would make; each process judges its share of them."""
+        """The losses of the networks that rows of weights would make; each process scores its share."""
         population, group = self.training.population, self.training.group
         mine, losses = group.share(len(rows)), []
-        moments = self._parents_moments() if self.repaired else []
+        statistics = self._parent_statistics() if self.repairs else []
         for number, (row, candidate) in enumerate(zip(rows, candidates, strict=True)):
             tensors = population.combined(row)
             if number in mine:
-                network = self._born(tensors, row, candidate, moments)
+                network = self._make_child(tensors, row, candidate, statistics)
                 losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
         return group.gather(losses)
 
-    def survivors(self, candidates: Sequence[int]) -> None:
-        """Let each member get the noise of the candidate it becomes; parents get none."""
+    def survivors(self, children: Sequence[int | None]) -> None:
+        """Give each member the noise of the child it becomes; parents that survive get none."""
         if self.mutation is not None:
-            num_children = 6 * len(candidates)
-            self.mutation.keys = {
-                member: candidate if candidate < num_children else None for member, candidate in enumerate(candidates)
-            }
+            self.mutation.keys = dict(enumerate(children))
 
-    def _parents_moments(self) -> list[dict[str, ChannelStatistics]]:
-        """Every member's activation statistics, taken once for each averaging."""
-        step, moments = self._moments
+    def _parent_statistics(self) -> list[dict[str, ChannelStatistics]]:
+        """Every member's activation statistics, computed once per averaging."""
+        step, statistics = self._statistics
         now = self.training.averager.num_steps_taken
         if step != now:
-            batches = self.training.batches.plain_repair_batches()
-            here = [layer_statistics(model, batches) for model in self.training.population]
-            self._moments = now, moments = now, self.training.group.gather(here)
-        return moments
+            batches = self.training.batches.plain_repair()
+            local = [layer_statistics(model, batches) for model in self.training.population]
+            self._statistics = now, statistics = now, self.training.group.gather(local)
+        return statistics
 
     @torch.no_grad()
-    def _born(
-        self, tensors: dict[str, Tensor], row: Tensor, candidate: int, moments: Sequence[dict[str, ChannelStatistics]]
+    def _make_child(
+        self,
+        tensors: dict[str, Tensor],
+        row: Tensor,
+        candidate: int,
+        statistics: Sequence[dict[str, ChannelStatistics]],
     ) -> nn.Module:
-        if self._pot is None:
-            self._pot = copy.deepcopy(self.training.population[0])
-        for name, tensor in layout.named_tensors(self._pot, tensors).items():
+        if self._buffer is None:
+            self._buffer = copy.deepcopy(self.training.population[0])
+        for name, tensor in layout.named_tensors(self._buffer, tensors).items():
             tensor.copy_(tensors[name])
         is_child = int((row != 0).sum()) > 1
-        if is_child and self.repaired:
-            repair_toward_(self._pot, goals_of(moments, row), self.training.batches.plain_repair_batches())
+        if is_child and self.repairs:
+            repair, batches = self.training.settings.averaging.repair, self.training.batches.plain_repair()
+            assert repair is not None
+            repair_toward_(self._buffer, goals_of(statistics, row), batches, scope=repair.layers)
         if is_child and self.mutation is not None:
             averager = self.training.averager
             self.mutation.mutate_(
-                self._pot, candidate, step=averager.num_steps_taken, generation=averager.num_averagings + 1
+                self._buffer, candidate, step=averager.num_steps_taken, generation=averager.num_averagings + 1
             )
-        return self._pot
+        return self._buffer

@@ -12,7 +12,7 @@ import tyro
 
 from papa.errors import ConfigError, did_you_mean
 from papa.group import EXCHANGES
-from papa.health import POLICIES
+from papa.health import OnNonFinite
 
 METHODS = {
     "independent": "never average: the baseline",
@@ -128,6 +128,8 @@ class TrainConfig:
     """Keep images and convolutions in channels-last memory order."""
     clip_norm: float | None = None
     """The largest norm a member's gradient may have; None for any."""
+    test_each_epoch: bool = False
+    """Score members, ensemble and average soup on the test data too, after every epoch."""
     engine: Annotated[str, tyro.conf.arg(aliases=("--engine",))] = "loop"
     """loop trains members one after the other, stacked all at once: faster where networks and batches are tiny."""
 
@@ -182,6 +184,8 @@ class AverageConfig:
     """How members' numbers travel between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
     measure: bool = True
     """Log distances to the mean at every averaging; between machines this costs half an averaging more."""
+    keep_best_soup: bool = False
+    """Keep the average soup of the epoch with the best validation score too; the last soup stays the result."""
     mutation: float = 0.0
     """Add noise of this standard deviation, divided by the generation, to members after averaging; 0 for not."""
     mutation_every_epochs: float = 5.0
@@ -321,7 +325,7 @@ def _problems(config: Config) -> typing.Iterator[str]:
         ("train.optimizer", train.optimizer, OPTIMIZERS),
         ("train.schedule", train.schedule, SCHEDULES),
         ("train.precision", train.precision, PRECISIONS),
-        ("average.on_nonfinite", average.on_nonfinite, POLICIES),
+        ("average.on-nonfinite", average.on_nonfinite, typing.get_args(OnNonFinite)),
         ("average.repair-policy", average.repair_policy, REPAIR_POLICIES),
         ("average.repair-scope", average.repair_scope, REPAIR_SCOPES),
         ("average.align", average.align, ALIGNMENTS),

@@ -50,7 +50,7 @@ def _pair_to_json(average: Evaluation, greedy: Evaluation) -> dict[str, Any]:
 
 def repaired_soups(training: Training) -> Soups:
     """Average and greedy soup, each average repaired before it is scored, as the paper does for independent members."""
-    batches = training.batches.plain_repair_batches()
+    batches = training.batches.plain_repair()
     moments = gather_or_raise(
         training.group, lambda: [layer_statistics(model, batches) for model in training.population]
     )
@@ -83,7 +83,7 @@ def aligned_and_repaired_soups(
         The soups; None, with a warning, where it cannot be told which units are exchangeable.
     """
     population = training.population if population is None else population
-    inputs = training.batches.plain_batches(num_align_batches)
+    inputs = training.batches.plain(num_align_batches)
     groups = exchangeable(population[0], inputs[0])
     if groups is None:
         return None
@@ -93,7 +93,7 @@ def aligned_and_repaired_soups(
         inputs,
         by="activations",
         groups=groups,
-        repair_batches=training.batches.plain_repair_batches(),
+        repair_batches=training.batches.plain_repair(),
     )
     return _scored(training, soups.average, soups.greedy)
 

@@ -1,15 +1,16 @@
-"""Executing a config: train, make soups, write the run directory."""
+"""Executing a run: choose the processes, train, make soups, write the run directory."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,19 +18,13 @@ from typing import Any, TypeAlias
 import torch
 
 from papa._version import __version__
-from papa.checkpoint import (
-    CheckpointWriter,
-    DamagedError,
-    discard,
-    read_object,
-    write_atomically,
-    write_json,
-)
+from papa.checkpoint import CheckpointWriter, DamagedError, discard, read_object, write_atomically, write_json
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, idle_options
+from papa.lab.outcome import RunOutcome, finalize_run
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
-from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for, sizes
+from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
 from papa.lab.recipes.loading import card_for
 from papa.lab.recipes.picture import prediction_picture
 from papa.lab.recorder import Recorder
@@ -38,120 +33,107 @@ from papa.lab.report.fields import flat
 from papa.lab.runs import RunDirectory, fold_merges, is_metrics_state
 from papa.lab.signals import stop_flag
 from papa.process import find_device
-from papa.training import Callback, Training, finalize
+from papa.training import Callback, CheckpointOptions, Training
 from papa.training.saving import resume_
 
-CallbackFactory: TypeAlias = Callable[[], AbstractContextManager[Callback]]
-"""Makes something that looks on while the leading process trains."""
+SMALL_DATA_SETS = ("digits", "optdigits")
+FEW_EXAMPLES = 20_000
+"""With fewer training examples seen by all members together, starting a second process costs more than it saves."""
 
-WORK_FOR_MORE_WORKERS = 1e10
-"""Examples seen times parameters, below which starting a second process costs more than it saves."""
+CallbackFactory: TypeAlias = Callable[[], AbstractContextManager[Callback]]
+"""Makes a callback for the leading process, such as a progress display."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
-    """How often checkpoints are written, and how many stay; the result does not depend on it."""
+class RunSpec:
+    """A run to execute: what to train, where its files go, and how."""
 
-    minutes: float = 10.0
-    """Besides at the end of each epoch, after so many minutes without one."""
-    keep: int = 2
-    """How many stay."""
-    background: bool = True
-    """Whether training goes on while a copy of its state is written, or waits and needs no memory for a copy."""
+    config: Config
+    path: Path
+    """The run directory."""
+    workers: int | None = None
+    """The number of processes that hold the members; None to choose. Results do not depend on it. Under torchrun its
+    processes hold them, and this must be None."""
+    overwrite: bool = False
+    """Replace a run that is there."""
+    resume: bool = False
+    """Continue a run that is there; a finished run is not executed again."""
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    make_callback: CallbackFactory | None = None
+    """Makes a callback for the leading process; must be picklable."""
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run directory."""
+        return RunDirectory(self.path)
 
     def check(self) -> None:
-        """Raise a `ConfigError` where this makes no sense."""
-        if not self.minutes > 0:
-            raise ConfigError(f"--checkpoint-minutes is {self.minutes}, expected more than 0")
-        if self.keep < 1:
-            raise ConfigError(f"--keep is {self.keep}, expected at least 1: the newest checkpoint stays")
+        """Raise a `ConfigError` if the run cannot be executed."""
+        self.config.check()
+        self.checkpoints.check()
+        members = self.config.members
+        if self.workers is not None and not 1 <= self.workers <= members:
+            raise ConfigError(
+                f"--workers is {self.workers}, expected 1 to {members}: a worker holds at least one of the members"
+            )
 
 
-def execute(
-    config: Config,
-    path: Path,
-    *,
-    workers: int | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    saving: Saving = Saving(),  # noqa: B008
-    make_callback: CallbackFactory | None = None,
-    stop: Any = None,
-) -> dict[str, Any]:
-    """Run a config in a directory and return what its `result.json` holds.
+def execute(spec: RunSpec, *, stop: Any = None) -> dict[str, Any]:
+    """Execute a run and return the content of its `result.json`.
 
-    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second one ends it at once.
+    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second signal ends it at once.
 
     Args:
-        config: what to run.
-        path: where its files go.
-        workers: how many processes hold the members; None for as many as help. The result does not depend on it. Under
-            torchrun its processes hold them, and this must be None.
-        overwrite: replace a run that is there.
-        resume: continue a run that is there; a finished one is not run again.
-        saving: how often checkpoints are written.
-        make_callback: makes a callback for the leading process; it must be possible to pickle it.
-        stop: where somebody else listens for signals, what notes them: a number in shared memory, as in `watching_signals`.
+        spec: the run.
+        stop: if the caller handles signals, the flag it sets: a number in shared memory, see `watching_signals`.
     """
-    config.check()
-    saving.check()
-    run = RunDirectory(path)
     if rank_of_torchrun() is not None:
-        return _execute_under_torchrun(config, path, workers, overwrite, resume, saving, make_callback, stop)
-    if resume and run.is_finished:
-        _check_same(config, Config.from_json(run.read_config()), path)
-        return run.read_result()
-    if workers is not None and not 1 <= workers <= config.members:
-        raise ConfigError(
-            f"--workers is {workers}, expected 1 to {config.members}: a worker holds at least one of the members"
-        )
-    with run.lock():
-        if not resume:
-            run.check_free(overwrite=overwrite)  # before data is read and networks are made, which may take long
-        num_workers = useful_workers(config) if workers is None else workers
-        with stop_flag(stop) as stop:  # not before: until now a signal ends all at once, and there is nothing to save
-            arguments = (config, path, overwrite, resume, saving, make_callback, stop)
+        return _execute_under_torchrun(spec, stop)
+    spec.check()
+    if spec.resume and spec.run.is_finished:
+        return _finished_result(spec)
+    with spec.run.lock():
+        if not spec.resume:
+            spec.run.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
+        num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
+        with stop_flag(stop) as flag:  # only now: before, a signal may end the process, since there is nothing to save
             if num_workers == 1:
-                return _job(LocalGroup(), *arguments)
-            result: dict[str, Any] = start_workers(_job, num_workers, config.members, *arguments)
+                return run_in_group(LocalGroup(), spec, flag)
+            result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
             return result
 
 
-def _execute_under_torchrun(
-    config: Config,
-    path: Path,
-    workers: int | None,
-    overwrite: bool,
-    resume: bool,
-    saving: Saving,
-    make_callback: CallbackFactory | None,
-    stop: Any,
-) -> dict[str, Any]:
-    if workers is not None:
-        raise ConfigError(f"--workers is {workers}, but torchrun says how many there are: leave it out")
-    processes, run = Torchrun(config.average.exchange), RunDirectory(path)
-    group = processes.group(config.members)
-    facts = {**dict(flat(config.to_json())), "out": path, "papa": __version__, "torch": torch.__version__}
-    facts |= {"overwrite": overwrite, "resume": resume}
+def _finished_result(spec: RunSpec) -> dict[str, Any]:
+    _check_same(spec.config, Config.from_json(spec.run.read_config()), spec.path)
+    return spec.run.read_result()
+
+
+def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
+    if spec.workers is not None:
+        raise ConfigError(f"--workers is {spec.workers}, but torchrun sets the number of processes: leave it out")
+    spec.check()
+    processes, run = Torchrun(spec.config.average.exchange), spec.run
+    group = processes.group(spec.config.members)
+    facts = {**dict(flat(spec.config.to_json())), "out": spec.path, "papa": __version__, "torch": torch.__version__}
+    facts |= {"overwrite": spec.overwrite, "resume": spec.resume}
     group.check_same({name: str(fact) for name, fact in facts.items()}, cure="start all with the same options")
-    _check_shared(path, group)
-    # torchrun may start all anew, with the options of the first time: what was begun is continued.
+    _check_shared(spec.path, group)
+    # torchrun may restart all processes with the original options: a run that was started is then continued.
     is_restart = run.holds_run and run.torchrun.exists() and processes.is_restart_of(read_object(run.torchrun))
-    overwrite, resume = overwrite and not is_restart, resume or is_restart
+    if is_restart:
+        spec = replace(spec, overwrite=False, resume=True)
     is_finished = run.is_finished
-    if not resume:
-        run.check_free(overwrite=overwrite)  # all look at the same directory, so all are refused
+    if not spec.resume:
+        run.check_free(overwrite=spec.overwrite)  # all see the same directory, so all raise
     group.wait()  # nobody writes before everybody has looked
-    if resume and is_finished:
-        _check_same(config, Config.from_json(run.read_config()), path)
-        return run.read_result()
-    with run.lock() if group.leads else contextlib.nullcontext(), stop_flag(stop) as stop:
-        begun = partial(write_json, run.torchrun, processes.names)
-        return _job(group, config, path, overwrite, resume, saving, make_callback, stop, begun)
+    if spec.resume and is_finished:
+        return _finished_result(spec)
+    with run.lock() if group.leads else contextlib.nullcontext(), stop_flag(stop) as flag:
+        return run_in_group(group, spec, flag, on_begin=partial(write_json, run.torchrun, processes.names))
 
 
 def _check_shared(path: Path, group: Group) -> None:
-    """Raise unless all processes see the run directory that the leading one sees."""
+    """Raise unless all processes see the same file system."""
     mark = path.absolute().parent / f".{path.name}.shared"
     problem = ""
     if group.leads:
@@ -174,15 +156,12 @@ def _check_shared(path: Path, group: Group) -> None:
 
 
 def useful_workers(config: Config) -> int:
-    """One process per accelerator, or else per core, up to one per member; one in all where the work is tiny."""
+    """One process per accelerator, or else per core, up to one per member; a single one for little work."""
     device = find_device(config.device, option="--device")
     num_devices = torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
-    most = min(config.members, usable_cores() if device.type == "cpu" else num_devices)
-    if most == 1:
-        return 1
-    num_parameters, num_examples = sizes(config)
-    work = float(num_parameters) * num_examples * config.train.epochs * config.members
-    return most if work >= WORK_FOR_MORE_WORKERS else 1
+    num_seen = (config.data.max_train or math.inf) * config.train.epochs * config.members
+    is_little = config.data.name in SMALL_DATA_SETS or num_seen < FEW_EXAMPLES or config.train.engine == "stacked"
+    return 1 if is_little else min(config.members, usable_cores() if device.type == "cpu" else num_devices)
 
 
 def usable_cores() -> int:
@@ -190,88 +169,85 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _job(
-    group: Group,
-    config: Config,
-    path: Path,
-    overwrite: bool,
-    resume: bool,
-    saving: Saving,
-    make_callback: CallbackFactory | None,
-    stop: Any,
-    begun: Callable[[], None] | None = None,
-) -> dict[str, Any]:
-    """What every process does; all return the result. The leading one calls `begun` when the directory is its run's."""
-    run = RunDirectory(path)
-    is_there = run.holds_run
+def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], None] | None = None) -> dict[str, Any]:
+    """What every process of a run does; all return the result.
+
+    Args:
+        group: the processes of the run.
+        spec: the run.
+        stop: the flag that signals set.
+        on_begin: called by the leading process once the directory belongs to this run.
+    """
+    config, run = spec.config, spec.run
+    continues = spec.resume and run.holds_run
     group.wait()  # nobody writes before everybody has looked
-    notices: list[str] = []
-    if resume and is_there:
-        _check_same(config, Config.from_json(run.read_config()), path)
-        images = images_for(config)
-        training = build(config, group, images)
-        notices = _continue(config, run, training)
-    else:
-        images = images_for(config)
-        training = build(config, group, images)  # whatever is wrong shows before anything is written or removed
+    if continues:
+        _check_same(config, Config.from_json(run.read_config()), spec.path)
+    images = images_for(config)
+    training = build(config, group, images)  # errors show before anything is written or removed
+    notices = _resume(config, run, training) if continues else []
+    if not continues:
         if group.leads:
-            run.create(config.to_json(), overwrite=overwrite)
+            run.create(config.to_json(), overwrite=spec.overwrite)
         group.wait()
-    if begun is not None and group.leads:
-        begun()
+    if on_begin is not None and group.leads:
+        on_begin()
+    options = spec.checkpoints
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(
             CheckpointWriter(
                 run.checkpoints,
                 group=group,
                 num_members=config.members,
-                keep=saving.keep,
-                background=saving.background,
+                keep=options.keep,
+                background=options.background,
             )
         )
-        recorder = Recorder(run, writer, config, minutes=saving.minutes, stop=stop, notices=notices)
-        callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]  # which saves what the others logged
-        if make_callback is not None and group.leads:
-            callbacks.append(stack.enter_context(make_callback()))
-        return _train(config, run, training, callbacks, recorder, card_for(config, images))
+        recorder = Recorder(run, writer, config, minutes=options.minutes, stop=stop, notices=notices)
+        callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
+        if spec.make_callback is not None and group.leads:
+            callbacks.append(stack.enter_context(spec.make_callback()))
+        training.run(callbacks)
+        recorder.finish(training)
+        return _finish(config, run, training, card_for(config, images))
 
 
 def check_alike(config: Config, path: Path) -> None:
-    """Raise where a directory holds a run that could not be compared with this configuration's.
+    """Raise if a directory holds a run that could not be compared with this configuration.
 
-    What only says where things are is left to `execute`; what cannot be read is not looked at.
+    Options that only say where things are do not matter; a run that cannot be read is ignored.
     """
     try:
         found = Config.from_json(RunDirectory(path).read_config())
     except PapaError:
         return
-    _check_same(config, found, path, beside=("device", "analysis", "data.root"))
+    _check_same(config, found, path, ignored=("device", "analysis", "data.root"))
 
 
-def _check_same(config: Config, found: Config, path: Path, beside: Collection[str] = ()) -> None:
-    """Raise where a run differs from what is asked for in an option that its method looks at."""
-    there, beside = dict(flat(found.to_json())), {*beside, *idle_options(config.method)}
+def _check_same(config: Config, found: Config, path: Path, ignored: Collection[str] = ()) -> None:
+    """Raise if a run differs from a config in an option that its method uses."""
+    there, ignored = dict(flat(found.to_json())), {*ignored, *idle_options(config.method)}
     differences = [
-        f"{key} is {there[key]!r}, asked for {value!r}"
+        f"{key} is {there[key]!r}, expected {value!r}"
         for key, value in flat(config.to_json())
-        if there[key] != value and key not in beside
+        if there[key] != value and key not in ignored
     ]
     if differences:
         listing = "\n".join(f"  {difference}" for difference in differences)
         raise RunError(f"{path} holds a run of another configuration; nothing was changed:\n{listing}")
 
 
-def _continue(config: Config, run: RunDirectory, training: Training) -> list[str]:
-    """Go on from the newest checkpoint that is whole; returns what people should know about how."""
+def _resume(config: Config, run: RunDirectory, training: Training) -> list[str]:
+    """Continue from the newest complete checkpoint; returns notices for the user."""
     found, notices = resume_(training, run.checkpoints, partial(_check_state, config)), []
     if found.state is None:
         if found.damaged:
             listing = "\n".join(f"  {error}" for error in found.damaged.values())
             raise RunError(
-                f"no checkpoint of {run.path} can be read; start anew with --overwrite of papa run {config.recipe} "
-                f"and the options in its config.json:\n{listing}"
+                f"no checkpoint of {run.path} can be read; start again with papa run {config.recipe} --overwrite and "
+                f"the options in its config.json:\n{listing}"
             )
-        notices.append(f"there is no checkpoint in {run.checkpoints}: beginning with the first step")
+        notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
     if training.group.leads:
         run.make_directories()
         run.rewind_metrics(None if found.state is None else found.state["metrics"])
@@ -282,31 +258,16 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
 
 
 def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
-    """Raise unless a checkpoint is one of this run."""
+    """Raise unless a checkpoint belongs to this run."""
     found = state.get("config")
     if not isinstance(found, dict) or not is_metrics_state(state.get("metrics")):
         raise DamagedError(f"{path} has a manifest without config or metrics: it was altered or damaged")
     _check_same(config, Config.from_json(found), path)
 
 
-def _train(
-    config: Config,
-    run: RunDirectory,
-    training: Training,
-    callbacks: Sequence[Callback],
-    recorder: Recorder,
-    card: dict[str, Any],
-) -> dict[str, Any]:
-    training.run(callbacks)
-    recorder.finish(training)
-    average = config.average
-    outcome = finalize(
-        training,
-        align_soups=average.align_soups,
-        analysis=config.analysis,
-        num_align_batches=average.align_batches,
-        num_batch_norm_batches=config.trajectory.batch_norm_batches,
-    )
+def _finish(config: Config, run: RunDirectory, training: Training, card: dict[str, Any]) -> dict[str, Any]:
+    """Make soups, score everything, and write networks, result and report."""
+    outcome = finalize_run(training, config)
     if outcome.analysis is not None and training.group.leads:
         for kind, found in outcome.analysis.to_json().items():
             run.log({"event": kind, "step": training.step, **found})
@@ -330,19 +291,23 @@ def _train(
     }
     training.group.wait()
     if training.group.leads:
-        events = list(run.read_metrics())
-        result["failed_checkpoints"] = sum(event["event"] == "checkpoint-failed" for event in events)
-        run.save_soups(outcome.average_soup, outcome.greedy.network)
-        picture = prediction_picture(training, outcome.greedy.network)
-        if picture is not None:
-            write_atomically(run.picture, picture)
-        write_atomically(run.report, run_page(result, fold_merges(events)))
-        write_json(run.result, result)
+        _write_result(run, training, outcome, result)
     return result
 
 
+def _write_result(run: RunDirectory, training: Training, outcome: RunOutcome, result: dict[str, Any]) -> None:
+    events, soups = list(run.read_metrics()), outcome.training
+    result["failed_checkpoints"] = sum(event["event"] == "checkpoint-failed" for event in events)
+    run.save_soups(soups.average_soup, soups.greedy.network)
+    picture = prediction_picture(training, soups.greedy.network)
+    if picture is not None:
+        write_atomically(run.picture, picture)
+    write_atomically(run.report, run_page(result, fold_merges(events)))
+    write_json(run.result, result)
+
+
 def communication(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What averaging cost over a whole run, from its metrics: bytes that rank 0 sent, and seconds it stood still.
+    """The cost of averaging over a whole run, from its metrics: bytes sent by rank 0, and seconds it waited.
 
     Example:
         >>> communication([{"event": "average", "bytes": 8, "seconds": 0.5}, {"event": "epoch"}])
@@ -356,7 +321,7 @@ def communication(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment(training: Training) -> dict[str, Any]:
-    """What a reader needs to know to make a result again."""
+    """What a reader needs to know to reproduce a result."""
     return {
         "papa": __version__,
         "python": platform.python_version(),

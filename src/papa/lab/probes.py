@@ -1,4 +1,4 @@
-"""How good members are just before, just after and a few steps after each merge (the paper's Figure 2)."""
+"""Scores of members just before, just after and a few steps after each merge (the paper's Figure 2)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.averager import Averaging, MergeHook, chain
+from papa.averager import Averaging, MergeHook
 from papa.data import Source, Subset
 from papa.errors import ConfigError
 from papa.population import Population
-from papa.rules import AveragingContext, Independent
+from papa.rules import AveragingContext
 from papa.streams import stream
-from papa.training.loop import Callback, Training
-from papa.training.options import EpochRecord
+from papa.training import Callback, Training
 
 Event: TypeAlias = dict[str, Any]
 
 
 class MergeProbes(Callback):
-    """Scores every member around merges, on the test data or, where there is none, on the validation data.
+    """Scores every member around merges, on the test data or, if there is none, on the validation data.
 
-    It logs two events for each merge, each when it is known, so that a run that is resumed in between logs the same:
+    It logs two events for each merge, each as soon as it is known, so that a resumed run logs the same:
 
         {"event": "merge", "step", "epoch", "data", "before", "after_unrepaired", "after"}
         {"event": "merge-later", "step", "merge_step", "data", "scores"}
 
-    with one score per member; `after_unrepaired` is there when something is done to members after they are mixed.
-    `papa.lab.runs.fold_merges` makes one of both. Training itself is not changed. A callback that saves checkpoints must come
-    after this one, so that what belongs to a checkpoint's step is logged before it.
+    with one score per member; `after_unrepaired` is there if merge hooks change members after they are mixed.
+    `papa.lab.runs.fold_merges` joins both. Training itself is not changed.
 
     Example:
         >>> from torch import nn
@@ -46,9 +44,9 @@ class MergeProbes(Callback):
         ['merge', 'merge-later']
 
     Args:
-        log: given every event, in the process that leads.
+        log: given every event, in the leading process.
         steps_later: how many optimizer steps later members are scored again; fewer than from one merge to the next.
-        num_examples: how many examples are looked at, at most.
+        num_examples: the largest number of examples to score.
     """
 
     def __init__(self, log: Callable[[Event], object], *, steps_later: int = 10, num_examples: int = 1000) -> None:
@@ -59,71 +57,54 @@ class MergeProbes(Callback):
         self.log, self.steps_later, self.num_examples = log, steps_later, num_examples
         self._scores: dict[str, list[float]] = {}
 
-    def on_start(self, training: Training) -> None:
-        """Stand outside of all that happens around merges, and inside."""
+    def on_train_begin(self, training: Training) -> None:
+        """Add a hook outside all other merge hooks, and one inside."""
         averager = training.averager
-        if not _merges(training):
+        if not averager.rule.is_merge:
             return
         if self.steps_later >= averager.rule.every_steps:
             raise ConfigError(
-                f"probes look {self.steps_later} steps after a merge, but members are merged every "
-                f"{averager.rule.every_steps} steps: look earlier"
+                f"probes score {self.steps_later} steps after a merge, but members are merged every "
+                f"{averager.rule.every_steps} steps: use fewer steps"
             )
-        outside = self._around(training, before="before", after="after")
-        if averager.merge_hooks is None:
-            averager.merge_hooks = outside
-        else:
-            averager.merge_hooks = chain(
-                outside, averager.merge_hooks, self._around(training, after="after_unrepaired")
-            )
+        inside = [self._hook(training, after="after_unrepaired")] if averager.merge_hooks else []
+        averager.merge_hooks = [self._hook(training, before="before", after="after"), *averager.merge_hooks, *inside]
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """Log what was seen around a merge."""
-        if _merges(training):
-            self._tell(training, {"event": "merge", "step": averaging.step, "epoch": training.epoch}, self._scores)
+        """Log the scores before and after a merge."""
+        if training.averager.rule.is_merge:
+            self._log(training, {"event": "merge", "step": averaging.step, "epoch": training.epoch}, self._scores)
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        """Look again when a merge was some steps ago."""
-        self._look_later(training)
-
-    def after_step(self, training: Training) -> None:
-        """Look again when a merge was some steps ago."""
-        if training.step % training.length.steps_per_epoch:
-            self._look_later(training)
-
-    def _look_later(self, training: Training) -> None:
-        # Whether there was a merge is known from the step alone, so nothing needs to be remembered.
+    def on_step_end(self, training: Training) -> None:
+        """Score again some steps after a merge."""
+        # Whether there was a merge follows from the step, so nothing needs to be remembered.
         merge_step, averager = training.step - self.steps_later, training.averager
-        if _merges(training) and averager.rule.is_due(merge_step, averager.num_steps):
-            scores = {"scores": self._look(training)}
-            self._tell(training, {"event": "merge-later", "step": training.step, "merge_step": merge_step}, scores)
+        if averager.rule.is_merge and averager.rule.is_due(merge_step, averager.num_steps):
+            event = {"event": "merge-later", "step": training.step, "merge_step": merge_step}
+            self._log(training, event, {"scores": self._score(training)})
 
-    def _tell(self, training: Training, event: Event, scores: Mapping[str, list[float]]) -> None:
+    def _log(self, training: Training, event: Event, scores: Mapping[str, list[float]]) -> None:
         if training.group.leads:
             data = "validation" if training.data.test is None else "test"
             self.log({**event, "data": data, **scores})
 
-    def _look(self, training: Training) -> list[float]:
+    def _score(self, training: Training) -> list[float]:
         members, _ = training.evaluate_population(probe_source(training, self.num_examples))
         return [member.score for member in members]
 
-    def _around(self, training: Training, *, after: str, before: str | None = None) -> MergeHook:
+    def _hook(self, training: Training, *, after: str, before: str | None = None) -> MergeHook:
         @contextlib.contextmanager
-        def around(population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
+        def hook(population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
             if before is not None:
-                self._scores = {before: self._look(training)}
+                self._scores = {before: self._score(training)}
             yield
-            self._scores[after] = self._look(training)
+            self._scores[after] = self._score(training)
 
-        return around
-
-
-def _merges(training: Training) -> bool:
-    return training.averager.rule.is_merge and not isinstance(training.averager.rule, Independent)
+        return hook
 
 
 def probe_source(training: Training, num_examples: int) -> Source:
-    """Some examples of the test data, or of the validation data where there is none: the same on every call."""
+    """Some examples of the test data, or of the validation data if there is none: the same on every call."""
     source = training.data.validation if training.data.test is None else training.data.test
     if len(source) <= num_examples:
         return source

@@ -1,4 +1,4 @@
-"""Writing down a run while it trains: its metrics and checkpoints, and when to stop."""
+"""Recording a run while it trains: metrics, checkpoints, and the response to signals."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from papa.checkpoint import CheckpointWriter
 from papa.errors import RunError, StoppedError
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
-from papa.training import EpochRecord, Training
-from papa.training.saving import Saver, told
+from papa.training import EpochRecord, EpochScores, Training
+from papa.training.saving import Saver, describe_failure
 
 
 class Recorder(Saver):
     """Writes a run's metrics and checkpoints, and stops it when it is asked to.
 
     Args:
-        run: where to.
+        run: the run directory.
         writer: writes the checkpoints.
-        config: goes into each of them.
+        config: saved in each of them.
         minutes: how long the run may go without one.
         stop: its `value` is the signal that asked the run to stop, or 0.
-        notices: what is to be told at the start.
+        notices: what to report at the start.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class Recorder(Saver):
         self.run, self.config, self._signal = run, config, stop
         self._log_error: str | None = None
 
-    def state_beside(self) -> dict[str, Any]:
-        """What was asked for, and how far the metrics go."""
+    def extra_state(self) -> dict[str, Any]:
+        """The config, and how far the metrics are."""
         return {"config": self.config.to_json(), "metrics": self.run.metrics_state()}
 
     def flush(self) -> None:
-        """The metrics, up to what the checkpoint says of them."""
+        """Flush the metrics, up to what the checkpoint refers to."""
         self.run.flush_metrics()
 
-    def is_asked_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether this process got a signal."""
         return bool(self._signal.value)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """One line per averaging."""
+        """Log one line per averaging."""
         before, after = averaging.distances_before, averaging.distances_after
         self._log(
             training,
@@ -69,8 +69,8 @@ class Recorder(Saver):
             },
         )
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        """One line per epoch, and a checkpoint."""
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Log one line per epoch."""
         self._log(
             training,
             {
@@ -79,23 +79,24 @@ class Recorder(Saver):
                 "epoch": record.epoch,
                 "lr": record.lr,
                 "losses": record.losses,
-                "validation": [member.score for member in record.validation],
-                "validation_ensemble": record.validation_ensemble.score,
+                **_scores("validation", record.validation),
+                **({} if record.test is None else _scores("test", record.test)),
                 "distances": record.distances,
             },
         )
-        super().on_epoch(training, record)
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
-        """One line for what is out of the ordinary; notices are for people only, and not part of the run."""
+        """Log an unusual event; notices are for the user only, and not part of the run."""
         if event["event"] != "notice":
             self._log(training, event)
 
     def stop(self, training: Training) -> None:
-        """Wait until it is saved, and say how to go on."""
+        """Wait until the state is saved, and say how to continue."""
         failure = self.writer.settle()
         if failure is not None:
-            raise RunError(f"{self.run.path} was asked to stop at step {training.step}, but {told(failure)}")
+            raise RunError(
+                f"{self.run.path} was asked to stop at step {training.step}, but {describe_failure(failure)}"
+            )
         training.group.wait()  # nobody leaves while somebody still writes
         raise StoppedError(
             f"stopped at step {training.step} of {training.length.num_steps}, and saved; continue with: papa resume "
@@ -103,15 +104,24 @@ class Recorder(Saver):
         )
 
     def finish(self, training: Training) -> None:
-        """The same, and the metrics must be whole."""
+        """Save the end of training; the metrics must be complete."""
         super().finish(training)
         if self._log_error is not None:
-            raise RunError(f"training is done, but {self._log_error}; make room and continue with --resume")
+            raise RunError(f"training is done, but {self._log_error}; free some space and continue with --resume")
 
     def _log(self, training: Training, event: Mapping[str, Any]) -> None:
         if not training.group.leads:
             return
         error = self.run.log(event)
         if error is not None and self._log_error is None:
-            training.tell({"event": "notice", "step": training.step, "text": f"{error}; its lines are kept in memory"})
+            notice = f"{error}; its lines are kept in memory"
+            training.report({"event": "notice", "step": training.step, "text": notice})
         self._log_error = error
+
+
+def _scores(name: str, scores: EpochScores) -> dict[str, Any]:
+    return {
+        name: [member.score for member in scores.members],
+        f"{name}_ensemble": scores.ensemble.score,
+        f"{name}_average_soup": scores.average_soup.score,
+    }

@@ -1,4 +1,4 @@
-"""What averages along the members' trajectories (SWA, EMA) are worth, and soups of them."""
+"""Scores of averages along the members' trajectories (SWA, EMA), and of soups of them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from papa.lab.independent_soups import Soups, aligned_and_repaired_soups
 from papa.population import Population
 from papa.repair import reset_batch_norm_
 from papa.soup import average_soup, greedy_soup
-from papa.training.loop import Training
-from papa.training.scores import Scores
-from papa.training.trajectory import TrajectoryAverage
+from papa.training import Scores, Training, TrajectoryAverage
 
 
 @dataclass(frozen=True)
 class TrajectoryOutcome:
-    """How good each member's average along its trajectory is, and soups of these."""
+    """The scores of each member's average along its trajectory, and of soups of these."""
 
     greedy_members: tuple[int, ...]
-    """Who is in the greedy soup, in the order they were added."""
+    """The members of the greedy soup, in the order in which they were added."""
     validation: Scores
     test: Scores | None
-    greedy_as_it_is: tuple[tuple[int, ...], Evaluation | None]
-    """Who is in the greedy soup when BatchNorm is never re-estimated, so that averages keep the statistics of the
-    members they came from, and its test score: what the paper's numbers look like."""
+    greedy_without_reset: tuple[tuple[int, ...], Evaluation | None]
+    """The greedy soup if BatchNorm is never re-estimated, so that averages keep their member's statistics: its members
+    and its test score. The paper's numbers look like this."""
     aligned: Soups | None = None
-    """For members that were never averaged, where asked for: soups of averages whose units were matched, repaired."""
+    """For independent members, optional: aligned and repaired soups of the averages."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `result.json` holds it."""
-        members, score = self.greedy_as_it_is
+        """As in `result.json`."""
+        members, score = self.greedy_without_reset
         return {
             "validation": self.validation.to_json(),
             "test": None if self.test is None else self.test.to_json(),
@@ -47,30 +45,31 @@ class TrajectoryOutcome:
 def score_trajectory_averages(
     training: Training, num_batches: int, *, align_soups: bool = False, num_align_batches: int | None = 10
 ) -> TrajectoryOutcome | None:
-    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None where there are none.
+    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None if there are none.
 
     Args:
         training: a training that has run.
-        num_batches: how many batches of training data BatchNorm is re-estimated on, without augmentation.
-        align_soups: also make soups of averages whose units were matched, and repair them.
-        num_align_batches: how many batches of training data units are matched on; None for all there are.
+        num_batches: the number of batches of training data BatchNorm is re-estimated on, without augmentation.
+        align_soups: also make aligned and repaired soups.
+        num_align_batches: the number of batches of training data units are matched on; None for all.
     """
-    if not isinstance(training.companion, TrajectoryAverage):
+    averages = next((callback for callback in training.callbacks if isinstance(callback, TrajectoryAverage)), None)
+    if averages is None:
         return None
-    population = Population(training.companion.networks, training.group)
+    population = Population(averages.networks, training.group)
     population.dropped = training.population.dropped
 
     def reset(network: nn.Module, row: Tensor | None = None) -> None:
-        reset_batch_norm_(network, training.batches.stream_plain_batches(num_batches))
+        reset_batch_norm_(network, training.batches.stream_plain(num_batches))
 
     def score(network: nn.Module) -> Evaluation:
         return training.evaluate([network], training.data.validation)[0][0]
 
     test = training.data.test
-    as_it_is = greedy_soup(population, score)
-    members_as_it_is = as_it_is.members
-    test_as_it_is = None if test is None else training.evaluate([as_it_is.network], test)[0][0]
-    del as_it_is
+    without_reset = greedy_soup(population, score)
+    members_without_reset = without_reset.members
+    test_without_reset = None if test is None else training.evaluate([without_reset.network], test)[0][0]
+    del without_reset
     for network in population:
         reset(network)
     aligned = aligned_and_repaired_soups(training, num_align_batches, population) if align_soups else None
@@ -86,6 +85,6 @@ def score_trajectory_averages(
         greedy_members=greedy.members,
         validation=scores_on(training.data.validation),
         test=None if test is None else scores_on(test),
-        greedy_as_it_is=(members_as_it_is, test_as_it_is),
+        greedy_without_reset=(members_without_reset, test_without_reset),
         aligned=aligned,
     )

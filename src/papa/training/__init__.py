@@ -1,34 +1,51 @@
-"""Training a population: the loop, what it ends with, and `papa.train`."""
+"""Training a population: `papa.train`, its options and callbacks, the loop, checkpoints, and the outcome."""
 
-from papa.lab.freezing import FrozenBody
-from papa.lab.probes import MergeProbes
-from papa.training.batches import Augment
-from papa.training.entry import sgd, train
-from papa.training.loop import Callback, Companion, Training
-from papa.training.merge_options import MergeOptions
-from papa.training.options import Engine, EpochRecord, Length, Numerics
+from papa.training.best_soup import BestSoup
+from papa.training.callbacks import Callback, EpochRecord, EpochScores
+from papa.training.entry import start_training, train
+from papa.training.loop import Training
+from papa.training.options import (
+    Align,
+    Augment,
+    AveragingOptions,
+    Engine,
+    Length,
+    Monitoring,
+    Numerics,
+    Repair,
+    Settings,
+    Transforms,
+    sgd,
+)
 from papa.training.outcome import Outcome, finalize
+from papa.training.saving import CheckpointOptions
 from papa.training.scores import Scores
 from papa.training.stacked import Stacked
 from papa.training.trajectory import TrajectoryAverage
 
 __all__ = [
+    "Align",
     "Augment",
+    "AveragingOptions",
+    "BestSoup",
     "Callback",
-    "Companion",
+    "CheckpointOptions",
     "Engine",
     "EpochRecord",
-    "FrozenBody",
+    "EpochScores",
     "Length",
-    "MergeOptions",
-    "MergeProbes",
+    "Monitoring",
     "Numerics",
     "Outcome",
+    "Repair",
     "Scores",
+    "Settings",
     "Stacked",
     "Training",
     "TrajectoryAverage",
+    "Transforms",
     "finalize",
     "sgd",
+    "start_training",
     "train",
 ]

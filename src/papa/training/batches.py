@@ -1,9 +1,8 @@
-"""What networks are fed: every batch is a function of the seed, the member and the step."""
+"""The batches of a training: each is a function of the seed, the member and the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,64 +11,51 @@ from papa.data import Data, Source, stream_batches
 from papa.evaluation import Batch
 from papa.inputs import Inputs, each
 from papa.streams import derive, global_stream, seed_global_, stream
-
-Augment: TypeAlias = Callable[[Inputs, Tensor, torch.Generator], Batch]
-"""From raw inputs, targets and a generator to what a network trains on."""
+from papa.training.options import Augment, Settings
 
 REPAIR_SEED = 666
-"""The paper's: REPAIR sees the same data on every call, whatever the run's seed."""
+"""The paper's: REPAIR uses the same data on every call, whatever the run's seed."""
 
 
 class Batches:
-    """Batches for training, for REPAIR and alignment, and for evaluation, on the device and in the memory order wanted.
+    """Batches for training, for REPAIR and alignment, and for evaluation, on the right device and in the right format.
 
     Args:
-        data: where the examples come from.
-        members: whose batches are made here.
-        batch_size: of training, and of what REPAIR and alignment look at.
-        eval_batch_size: of evaluation.
-        augment: one for all members, one for each of the whole population, or None.
-        prepare: from raw inputs to a network's, without augmentation.
-        num_repair_batches: how many batches REPAIR looks at.
-        seed: of all streams but REPAIR's.
+        data: training, validation and test data.
+        settings: of the training.
+        members: the members of this process.
         device: where networks are.
-        channels_last: the memory order of images.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        *,
-        members: range,
-        batch_size: int,
-        eval_batch_size: int,
-        augment: Augment | Sequence[Augment] | None,
-        prepare: Callable[[Inputs], Inputs],
-        num_repair_batches: int,
-        seed: int,
-        device: torch.device,
-        channels_last: bool,
-    ) -> None:
-        self.data, self.members, self.seed, self.device = data, members, seed, device
-        self.batch_size, self.eval_batch_size, self.num_repair_batches = batch_size, eval_batch_size, num_repair_batches
-        self.steps_per_epoch = len(data.train) // batch_size
-        self.prepare = prepare
-        self.augments = [_augment_of(augment, member, prepare) for member in members]
-        self.is_augmented = augment is not None
-        self._channels_last = channels_last
+    def __init__(self, data: Data, settings: Settings, members: range, device: torch.device) -> None:
+        self.data, self.members, self.device = data, members, device
+        self.seed, self.batch_size = settings.seed, settings.batch_size
+        self.eval_batch_size = settings.task.eval_batch_size
+        repair = settings.averaging.repair
+        self.num_repair_batches = 0 if repair is None else repair.num_batches
+        self.steps_per_epoch = len(data.train) // self.batch_size
+        self.prepare = settings.transforms.prepare
+        self.augments = [self._augment_of(settings.transforms.augment, member) for member in members]
+        self.is_augmented = settings.transforms.augment is not None
+        self._channels_last = settings.numerics.channels_last
         self._streams: dict[int, tuple[int, Iterator[Batch]]] = {}
-        """For each member, the step whose batch comes next, and where it comes from."""
+        """For each member, the step whose batch is next, and the iterator it comes from."""
+
+    def _augment_of(self, augment: object, member: int) -> Augment:
+        if augment is None:
+            return lambda inputs, targets, generator: (self.prepare(inputs), targets)
+        return augment if callable(augment) else augment[member]  # type: ignore[index, no-any-return]
 
     def training_batch(self, index: int, step: int) -> Batch:
-        """What the member of this index trains on in a step."""
+        """The batch of the local member of this index in a step."""
         member = self.members[index]
-        # Datasets with random transforms, dropout and drop-path draw from the global generator and offer no other.
+        # Datasets with random transforms, dropout and drop-path draw from the global generator only.
         seed_global_(derive(self.seed, "data", member, step))
         generator = stream(self.seed, "augment", member, step)
         return self.augments[index](*self._next(member, step), generator)
 
     def order(self, member: int, epoch: int) -> Tensor:
-        """Which training examples a member sees in an epoch, in their order."""
+        """The indices of a member's training examples in an epoch, in order."""
         generator = stream(self.seed, "order", member, epoch)
         order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
         return order[: self.steps_per_epoch * self.batch_size]
@@ -86,65 +72,57 @@ class Batches:
             )
         inputs, targets = next(batches)
         self._streams[member] = step + 1, batches
-        return self.here(inputs), targets.to(self.device, non_blocking=True)
+        return self.to_device(inputs), targets.to(self.device, non_blocking=True)
 
-    def here(self, inputs: Inputs) -> Inputs:
-        """The inputs on the device that trains."""
+    def to_device(self, inputs: Inputs) -> Inputs:
+        """The inputs on the training device."""
         return each(inputs, lambda part: part.to(self.device, non_blocking=True))
 
     def repair_batches(self, member: int) -> list[Inputs]:
-        """The batches REPAIR looks at: the same images on every call and for every member, under its own policy."""
+        """The inputs REPAIR uses: the same images on every call and for every member, under its own augmentation."""
         augment = self.augments[member - self.members.start]
         return [
             self.formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
-            for number, batch in enumerate(self._fixed_batches(self.num_repair_batches))
+            for number, batch in enumerate(self._fixed(self.num_repair_batches))
         ]
 
-    def plain_repair_batches(self) -> list[Inputs]:
-        """The batches REPAIR looks at, without augmentation."""
-        return self.plain_batches(self.num_repair_batches)
+    def plain_repair(self) -> list[Inputs]:
+        """The inputs REPAIR uses, without augmentation."""
+        return self.plain(self.num_repair_batches)
 
-    def plain_batches(self, num_batches: int | None) -> list[Inputs]:
-        """Training images without augmentation, the same on every call; those that REPAIR looks at come first.
+    def plain(self, num_batches: int | None) -> list[Inputs]:
+        """Training inputs without augmentation, the same on every call; those that REPAIR uses come first.
 
         Args:
-            num_batches: how many at most; None for all that are whole.
+            num_batches: at most this many; None for all complete batches.
         """
-        return list(self.stream_plain_batches(num_batches))
+        return list(self.stream_plain(num_batches))
 
-    def stream_plain_batches(self, num_batches: int | None) -> Iterator[Inputs]:
-        """The same, one at a time."""
-        for inputs, _ in self._fixed_batches(num_batches):
+    def stream_plain(self, num_batches: int | None) -> Iterator[Inputs]:
+        """As `plain`, one batch at a time."""
+        for inputs, _ in self._fixed(num_batches):
             yield self.formatted(self.prepare(inputs))
 
-    def _fixed_batches(self, num_batches: int | None) -> Iterator[Batch]:
+    def _fixed(self, num_batches: int | None) -> Iterator[Batch]:
         order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
         whole = order[: len(order) // self.batch_size * self.batch_size]
         for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
             with global_stream(self.seed, "repair", position=number):
                 inputs, targets = self.data.train.batch(indices)
-            yield self.here(inputs), targets.to(self.device)
+            yield self.to_device(inputs), targets.to(self.device)
 
-    def evaluation_batches(self, source: Source) -> Iterator[Batch]:
-        """All examples of a source as networks take them, without augmentation."""
+    def evaluation(self, source: Source) -> Iterator[Batch]:
+        """All examples of a source, without augmentation."""
         indices = torch.arange(len(source), device="cpu")
         for number, part in enumerate(torch.split(indices, self.eval_batch_size)):
             with global_stream(self.seed, "evaluate", position=number):  # for datasets with random transforms
                 inputs, targets = source.batch(part)
-            yield self.formatted(self.prepare(self.here(inputs))), targets.to(self.device)
+            yield self.formatted(self.prepare(self.to_device(inputs))), targets.to(self.device)
 
     def formatted(self, inputs: Inputs) -> Inputs:
-        """The inputs in the memory order that networks are in."""
+        """The inputs in the memory format of the networks."""
         return each(inputs, _to_channels_last) if self._channels_last else inputs
 
 
 def _to_channels_last(part: Tensor) -> Tensor:
     return part.to(memory_format=torch.channels_last) if part.dim() == 4 else part
-
-
-def _augment_of(
-    augment: Augment | Sequence[Augment] | None, member: int, prepare: Callable[[Inputs], Inputs]
-) -> Augment:
-    if augment is None:
-        return lambda inputs, targets, generator: (prepare(inputs), targets)
-    return augment if callable(augment) else augment[member]

@@ -1,4 +1,4 @@
-"""What a training is given, looked at before anything is made of it."""
+"""Checks of what the user passes to a training, before anything is built."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from papa.rules import Rule
 
 
 def check_functions(**functions: object) -> None:
-    """Raise a `ConfigError` that names the argument which should be a function and is not."""
+    """Raise a `ConfigError` that names the argument that is not a function."""
     for name, function in functions.items():
         if not callable(function):
             raise ConfigError(f"{name} is a {type(function).__name__}, expected a function")
 
 
 def check_makers(**makers: object) -> None:
-    """Raise where a network or an optimizer is given instead of what makes one for each member."""
+    """Raise if a network or an optimizer is given instead of a function that makes one for each member."""
     for name, maker in makers.items():
         if isinstance(maker, type) and issubclass(maker, Optimizer):
             called = maker.__name__
@@ -35,7 +35,7 @@ def check_makers(**makers: object) -> None:
 
 
 def check_metric(metric: object) -> None:
-    """Raise unless it is a function of outputs and targets, or counts."""
+    """Raise unless it is a function of outputs and targets, or an object that counts over batches."""
     if callable(metric) or isinstance(metric, Counting):
         return
     missing = [name for name in ("counts", "score", "details") if not hasattr(metric, name)]
@@ -48,9 +48,9 @@ def check_metric(metric: object) -> None:
 
 
 def check_rule(rule: object) -> None:
-    """Raise unless it is a rule, a function that makes one, or nothing."""
+    """Raise unless it is a rule, a function that makes one, or None."""
     if isinstance(rule, type) and issubclass(rule, Rule):
-        raise ConfigError(f"rule is the class {rule.__name__}, expected one made of it, such as {rule.__name__}(...)")
+        raise ConfigError(f"rule is the class {rule.__name__}, expected an instance, such as {rule.__name__}(...)")
     if not (rule is None or isinstance(rule, Rule) or callable(rule)):
         raise ConfigError(
             f"rule is a {type(rule).__name__}, expected a rule such as papa.MergeAll(every_steps=100), or a function "
@@ -59,29 +59,30 @@ def check_rule(rule: object) -> None:
 
 
 def check_whole(**numbers: int) -> None:
-    """Raise unless they are whole numbers of at least 1."""
+    """Raise unless all are whole numbers of at least 1."""
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")
 
 
 def check_callbacks(callbacks: object, base: type) -> None:
-    """Raise unless they are callbacks; warn where one has a method that looks like a callback's, and nobody calls.
+    """Raise unless they are callbacks; warn about methods that look like a callback's and are never called.
 
     Args:
         callbacks: what the user gave.
-        base: the class that callbacks are made from.
+        base: the base class of callbacks.
     """
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks is a {type(callbacks).__name__}, expected a list of callbacks")
     for callback in callbacks:
         if not isinstance(callback, base):
             found = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-            raise ConfigError(f"a callback is {found}, expected an object of a class made from papa.training.Callback")
-        called = {name for name in dir(base) if not name.startswith("_")}
-        told = {name for name in vars(type(callback)) if name.startswith(("on_", "before_", "after_"))}
-        for name in sorted(told - called):
+            raise ConfigError(f"a callback is {found}, expected an instance of a subclass of papa.training.Callback")
+        known = {name for name in dir(base) if not name.startswith("_")}
+        found_names = {name for name in vars(type(callback)) if name.startswith(("on_", "before_", "after_"))}
+        for name in sorted(found_names - known):
             warnings.warn(
-                f"the callback {type(callback).__name__} has {name}, which nobody calls: {did_you_mean(name, sorted(called))}",
+                f"the callback {type(callback).__name__} has {name}, which is never called: "
+                f"{did_you_mean(name, sorted(known))}",
                 stacklevel=4,
             )

@@ -1,4 +1,4 @@
-"""`papa.train`: your data, model and loss; our loop."""
+"""`papa.train`: train a population with your model, data and loss."""
 
 from __future__ import annotations
 
@@ -9,62 +9,49 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from papa.evaluation import Apply, Loss, Metric, accuracy, call
-from papa.inputs import Inputs
-from papa.process import find_device
-from papa.rules import Rule
+from papa.evaluation import Loss, Metric, accuracy
+from papa.rules import HALF_LIFE_SHARE, Push, Rule
 from papa.schedules import Schedule, cosine
-from papa.training.batches import Augment
-from papa.training.loop import Callback, Companion, Training
-from papa.training.merge_options import MergeOptions
-from papa.training.options import Engine, Numerics
+from papa.task import Task
+from papa.training.best_soup import BestSoup
+from papa.training.callbacks import Callback
+from papa.training.checks import check_callbacks, check_rule
+from papa.training.loop import Training
+from papa.training.merge_hooks import merge_hooks_for
+from papa.training.options import AveragingOptions, Engine, Length, Monitoring, Numerics, Settings, Transforms, sgd
 from papa.training.outcome import Outcome, finalize
-from papa.training.saving import kept
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    """SGD as the paper trains its CIFAR networks: lr 0.1, momentum 0.9, weight decay 1e-4."""
-    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-
-
-def unchanged(inputs: Inputs) -> Inputs:
-    """The inputs as they are."""
-    return inputs
+from papa.training.saving import CheckpointOptions, saved
 
 
 def train(
     make_model: Callable[[], nn.Module],
     data: Any,
     *,
-    num_members: int = 5,
     num_epochs: int,
+    num_members: int = 5,
     batch_size: int = 64,
     validation: float = 0.02,
     rule: Rule | Callable[[Training], Rule] | None = None,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
+    task: Task | None = None,
     make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
     schedule: Schedule = cosine(),  # noqa: B008
-    augment: Augment | Sequence[Augment] | None = None,
-    prepare: Callable[[Inputs], Inputs] = unchanged,
     seed: int = 1,
     device: torch.device | str = "auto",
+    transforms: Transforms = Transforms(),  # noqa: B008
+    averaging: AveragingOptions = AveragingOptions(),  # noqa: B008
     numerics: Numerics = Numerics(),  # noqa: B008
-    eval_batch_size: int = 512,
-    num_repair_batches: int = 0,
-    on_nonfinite: str | None = "restart",
-    apply: Apply = call,
-    merging: MergeOptions = MergeOptions(),  # noqa: B008
+    monitoring: Monitoring = Monitoring(),  # noqa: B008
     engine: Callable[[Training], Engine] | None = None,
-    companion: Companion | None = None,
     callbacks: Sequence[Callback] = (),
-    checkpoints: str | Path | None = None,
+    checkpoints: str | Path | CheckpointOptions | None = None,
 ) -> Outcome:
-    """Train a population and hand back its soups and scores.
+    """Train a population and return its soups and scores.
 
-    Each member has its own initial weights and its own order of the data, both functions of (seed, member) alone.
+    Each member has its own initial weights and its own order of the data, both functions of seed and member only.
 
     Example:
         >>> inputs = torch.randn(200, 4)
@@ -74,73 +61,87 @@ def train(
 
     Args:
         make_model: makes one member; called once for each, with torch's generators seeded for it.
-        data: a pair of tensors (inputs, targets) or a torch dataset, of which a share is held out for the greedy soup
-            (through the same transforms); or a `papa.data.Data` that names training, validation and test data. Inputs
-            may be several tensors by name, `{"words": ..., "mask": ...}`, which a network takes by keyword, where its
-            `forward` has these names, or as its one argument.
-        num_members: the size of the population.
+        data: a pair of tensors (inputs, targets) or a torch dataset, of which a share is held out for validation
+            (through the same transforms); or a `papa.data.Data` with training, validation and test data. Inputs may be
+            several tensors by name, `{"words": ..., "mask": ...}`, which a network takes by keyword if its `forward`
+            has these names, or else as its one argument.
         num_epochs: passes over the data.
+        num_members: the size of the population.
         batch_size: examples per step; the last incomplete batch of an epoch is left out.
-        validation: the share held out, where `data` names no validation data.
-        rule: how members are averaged, or a function that makes it of the training, whose `length` it may look at. By
-            default a `Push` whose half-life is 0.3% of training.
+        validation: the share of the data held out for validation, if `data` names no validation data.
+        rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
+            of 0.3% of training.
         loss: from outputs and targets to the mean loss of a batch.
-        metric: from outputs and targets to the mean score of a batch, or counts that add up over batches, as
-            `papa.lab.tasks.F1`; higher is better.
-        make_optimizer: makes one member's optimizer from the member.
-        schedule: the learning rate as a share of the optimizer's, from steps taken and steps in all.
-        augment: from a batch of raw inputs, its targets and a generator to what a member trains on; one for all, or
-            one for each member. It replaces `prepare` during training.
-        prepare: from a batch of raw inputs to what a network takes, with nothing random in it.
-        seed: where every random stream starts.
-        device: where to train; `auto` is an accelerator where there is one.
+        metric: from outputs and targets to the mean score of a batch, or an object that counts over batches; higher is
+            better.
+        task: replaces `loss` and `metric`, for networks that are applied in their own way when they are scored.
+        make_optimizer: from a member to its optimizer.
+        schedule: from steps taken and the number of steps to the learning rate as a share of the optimizer's.
+        seed: the seed of every random stream.
+        device: where to train; `auto` is an accelerator if there is one.
+        transforms: augmentation and preparation of inputs.
+        averaging: REPAIR, alignment, non-finite members.
         numerics: precision, memory format, gradient clipping.
-        eval_batch_size: examples per batch when scoring.
-        num_repair_batches: repair members after each merge (REPAIR), by their statistics on so many batches; 0 for not.
-        on_nonfinite: what to do with a member whose weights, or loss for three steps, are not finite: `restart`, `drop` or
-            `stop`, see `Averager`; None not to look.
-        apply: how a network gives its outputs when it is scored, such as `papa.lab.tasks.apply_whole`.
-        merging: how they are repaired.
-        engine: how all members take a step; None for one after the other, `papa.training.Stacked` for all at once.
-        companion: what goes along with each member, such as `papa.training.TrajectoryAverage` (SWA, EMA).
-        callbacks: `papa.training.Callback`s, told of every step, averaging and epoch.
-        checkpoints: a directory for this training alone. Its whole state is saved there at the end of each epoch and
-            every ten minutes, and the same call made again goes on from there, to the same bits; once done, it returns
-            the same outcome. None for not.
+        monitoring: keep the best soup; score test data after every epoch.
+        engine: how members take a step: None for one after the other, `papa.training.Stacked` for all at once.
+        callbacks: see `papa.training.Callback`.
+        checkpoints: a directory for this training alone, or `CheckpointOptions`. The state is saved there after each
+            epoch and every ten minutes; the same call continues from there, to the same bits, and once training is
+            finished returns the same outcome. None to save nothing.
 
     Returns:
         The population, its average and greedy soups in evaluation mode, and their scores.
     """
-    training = Training(
-        make_model,
-        data,
-        num_members=num_members,
+    check_rule(rule)
+    check_callbacks(callbacks, Callback)
+    settings = Settings(
         num_epochs=num_epochs,
+        num_members=num_members,
         batch_size=batch_size,
-        validation=validation,
-        rule=rule,
-        loss=loss,
-        metric=metric,
+        task=Task(loss=loss, metric=metric) if task is None else task,
         make_optimizer=make_optimizer,
         schedule=schedule,
-        augment=augment,
-        prepare=prepare,
         seed=seed,
-        device=find_device(device),
+        device=device,
+        validation=validation,
+        transforms=transforms,
+        averaging=averaging,
         numerics=numerics,
-        eval_batch_size=eval_batch_size,
-        num_repair_batches=num_repair_batches,
-        on_nonfinite=on_nonfinite,
-        apply=apply,
-        merging=merging,
+        monitoring=monitoring,
         engine=engine,
-        companion=companion,
-        group=None,
     )
+    training = start_training(make_model, data, settings, rule, callbacks=callbacks)
     if checkpoints is None:
-        training.run(callbacks)
+        training.run()
     else:
-        with kept(training, Path(checkpoints)) as saver:
-            training.run([*callbacks, saver])
+        options = checkpoints if isinstance(checkpoints, CheckpointOptions) else CheckpointOptions(checkpoints)
+        with saved(training, options) as saver:
+            training.run([saver])
             saver.finish(training)
     return finalize(training)
+
+
+def start_training(
+    make_model: Callable[[], nn.Module],
+    data: Any,
+    settings: Settings,
+    rule: Rule | Callable[[Training], Rule] | None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    group: Any = None,
+) -> Training:
+    """A training with its rule and merge hooks, ready to run."""
+    best = [BestSoup()] if settings.monitoring.keep_best_soup else []
+    training = Training(make_model, data, settings, callbacks=[*callbacks, *best], group=group)
+    if rule is None:
+        rule = default_push(training.length)
+    elif not isinstance(rule, Rule):
+        rule = rule(training)
+    training.use_rule(rule, merge_hooks_for(training, rule))
+    return training
+
+
+def default_push(length: Length) -> Push:
+    """A push with a half-life of `HALF_LIFE_SHARE` of training."""
+    half_life = max(1.0, HALF_LIFE_SHARE * length.num_steps)
+    return Push(half_life=half_life, every_steps=min(10, round(half_life)))

@@ -1,4 +1,4 @@
-"""The loop: Algorithm 1 of the paper, with every random stream a function of the step."""
+"""The training loop: Algorithm 1 of the paper, with every random stream a function of the step."""
 
 from __future__ import annotations
 
@@ -6,284 +6,201 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from papa.align import AlignMerges
-from papa.averager import Averager, Averaging, MergeHook, chain
+from papa.averager import Averager, MergeHook
 from papa.data import Source, Subset, as_data
-from papa.errors import ConfigError, DataError
-from papa.evaluation import Apply, Evaluation, Loss, Metric, call, evaluate_together
+from papa.errors import DataError
+from papa.evaluation import Evaluation, evaluate_together
 from papa.group import Group, LocalGroup
 from papa.health import NonFiniteMember
 from papa.inputs import Inputs, outputs_of
-from papa.lab.selection import Mutation
+from papa.mixing import soup_row
 from papa.population import Population
-from papa.rules import HALF_LIFE_SHARE, Independent, Push, Rule
-from papa.schedules import Schedule
+from papa.process import find_device
+from papa.rules import Independent, Rule
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
-from papa.training.batches import Augment, Batches
-from papa.training.checks import check_callbacks, check_functions, check_makers, check_metric, check_rule, check_whole
-from papa.training.merge_options import MergeOptions, repair_hook
-from papa.training.options import Engine, EpochRecord, Length, Numerics
+from papa.training.batches import Batches
+from papa.training.callbacks import Callback, EpochRecord, EpochScores
+from papa.training.checks import check_callbacks, check_makers
+from papa.training.options import Length, Settings
 
-MOST_BAD_LOSSES = 3
-"""A member whose loss was not finite for so many steps in a row is sick, whatever its weights."""
-
-
-class Callback:
-    """What may be told of a training while it runs. Override what you need."""
-
-    def on_start(self, training: Training) -> None:
-        """Before the first step, or the first after a resume."""
-
-    def before_step(self, training: Training) -> None:
-        """Before members take a step."""
-
-    def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """After members were averaged."""
-
-    def after_step(self, training: Training) -> None:
-        """After a step and all that belongs to it: its averaging, the end of its epoch."""
-
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        """After an epoch."""
-
-    def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
-        """After something out of the ordinary, such as a checkpoint that could not be written."""
-
-
-class Companion(Protocol):
-    """Something that goes along with each member and is saved with it, such as an average of its trajectory."""
-
-    def begin(self, training: Training) -> None:
-        """Before the first step, or before a checkpoint is loaded."""
-        ...
-
-    def after_step(self, training: Training) -> None:
-        """After a step and all that belongs to it."""
-        ...
-
-    def forget_(self, index: int, model: nn.Module) -> None:
-        """Begin anew with a member held here: it was sick, and is what is given now."""
-        ...
-
-    def member_state(self, index: int) -> dict[str, Tensor]:
-        """What belongs to a member held here, by name; always of the same form."""
-        ...
-
-    def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `member_state` gave."""
-        ...
+MAX_BAD_LOSSES = 3
+"""A member whose loss was not finite for this many steps in a row is unhealthy, whatever its weights."""
 
 
 class Training:
-    """A population, its optimizers and averager, and the step they are at."""
+    """A population, its optimizers and averager, and the current step.
+
+    Members train independently until `use_rule` sets an averaging rule.
+
+    Args:
+        make_model: makes one member; called once for each, with torch's generators seeded for it.
+        data: see `papa.train`.
+        settings: everything else that decides what is computed.
+        callbacks: called while training. Those that keep state must be given here, others may be given to `run`.
+        group: the processes that hold the population; None for this process alone.
+    """
 
     def __init__(
         self,
         make_model: Callable[[], nn.Module],
         data: Any,
+        settings: Settings,
         *,
-        num_members: int,
-        num_epochs: int,
-        batch_size: int,
-        validation: float = 0.02,
-        rule: Rule | Callable[[Training], Rule] | None,
-        loss: Loss,
-        metric: Metric,
-        make_optimizer: Callable[[nn.Module], Optimizer],
-        schedule: Schedule,
-        augment: Augment | Sequence[Augment] | None,
-        prepare: Callable[[Inputs], Inputs],
-        seed: int,
-        device: torch.device | str,
-        numerics: Numerics,
-        eval_batch_size: int,
-        num_repair_batches: int = 0,
-        on_nonfinite: str | None = "restart",
-        apply: Apply = call,
-        merging: MergeOptions = MergeOptions(),  # noqa: B008
-        engine: Callable[[Training], Engine] | None = None,
-        measure: bool = True,
-        companion: Companion | None = None,
-        group: Group | None,
+        callbacks: Sequence[Callback] = (),
+        group: Group | None = None,
     ) -> None:
-        check_makers(make_model=make_model, make_optimizer=make_optimizer)
-        check_functions(loss=loss, schedule=schedule, prepare=prepare, apply=apply)
-        check_metric(metric)
-        check_rule(rule)
-        check_whole(num_members=num_members, num_epochs=num_epochs, batch_size=batch_size)
-        if augment is not None and not callable(augment) and len(augment) != num_members:
-            raise ConfigError(f"augment has {len(augment)} entries, expected one for each of {num_members} members")
-        self.data = as_data(data, validation, seed=seed)
-        if batch_size > len(self.data.train):
+        settings.check()
+        check_makers(make_model=make_model)
+        self.settings, self.seed, self.task = settings, settings.seed, settings.task
+        self.data = as_data(data, settings.validation, seed=settings.seed)
+        if settings.batch_size > len(self.data.train):
             available = len(self.data.train)
-            raise DataError(f"batch_size is {batch_size}, expected at most the {available} training examples")
-        steps_per_epoch = len(self.data.train) // batch_size
-        self.length = Length(num_steps=num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
-        self.num_epochs, self.batch_size = num_epochs, batch_size
-        self.loss, self.metric, self.schedule = loss, metric, schedule
-        self.apply = apply
-        self.seed, self.device, self.numerics = seed, torch.device(device), numerics
+            raise DataError(f"batch_size is {settings.batch_size}, expected at most the {available} training examples")
+        steps_per_epoch = len(self.data.train) // settings.batch_size
+        self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
+        self.device = find_device(settings.device)
         self.group = group if group is not None else LocalGroup()
-        self.members = self.group.share(num_members)
+        self.members = self.group.share(settings.num_members)
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
-        self.optimizers = [make_optimizer(model) for model in self.population]
+        self.optimizers = [settings.make_optimizer(model) for model in self.population]
         self.scalers = [self._make_scaler() for _ in self.members]
-        self.batches = Batches(
-            self.data,
-            members=self.members,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            augment=augment,
-            prepare=prepare,
-            num_repair_batches=num_repair_batches,
-            seed=seed,
-            device=self.device,
-            channels_last=numerics.channels_last,
-        )
+        self.batches = Batches(self.data, settings, self.members, self.device)
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self.loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
-        self.recent_losses = torch.zeros(len(self.members), MOST_BAD_LOSSES, device=self.device)
+        self.recent_losses = torch.zeros(len(self.members), MAX_BAD_LOSSES, device=self.device)
         self.nonfinite: list[dict[str, Any]] = []
-        """Members that were found sick so far, as lines of the metrics."""
-        self._callbacks: Sequence[Callback] = ()
+        """Members that were found non-finite so far, as lines of the metrics."""
         self._is_stopped = False
         self.set_lr_()
-        self.merging = merging
-        self.mutation: Mutation | None = None
-        rule = _rule_of(rule, self)
+        self.use_rule(Independent())
+        self.engine = None if settings.engine is None else settings.engine(self)
+        self.callbacks: list[Callback] = []
+        self._add(callbacks)
+
+    def use_rule(self, rule: Rule, merge_hooks: Sequence[MergeHook] = ()) -> None:
+        """Set how members are averaged.
+
+        Args:
+            rule: when to average, and with which matrix.
+            merge_hooks: hooks that run around each averaging; the first is the outermost.
+        """
         self.averager = Averager(
             self.population,
             rule,
             self.optimizers,
             num_steps=self.length.num_steps,
-            measure=measure,
-            merge_hooks=self._around(rule),
-            on_nonfinite=on_nonfinite,
-            unhealthy_reason=self._symptom,
+            measure=self.settings.averaging.measure,
+            merge_hooks=merge_hooks,
+            on_nonfinite=self.settings.averaging.on_nonfinite,
+            unhealthy_reason=self._unhealthy_reason,
         )
-        self.engine = None if engine is None else engine(self)
-        self.companion = companion
-        if companion is not None:
-            companion.begin(self)
 
     @property
     def epoch(self) -> int:
-        """Whole epochs done."""
+        """Complete epochs."""
         return self.step // self.length.steps_per_epoch
 
     def _make_member(self, make_model: Callable[[], nn.Module], member: int) -> nn.Module:
         with global_stream(self.seed, "init", member):
             model = make_model().to(self.device)
-        return model.to(memory_format=torch.channels_last) if self.numerics.channels_last else model
-
-    def _around(self, rule: Rule) -> MergeHook | None:
-        """What happens around averagings, besides mixing: members are matched before, and repaired after merges."""
-        merging, data = self.merging, self.batches
-        parts: list[MergeHook] = []
-        if merging.mutation and not isinstance(rule, Independent):
-            every_steps = None if rule.is_merge else self.steps_in(merging.mutation_every_epochs)
-            self.mutation = Mutation(merging.mutation, seed=self.seed, every_steps=every_steps)
-            parts.append(self.mutation)  # the outermost, so that it comes after REPAIR
-        if merging.align is not None and not isinstance(rule, Independent):
-            align_steps = 1 if rule.is_merge else self.steps_in(merging.align_every_epochs)
-            batches = data.plain_batches(merging.num_align_batches)
-            parts.append(AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=align_steps))
-        if data.num_repair_batches and rule.is_merge:
-            parts.append(repair_hook(self.population[0], merging, data.repair_batches, data.plain_repair_batches))
-        return chain(*parts) if parts else None
+        return model.to(memory_format=torch.channels_last) if self.settings.numerics.channels_last else model
 
     def steps_in(self, num_epochs: float) -> int:
-        """How many steps so many epochs have, at least one."""
+        """The number of steps in a number of epochs, at least one."""
         return max(1, round(num_epochs * self.length.steps_per_epoch))
 
     def set_lr_(self) -> float:
-        """Set the learning rate that belongs to the current step, and return that of the first group."""
-        share = self.schedule(self.step, self.length.num_steps)
+        """Set the learning rate of the current step; returns that of the first parameter group."""
+        share = self.settings.schedule(self.step, self.length.num_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def go_to_(self, step: int) -> None:
-        """Go on from a step, with the state of that step; all random streams follow from it."""
+        """Continue from a step whose state was loaded; all random streams follow from it."""
         self.step = self.averager.num_steps_taken = step
         self.set_lr_()
 
-    def run(self, callbacks: Sequence[Callback] = ()) -> None:
-        """Train from the current step to the end."""
+    def _add(self, callbacks: Sequence[Callback]) -> None:
         check_callbacks(callbacks, Callback)
-        self._try_out()
-        self._callbacks = callbacks
+        self.callbacks += callbacks
         for callback in callbacks:
-            callback.on_start(self)
+            callback.setup(self)
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> None:
+        """Train from the current step to the end.
+
+        Args:
+            callbacks: called after those that the training has already.
+        """
+        self._add(callbacks)
+        self._try_scoring()
+        for callback in self.callbacks:
+            callback.on_train_begin(self)
         if self.engine is not None:
             self.engine.start_()
-        with torch.random.fork_rng(
-            devices=accelerators_in_use()
-        ):  # member_step seeds the global generators, which are the caller's
+        # Steps seed the global generators, which belong to the caller.
+        with torch.random.fork_rng(devices=accelerators_in_use()):
             while self.step < self.length.num_steps and not self._is_stopped:
-                self._one_step(callbacks)
+                self._take_step()
                 record = self._finish_epoch() if self.step % self.length.steps_per_epoch == 0 else None
-                if self.companion is not None:
-                    self.companion.after_step(self)  # before callbacks, which may save
+                for callback in self.callbacks:
+                    callback.on_step_end(self)
                 if record is not None:
-                    for callback in callbacks:
-                        callback.on_epoch(self, record)
-                for callback in callbacks:
-                    callback.after_step(self)
+                    for callback in self.callbacks:
+                        callback.on_epoch_end(self, record)
+                for callback in self.callbacks:
+                    callback.on_step_complete(self)
         if self.engine is not None:
             self.engine.hand_back_()
 
     def stop(self) -> None:
-        """End the training after this step, for callbacks; what it has come to is harvested as usual.
+        """End training after this step, for callbacks; soups and scores are computed as usual.
 
-        Where processes hold the population together, all of them must call it at the same step.
+        If several processes hold the population, all must call it at the same step.
         """
         self._is_stopped = True
 
-    def tell(self, event: Mapping[str, Any]) -> None:
-        """Tell all callbacks of something out of the ordinary."""
-        for callback in self._callbacks:
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Report something unusual to all callbacks."""
+        for callback in self.callbacks:
             callback.on_event(self, event)
 
-    def _try_out(self) -> None:
-        """Score one batch, so that a loss or metric that does not fit shows now and not after the first epoch."""
+    def _try_scoring(self) -> None:
+        """Score one batch, so that a wrong loss or metric shows before the first epoch."""
         first = Subset(self.data.validation, torch.arange(min(2, len(self.data.validation)), device="cpu"))
         self.evaluate([self.population[0]], first)
 
-    def _one_step(self, callbacks: Sequence[Callback]) -> None:
-        for callback in callbacks:
-            callback.before_step(self)
+    def _take_step(self) -> None:
+        for callback in self.callbacks:
+            callback.on_step_begin(self)
         with self._timed("train"):
-            self._step_members()
+            if self.engine is not None:
+                self.engine.step_()
+            else:
+                for index, member in enumerate(self.members):
+                    if member not in self.population.dropped:
+                        self._member_step(index)
             self.step += 1
             self.set_lr_()
         with self._timed("average"):
             averaging = self.averager.step()
-        self._note_nonfinite(self.averager.found_nonfinite)
+        self._handle_nonfinite(self.averager.found_nonfinite)
         if averaging is not None:
-            for callback in callbacks:
+            for callback in self.callbacks:
                 callback.on_averaging(self, averaging)
-
-    def _step_members(self) -> None:
-        if self.engine is not None:
-            self.engine.step_()
-        else:
-            for index, member in enumerate(self.members):
-                if member not in self.population.dropped:
-                    self._member_step(index)
 
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
-            return self.loss(outputs_of(model, inputs), targets)
+            return self.task.loss(outputs_of(model, inputs), targets)
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
@@ -292,86 +209,98 @@ class Training:
         optimizer.zero_grad(set_to_none=True)
         loss = self.loss_of(model, self.batches.formatted(inputs), targets)
         (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        if self.numerics.clip_norm is not None:
+        clip_norm = self.settings.numerics.clip_norm
+        if clip_norm is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), self.numerics.clip_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
         self.loss_sums[index] += loss.detach()
-        self.recent_losses[index, self.step % MOST_BAD_LOSSES] = loss.detach()
+        self.recent_losses[index, self.step % MAX_BAD_LOSSES] = loss.detach()
 
     def add_losses_(self, losses: Tensor) -> None:
-        """Note every member's loss of a step, for the epoch's mean and for their health."""
+        """Record every local member's loss of a step, for the epoch's mean and the health check."""
         self.loss_sums += losses.detach()
-        self.recent_losses[:, self.step % MOST_BAD_LOSSES] = losses.detach()
+        self.recent_losses[:, self.step % MAX_BAD_LOSSES] = losses.detach()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.numerics.autocast is None:
+        if self.settings.numerics.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.numerics.autocast)
+        return torch.autocast(self.device.type, dtype=self.settings.numerics.autocast)
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         start, counted = time.perf_counter(), sum(self.seconds.values())
         yield
-        within = sum(self.seconds.values()) - counted  # scoring around a merge counts as scoring, not as averaging
+        within = sum(self.seconds.values()) - counted  # scoring during a merge counts as scoring, not as averaging
         self.seconds[what] += time.perf_counter() - start - within
 
-    def _symptom(self, index: int) -> str | None:
-        """Looked at where members meet, so that no step waits for an accelerator."""
+    def _unhealthy_reason(self, index: int) -> str | None:
+        """Read only when members are averaged, so that no step waits for an accelerator."""
         if bool(torch.isfinite(self.recent_losses[index]).any()):
             return None
-        return f"its loss was not finite for {MOST_BAD_LOSSES} steps"
+        return f"its loss was not finite for {MAX_BAD_LOSSES} steps"
 
-    def _note_nonfinite(self, found: Sequence[NonFiniteMember]) -> None:
-        for sickness in found:
-            if sickness.member in self.members:
-                index = sickness.member - self.members.start
+    def _handle_nonfinite(self, found: Sequence[NonFiniteMember]) -> None:
+        for one in found:
+            if one.member in self.members:
+                index = one.member - self.members.start
                 self.recent_losses[index] = 0.0
                 self.scalers[index] = self._make_scaler()
                 if self.engine is not None:
-                    self.engine.forget_(index)
-                if self.companion is not None:
-                    self.companion.forget_(index, self.population[index])
-            self.nonfinite.append(sickness.to_json())
-            self.tell(sickness.to_json())
+                    self.engine.reset_member_(index)
+                for callback in self.callbacks:
+                    callback.reset_member_(index, self.population[index])
+            self.nonfinite.append(one.to_json())
+            self.report(one.to_json())
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
-        return torch.amp.GradScaler(self.device.type) if self.numerics.autocast is torch.float16 else None
+        return torch.amp.GradScaler(self.device.type) if self.settings.numerics.autocast is torch.float16 else None
 
     def _finish_epoch(self) -> EpochRecord:
-        self._note_nonfinite(self.averager.check_health())
+        self._handle_nonfinite(self.averager.check_health())
         for index, member in enumerate(self.members):
             if member in self.population.dropped:
                 self.loss_sums[index] = math.nan
         losses = (self.loss_sums / self.length.steps_per_epoch).tolist()
         self.loss_sums.zero_()
-        validation, ensemble = self.evaluate_population(self.data.validation)
+        soup = self.current_soup()
+        test = self.data.test if self.settings.monitoring.test_each_epoch else None
         return EpochRecord(
             epoch=self.epoch,
             step=self.step,
             lr=float(self.optimizers[0].param_groups[0]["lr"]),
             losses=self.group.gather(losses),
-            validation=validation,
-            validation_ensemble=ensemble,
+            validation=self._epoch_scores(self.data.validation, soup),
+            test=None if test is None else self._epoch_scores(test, soup),
             distances=self.population.distances().tolist(),
         )
+
+    def current_soup(self) -> nn.Module:
+        """The mean of the active members now, as a separate network. All processes must call it."""
+        buffer = self.population.soup_buffer()
+        buffer.fill_(soup_row(self.population.size, self.population.active))
+        return buffer.network
+
+    def _epoch_scores(self, source: Source, soup: nn.Module) -> EpochScores:
+        members, ensemble = self.evaluate_population(source)
+        return EpochScores(members, ensemble, self.evaluate([soup], source)[0][0])
 
     def evaluate_population(
         self, source: Source, population: Population | None = None
     ) -> tuple[list[Evaluation], Evaluation]:
-        """Every member of the whole population (or of another that lives where it does), and their ensemble."""
+        """Score every member of the whole population, or of another one on the same processes, and their ensemble."""
         population = self.population if population is None else population
-        dropped = population.dropped
         members, ensemble = self.evaluate(
             list(population), source, gather=self.group.gather, ensemble_of=population.active
         )
         nothing = Evaluation(math.nan, math.nan)
-        return [nothing if member in dropped else found for member, found in enumerate(members)], ensemble
+        scores = [nothing if member in population.dropped else found for member, found in enumerate(members)]
+        return scores, ensemble
 
     def evaluate(
         self,
@@ -381,21 +310,14 @@ class Training:
         gather: Callable[[list[Any]], list[Any]] = list,
         ensemble_of: Sequence[int] | None = None,
     ) -> tuple[list[Evaluation], Evaluation]:
-        """Some networks, and their ensemble, on a source, without augmentation."""
+        """Score some networks, and their ensemble, on a source without augmentation."""
         with self._timed("evaluate"), self._autocast():
             return evaluate_together(
                 models,
-                self.batches.evaluation_batches(source),
-                loss=self.loss,
-                metric=self.metric,
-                apply=self.apply,
+                self.batches.evaluation(source),
+                loss=self.task.loss,
+                metric=self.task.metric,
+                apply=self.task.apply,
                 gather=gather,
                 ensemble_of=ensemble_of,
             )
-
-
-def _rule_of(rule: Rule | Callable[[Training], Rule] | None, training: Training) -> Rule:
-    if rule is None:
-        half_life = max(1.0, HALF_LIFE_SHARE * training.length.num_steps)
-        return Push(half_life=half_life, every_steps=min(10, round(half_life)))
-    return rule if isinstance(rule, Rule) else rule(training)

@@ -1,72 +1,202 @@
-"""What a training is told and tells: its length, its numerics, another way to take steps, the record of an epoch."""
+"""The settings of a training, in typed groups: one object for `papa.train`, the loop and the lab."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
-from papa.evaluation import Evaluation
+from papa.errors import ConfigError
+from papa.evaluation import Batch
+from papa.health import OnNonFinite
+from papa.inputs import Inputs
+from papa.repair import Scope
+from papa.schedules import Schedule, cosine
+from papa.task import Task
+from papa.training.checks import check_functions, check_makers, check_metric, check_whole
+
+if TYPE_CHECKING:
+    from papa.training.loop import Training
+
+Augment: TypeAlias = Callable[[Inputs, Tensor, torch.Generator], Batch]
+"""From raw inputs, targets and a generator to what a network trains on."""
+
+AlignBy: TypeAlias = Literal["activations", "weights", "sinkhorn"]
+RepairScope: TypeAlias = Literal["all", "activations", "batch-norm"]
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a training is, for rules whose cadence depends on it."""
+    """How long a training is."""
 
     num_steps: int
-    """Optimizer steps in all."""
+    """Optimizer steps of the whole training."""
     steps_per_epoch: int
-    """Optimizer steps in an epoch."""
+    """Optimizer steps of an epoch."""
 
 
-@dataclass(frozen=True)
-class EpochRecord:
-    """What is known of the population after an epoch."""
+@dataclass(frozen=True, kw_only=True)
+class Transforms:
+    """What happens to batches on their way to the networks."""
 
-    epoch: int
-    """Epochs done."""
-    step: int
-    """Optimizer steps taken."""
-    lr: float
-    """The learning rate of the next step."""
-    losses: list[float]
-    """Each member's mean training loss over the epoch."""
-    validation: list[Evaluation]
-    """Each member on the validation data."""
-    validation_ensemble: Evaluation
-    """All members together on the validation data."""
-    distances: list[float]
-    """Each member's distance to the mean."""
+    augment: Augment | Sequence[Augment] | None = None
+    """From a batch of raw inputs, its targets and a generator to what a member trains on: one function for all members,
+    or one for each. It replaces `prepare` during training."""
+    prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    """From a batch of raw inputs to what a network takes, without randomness."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Precision, memory format and gradient clipping."""
+
+    autocast: torch.dtype | None = None
+    """Run forward passes in this dtype: bfloat16, or float16 with a gradient scaler per member; None for float32."""
+    channels_last: bool = False
+    """Keep images and convolutions in channels-last memory format, which most convolution kernels prefer."""
+    clip_norm: float | None = None
+    """The largest norm of a member's gradient; None to never clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """REPAIR after merges: rescale layers so that activation statistics match those of the parents."""
+
+    num_batches: int = 5
+    """The number of batches statistics are computed on."""
+    own_policies: bool = True
+    """Use each member's own augmentation, as the paper does: two passes per member. Otherwise use plain data: one pass
+    per member and one per distinct child."""
+    scope: RepairScope = "all"
+    """Which layers are repaired: `all` convolutions and linear layers; those before an activation function or BatchNorm
+    (`activations`, see `papa.repair.Scope`); or none, and only BatchNorm is re-estimated (`batch-norm`), which gives
+    the same function if BatchNorm follows every layer."""
+
+    @property
+    def layers(self) -> Scope:
+        """The scope of a REPAIR that rescales layers, such as that of independent members' soups."""
+        return "activations" if self.scope == "activations" else "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Align:
+    """Alignment before averaging: permute members' units to match the first member's."""
+
+    by: AlignBy = "activations"
+    """What units are matched by."""
+    every_epochs: float = 5.0
+    """How often, for rules that push; merges align every time."""
+    num_batches: int | None = 10
+    """The number of batches of training data units are matched on; None for all."""
+    move_momentum: bool = True
+    """Permute the optimizers' state with the units. The paper's published code leaves it unpermuted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingOptions:
+    """What happens around averaging besides the rule itself."""
+
+    repair: Repair | None = None
+    """Repair members after each merge; None to leave them as they are."""
+    align: Align | None = None
+    """Align members before averaging; None to leave units where they are."""
+    on_nonfinite: OnNonFinite | None = "restart"
+    """What to do with a member whose weights, or loss for three steps, are not finite; see `Averager`."""
+    measure: bool = True
+    """Record distances to the mean at every averaging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitoring:
+    """What is scored and kept while training."""
+
+    keep_best_soup: bool = False
+    """Keep the average soup of the epoch with the best validation score, besides that of the last."""
+    test_each_epoch: bool = False
+    """Score members, ensemble and average soup on the test data too, after every epoch."""
 
 
 class Engine(Protocol):
-    """Another way for all members to take a step than one after the other."""
+    """A way for all local members to take a step other than one after the other."""
 
     def start_(self) -> None:
-        """Before the first step, or the first after a checkpoint was loaded."""
+        """Called before the first step, and before the first step after a checkpoint was loaded."""
         ...
 
     def step_(self) -> None:
-        """Every member held here takes a step."""
+        """Every local member takes a step."""
         ...
 
     def hand_back_(self) -> None:
         """Bring the members' optimizers up to date, for a checkpoint or at the end."""
         ...
 
-    def forget_(self, index: int) -> None:
-        """Give a member held here a fresh optimizer state: it was sick."""
+    def reset_member_(self, index: int) -> None:
+        """Clear the optimizer state of a local member that was restarted."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """How numbers are computed."""
+def sgd(model: nn.Module) -> Optimizer:
+    """SGD as the paper trains its CIFAR networks: lr 0.1, momentum 0.9, weight decay 1e-4."""
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
-    autocast: torch.dtype | None = None
-    """Run forward passes in this dtype (bfloat16, or float16 with a gradient scaler per member); None for float32."""
-    channels_last: bool = False
-    """Keep images and convolutions in the memory order most convolution kernels are fastest in."""
-    clip_norm: float | None = None
-    """The largest norm a member's gradient may have; None for any."""
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides what a training computes, besides the model, the data and the rule."""
+
+    num_epochs: int
+    """Passes over the data."""
+    num_members: int = 5
+    """The size of the population."""
+    batch_size: int = 64
+    """Examples per step; the last incomplete batch of an epoch is left out."""
+    task: Task = field(default_factory=Task)
+    """Loss, metric, and how networks are applied when they are scored."""
+    make_optimizer: Callable[[nn.Module], Optimizer] = sgd
+    """From a member to its optimizer."""
+    schedule: Schedule = field(default_factory=cosine)
+    """From steps taken and the number of steps to the learning rate as a share of the optimizer's."""
+    seed: int = 1
+    """The seed of every random stream."""
+    device: torch.device | str = "auto"
+    """Where to train; `auto` is an accelerator if there is one."""
+    validation: float = 0.02
+    """The share of the training data held out, if `data` names no validation data."""
+    transforms: Transforms = Transforms()
+    averaging: AveragingOptions = AveragingOptions()
+    numerics: Numerics = Numerics()
+    monitoring: Monitoring = Monitoring()
+    engine: Callable[[Training], Engine] | None = None
+    """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
+
+    def check(self) -> None:
+        """Raise a `ConfigError` about the first invalid setting."""
+        check_makers(make_optimizer=self.make_optimizer)
+        check_functions(
+            loss=self.task.loss, schedule=self.schedule, prepare=self.transforms.prepare, apply=self.task.apply
+        )
+        check_metric(self.task.metric)
+        check_whole(num_members=self.num_members, num_epochs=self.num_epochs, batch_size=self.batch_size)
+        _check_groups(self)
+        augment = self.transforms.augment
+        if augment is not None and not callable(augment) and len(augment) != self.num_members:
+            raise ConfigError(
+                f"augment has {len(augment)} entries, expected one for each of {self.num_members} members"
+            )
+
+
+def _check_groups(settings: Settings) -> None:
+    groups: dict[str, tuple[Any, type]] = {
+        "transforms": (settings.transforms, Transforms),
+        "averaging": (settings.averaging, AveragingOptions),
+        "numerics": (settings.numerics, Numerics),
+        "monitoring": (settings.monitoring, Monitoring),
+    }
+    for name, (value, kind) in groups.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r}, expected a papa.training.{kind.__name__}")

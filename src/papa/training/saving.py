@@ -1,8 +1,9 @@
-"""Checkpoints of a training: when they are written, and how to go on from them."""
+"""Checkpoints of a training: when they are written, and how to resume from them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,24 +12,45 @@ from pathlib import Path
 from typing import Any
 
 from papa.checkpoint import CheckpointWriter, DamagedError, Failure, checkpoints, discard, load_checkpoint
-from papa.errors import RunError
+from papa.errors import ConfigError, RunError
 from papa.lock import Lock
-from papa.training.loop import Callback, Training
-from papa.training.options import EpochRecord
-from papa.training.state import expected_states, load_state_, member_states, state_of
+from papa.training.callbacks import Callback
+from papa.training.loop import Training
+from papa.training.state import expected_states, load_state_, member_states, shared_state
 
-SECONDS_BETWEEN_MEETINGS = 1.0
-"""How often several processes ask each other whether to stop or to save, at the least."""
+SECONDS_BETWEEN_SYNCS = 1.0
+"""How often several processes ask each other whether to stop or to save."""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where and how often checkpoints are written; results do not depend on it."""
+
+    directory: str | os.PathLike[str] | None = None
+    """For this training alone; made if missing. A run of the lab has its own."""
+    minutes: float = 10.0
+    """Save after this many minutes without a checkpoint, besides after each epoch."""
+    keep: int = 2
+    """The number of checkpoints to keep."""
+    background: bool = True
+    """Write a copy of the state while training goes on; otherwise training waits, and no copy is made."""
+
+    def check(self) -> None:
+        """Raise a `ConfigError` if a value is invalid."""
+        if not self.minutes > 0:
+            raise ConfigError(f"the minutes between checkpoints are {self.minutes}, expected more than 0")
+        if self.keep < 1:
+            raise ConfigError(f"the number of checkpoints to keep is {self.keep}, expected at least 1")
 
 
 class Saver(Callback):
-    """Saves a training at the end of each epoch, and after some minutes without that; all processes together.
+    """Saves a training after each epoch, and after some minutes without a checkpoint; all processes together.
 
     Args:
         writer: writes the checkpoints.
-        minutes: how long the training may go without one.
-        notices: what is to be told at the start.
-        beside: what checkpoints hold besides the training; a JSON value.
+        minutes: how long training may go on without one.
+        notices: what to report at the start.
+        extra_state: what checkpoints hold besides the training; a JSON value.
     """
 
     def __init__(
@@ -37,93 +59,91 @@ class Saver(Callback):
         *,
         minutes: float,
         notices: Sequence[str] = (),
-        beside: Mapping[str, Any] | None = None,
+        extra_state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.writer, self.notices, self.beside = writer, notices, beside or {}
+        self.writer, self.notices, self._extra_state = writer, notices, extra_state or {}
         self.seconds_between = 60.0 * minutes
         self._failures_in_a_row = 0
         self._saved_step = -1
-        self._saved_at = self._met_at = time.monotonic()
-        self._met_step = 0
-        self._next_meeting = 0
+        self._saved_at = self._synced_at = time.monotonic()
+        self._synced_step = 0
+        self._next_sync = 0
 
-    def state_beside(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """What the next checkpoint holds besides the training; a JSON value."""
-        return dict(self.beside)
+        return dict(self._extra_state)
 
     def flush(self) -> None:
-        """Flush what checkpoints rely on; called in the background of the leading process, before each counts."""
+        """Flush files that checkpoints refer to; called in the background of the leading process."""
 
-    def is_asked_to_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether this process was asked to stop."""
         return False
 
     def stop(self, training: Training) -> None:
-        """End the training, which was saved: raise what tells so."""
+        """Called when the training was saved and is to stop: raise an error that says so."""
 
-    def on_start(self, training: Training) -> None:
-        """Say what a resume found."""
-        self._met_step = self._saved_step = training.step
-        self._next_meeting = training.step + 1
+    def on_train_begin(self, training: Training) -> None:
+        """Report what a resume found."""
+        self._synced_step = self._saved_step = training.step
+        self._next_sync = training.step + 1
         for notice in self.notices:
-            training.tell({"event": "notice", "step": training.step, "text": notice})
+            training.report({"event": "notice", "step": training.step, "text": notice})
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
-        """A checkpoint."""
-        if not self.writer.is_busy:  # where epochs are shorter than writing is, training does not wait for the disk
+    def on_step_complete(self, training: Training) -> None:
+        """Save after an epoch, and stop or save when it is time; all processes do so at the same step."""
+        is_epoch_end = training.step % training.length.steps_per_epoch == 0
+        if is_epoch_end and not self.writer.is_busy:  # if epochs are shorter than writing, training does not wait
             self._save(training)
-
-    def after_step(self, training: Training) -> None:
-        """Stop or save when it is time; all processes do so at the same step."""
-        if training.step < self._next_meeting:
+        if training.step < self._next_sync:
             return
-        wants_stop, wants_save = self._meet(training)
+        wants_stop, wants_save = self._synchronise(training)
         if (wants_stop or wants_save) and self._saved_step != training.step:
             self._save(training)
         if wants_stop:
             self.stop(training)
 
-    def _meet(self, training: Training) -> tuple[bool, bool]:
-        """Whether any process was asked to stop, and whether the leading one says that it is time to save."""
+    def _synchronise(self, training: Training) -> tuple[bool, bool]:
+        """Whether any process was asked to stop, and whether it is time to save by the leading process's clock."""
         now = time.monotonic()
-        seconds_per_step = (now - self._met_at) / max(1, training.step - self._met_step)
+        seconds_per_step = (now - self._synced_at) / max(1, training.step - self._synced_step)
         num_steps = 1
         if training.group.num_ranks > 1:
-            num_steps = int(SECONDS_BETWEEN_MEETINGS / max(seconds_per_step, 1e-6))
-            num_steps = max(1, min(num_steps, 2 * (training.step - self._met_step)))
-        note = (self.is_asked_to_stop(), now - self._saved_at >= self.seconds_between, num_steps)
-        notes = training.group.gather([note] * len(training.members))
-        self._met_at, self._met_step = now, training.step
-        self._next_meeting = training.step + notes[0][2]
-        return any(note[0] for note in notes), notes[0][1]
+            num_steps = int(SECONDS_BETWEEN_SYNCS / max(seconds_per_step, 1e-6))
+            num_steps = max(1, min(num_steps, 2 * (training.step - self._synced_step)))
+        local = (self.should_stop(), now - self._saved_at >= self.seconds_between, num_steps)
+        everyone = training.group.gather([local] * len(training.members))
+        self._synced_at, self._synced_step = now, training.step
+        self._next_sync = training.step + everyone[0][2]
+        return any(stop for stop, _, _ in everyone), everyone[0][1]
 
     def finish(self, training: Training) -> None:
-        """After training: save its end, and wait for what is still being written."""
+        """After training: save its end, and wait until it is written."""
         if self._saved_step != training.step:
             self._save(training)
-        self._note(training, self.writer.settle())
+        self._handle_failure(training, self.writer.settle())
 
     def _save(self, training: Training) -> None:
-        self._note(training, self.writer.settle())  # told before the next is begun, which may then go better
-        state = {**self.state_beside(), "training": state_of(training)}
+        self._handle_failure(training, self.writer.settle())  # before the next is started, which may succeed
+        state = {**self.extra_state(), "training": shared_state(training)}
         self.writer.save(training.step, member_states(training), state, self.flush)
         self._saved_step, self._saved_at = training.step, time.monotonic()
 
-    def _note(self, training: Training, failure: Failure | None) -> None:
-        """Tell of a checkpoint that failed; the second in a row ends the run."""
+    def _handle_failure(self, training: Training, failure: Failure | None) -> None:
+        """Report a failed checkpoint; the second failure in a row ends the run."""
         if failure is None:
             self._failures_in_a_row = 0
             return
         self._failures_in_a_row += 1
-        training.tell({"event": "checkpoint-failed", "step": failure.step, "error": failure.error})
+        training.report({"event": "checkpoint-failed", "step": failure.step, "error": failure.error})
         if self._failures_in_a_row > 1:
             good = checkpoints(self.writer.directory)
-            there = f". That of step {good[-1][0]} is whole: go on from it when the cause is cured" if good else ""
-            raise RunError(f"twice in a row a checkpoint failed; {told(failure)}{there}")
+            remedy = f". That of step {good[-1][0]} is complete: resume from it when the cause is fixed" if good else ""
+            raise RunError(f"two checkpoints in a row failed; {describe_failure(failure)}{remedy}")
 
 
-def told(failure: Failure) -> str:
-    """A failure in words."""
+def describe_failure(failure: Failure) -> str:
+    """A failure as a sentence."""
     return f"the checkpoint of step {failure.step} could not be written: {failure.error}"
 
 
@@ -132,19 +152,19 @@ class Resumed:
     """What a resume found."""
 
     state: dict[str, Any] | None = None
-    """What the checkpoint held besides the training; None where there is no checkpoint."""
+    """What the checkpoint held besides the training; None if there is no checkpoint."""
     damaged: dict[Path, str] = field(default_factory=dict)
     """Newer checkpoints that cannot be read, and why."""
 
 
 def resume_(training: Training, directory: Path, check: Callable[[Path, Mapping[str, Any]], None]) -> Resumed:
-    """Go on from the newest checkpoint that is whole, where there is one; all processes take the same.
+    """Continue from the newest complete checkpoint, if there is one; all processes use the same.
 
     Args:
-        training: as it was made; after a `RunError` it is worth nothing.
+        training: as it was made; it must not be used after a `RunError`.
         directory: where its checkpoints are.
-        check: looks at a checkpoint's path and state; raises a `DamagedError` where another may be better, a `RunError`
-            where none will be.
+        check: given a checkpoint's path and state; raises a `DamagedError` if an older one may be better, a `RunError`
+            if none will be.
     """
     found = Resumed()
     for _, path in reversed(checkpoints(directory)):
@@ -161,7 +181,7 @@ def resume_(training: Training, directory: Path, check: Callable[[Path, Mapping[
 def _load_(
     training: Training, path: Path, check: Callable[[Path, Mapping[str, Any]], None]
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Go on from this process's part of a checkpoint; returns its state, or what is damaged."""
+    """Restore this process's part of a checkpoint; returns its state, or what is damaged."""
     try:
         checkpoint = load_checkpoint(path, expected_states(training), num_members=training.population.size)
         state = checkpoint.state.get("training")
@@ -175,39 +195,40 @@ def _load_(
 
 
 @contextlib.contextmanager
-def kept(training: Training, directory: Path, *, minutes: float = 10.0, keep: int = 2) -> Iterator[Saver]:
-    """Go on from what a directory holds of a training, and give the callback that saves it there.
-
-    Args:
-        training: as it was made.
-        directory: made when missing; no other process may use it meanwhile.
-        minutes: how long the training may go without a checkpoint, besides those at the end of epochs.
-        keep: how many checkpoints stay.
-    """
-    facts = _facts(training)
+def saved(training: Training, options: CheckpointOptions) -> Iterator[Saver]:
+    """Resume a training from a directory, and give the callback that saves it there."""
+    options.check()
+    if options.directory is None:
+        raise ConfigError("checkpoints have no directory: pass CheckpointOptions(directory=...)")
+    directory, facts = Path(options.directory), _facts(training)
     with Lock(directory / ".lock"):
         found = resume_(training, directory, partial(_check_facts, facts))
         if found.damaged and found.state is None:
             listing = "\n".join(f"  {error}" for error in found.damaged.values())
-            raise RunError(f"no checkpoint in {directory} can be read; to begin anew, remove them:\n{listing}")
+            raise RunError(f"no checkpoint in {directory} can be read; remove them to start again:\n{listing}")
         for path in found.damaged:
             discard(path)
-        size = training.population.size
         notices = [f"{error}; continuing from step {training.step}" for error in found.damaged.values()]
-        with CheckpointWriter(directory, group=training.group, num_members=size, keep=keep) as writer:
+        with CheckpointWriter(
+            directory,
+            group=training.group,
+            num_members=training.population.size,
+            keep=options.keep,
+            background=options.background,
+        ) as writer:
             try:
-                yield Saver(writer, minutes=minutes, notices=notices, beside={"facts": facts})
+                yield Saver(writer, minutes=options.minutes, notices=notices, extra_state={"facts": facts})
             finally:
-                writer.settle()  # after Ctrl-C too: nothing is still being written when others may use the directory
+                writer.settle()  # also after Ctrl-C: nothing is being written when others may use the directory
 
 
 def _facts(training: Training) -> dict[str, Any]:
-    """What makes a training another one, as far as what is made of functions can be compared."""
-    group = training.optimizers[0].param_groups[0]
+    """What identifies a training, as far as it can be compared."""
+    group, settings = training.optimizers[0].param_groups[0], training.settings
     decay = group.get("weight_decay")
     return {
-        "num_epochs": training.num_epochs,
-        "batch_size": training.batch_size,
+        "num_epochs": settings.num_epochs,
+        "batch_size": settings.batch_size,
         "num_examples": len(training.data.train),
         "seed": training.seed,
         "rule": type(training.averager.rule).__name__,
@@ -221,16 +242,16 @@ def _facts(training: Training) -> dict[str, Any]:
 
 
 def _check_facts(asked: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
-    there = state.get("facts")
-    if not isinstance(there, dict):
+    found = state.get("facts")
+    if not isinstance(found, dict):
         raise RunError(f"{path} was not written by papa.train: choose another directory")
     differences = [
-        f"{name} is {there.get(name)!r}, asked for {value!r}"
+        f"{name} is {found.get(name)!r}, expected {value!r}"
         for name, value in asked.items()
-        if name in there and there[name] != value
+        if name in found and found[name] != value
     ]
     if differences:
         raise RunError(
-            f"{path} is of another training: {'; '.join(differences)}. Nothing was changed; ask for the same, or "
+            f"{path} is of another training: {'; '.join(differences)}. Nothing was changed; use the same settings, or "
             "choose another directory"
         )

@@ -1,4 +1,4 @@
-"""How good a population and the networks made of it are."""
+"""Scores of members, ensemble and soups on one set of data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from papa.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class Scores:
-    """How good members, ensemble and soups are on one set of data."""
+    """Scores of members, ensemble and soups on one set of data."""
 
     members: list[Evaluation]
     ensemble: Evaluation
     average_soup: Evaluation
     greedy_soup: Evaluation
     dropped: frozenset[int] = frozenset()
-    """Members that do not count."""
+    """Dropped members, which do not count."""
 
     @property
     def mean(self) -> float:
@@ -29,7 +29,7 @@ class Scores:
         return [found.score for member, found in enumerate(self.members) if member not in self.dropped]
 
     def to_json(self) -> dict[str, Any]:
-        """Scores as `result.json` holds them, losses under a key of their own."""
+        """As in `result.json`; losses have their own key."""
         return {
             "members": [member.score for member in self.members],
             "mean": self.mean,
@@ -48,7 +48,7 @@ class Scores:
         }
 
     def _details(self) -> dict[str, Any]:
-        """What else the metric tells, such as scores by class, of members, their mean, ensemble and soups."""
+        """Additional values of the metric, such as scores by class."""
         members = [member.details for member in self.members if member.details]
         if not members:
             return {}

@@ -1,8 +1,8 @@
-"""The stacked engine: all members of this process take a step in one vectorised call.
+"""The stacked engine: all local members take a step in one vectorised call.
 
-The matrix holds each parameter of all members as one strided tensor, `(members, *shape)`. Ten tiny networks with tiny
-batches are all overhead when trained one after the other; stacked they cost little more than one. The result is the
-loop's, to float tolerance.
+The matrix holds each parameter of all members as one strided tensor, `(members, *shape)`. Tiny networks with tiny
+batches are mostly overhead when trained one after the other; stacked, ten cost little more than one. Results equal the
+loop's to float tolerance.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from papa.training.stacked_optimizer import StackedOptimizer, clipped
 from papa.training.traced import Recorded, record
 
 EXAMPLES_AHEAD = 4096
-"""How many examples are gathered and prepared at once, where nothing is drawn for them."""
+"""The number of examples to gather and prepare at once, if nothing about them is random."""
 
 
 class Stacked:
-    """Trains all members held here at once; hand the class to `papa.train` as `engine`.
+    """Trains all local members at once; pass the class to `papa.train` as `engine`.
 
     Example:
         >>> from papa import train
@@ -42,19 +42,19 @@ class Stacked:
     optimizers that look at whole tensors, and float16 with its gradient scaler are refused.
 
     Args:
-        training: whose members to train.
+        training: the training whose members take steps.
     """
 
     def __init__(self, training: Training) -> None:
         if any(scaler is not None for scaler in training.scalers):
             raise ConfigError(
-                "the stacked engine has no gradient scaler, which float16 needs: train in bfloat16 or float32, or "
-                "with the loop engine"
+                "the stacked engine has no gradient scaler, which float16 needs: use bfloat16 or float32, or the loop "
+                "engine"
             )
-        if training.merging.align is not None:
+        if training.settings.averaging.align is not None:
             raise ConfigError(
-                "the stacked engine keeps the optimizers' state, which would have to move with units that are matched: "
-                "train with the loop engine, or without alignment"
+                "the stacked engine holds the optimizers' state, which alignment would have to permute: use the loop "
+                "engine, or no alignment"
             )
         self.training = training
         self.optimizer = StackedOptimizer(training.population, training.optimizers)
@@ -62,7 +62,7 @@ class Stacked:
         self._batches: Iterator[Batch] = iter(())
 
     def start_(self) -> None:
-        """Take over from the members' optimizers, before the first step or after a checkpoint was loaded."""
+        """Take over the members' optimizer state."""
         population = self.training.population
         population.refresh_()
         self.optimizer.take_over_()
@@ -73,15 +73,15 @@ class Stacked:
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
 
     def hand_back_(self) -> None:
-        """Give the members' optimizers their state, for a checkpoint or at the end."""
+        """Return the optimizer state to the members' optimizers."""
         self.optimizer.hand_back_()
 
-    def forget_(self, index: int) -> None:
-        """Give a member a fresh optimizer state; counters of steps are those of all."""
+    def reset_member_(self, index: int) -> None:
+        """Clear a member's optimizer state; step counters are shared by all members."""
         self.optimizer.forget_(index)
 
     def step_(self) -> None:
-        """Every member takes a step."""
+        """Take a step with every local member."""
         training, leaves = self.training, self.optimizer.leaves
         if self.optimizer.follow_matrix_():
             self._steps.clear()  # they were recorded for another memory order
@@ -94,8 +94,8 @@ class Stacked:
             for name, buffer in buffers.items():
                 for own, value in zip(self._buffers, buffer, strict=True):
                     own[name].copy_(value)
-            if training.numerics.clip_norm is not None:
-                gradients = clipped(gradients, training.numerics.clip_norm)
+            if training.settings.numerics.clip_norm is not None:
+                gradients = clipped(gradients, training.settings.numerics.clip_norm)
         for leaf in others:
             leaf.grad = None
         for leaf, gradient in zip(trained, gradients, strict=True):
@@ -108,12 +108,12 @@ class Stacked:
         return {name: torch.stack([own[name] for own in self._buffers]) for name in self._buffers[0]}
 
     def _switches(self, index: int) -> tuple[bool, ...]:
-        """What a member trains, and in which mode its modules are; both may change between steps."""
+        """Which parameters a member trains, and the mode of its modules; both may change between steps."""
         trained = [parameter.requires_grad for parameter in self.optimizer.parameters[index].values()]
         return (*trained, *[module.training for module in self._modules[index]])
 
     def _step_for(self, inputs: Tensor, targets: Tensor) -> tuple[list[str], list[str], Recorded]:
-        """The names of what is trained, and the step that was recorded for it and for batches of this form."""
+        """The names of trained and other parameters, and the step recorded for them and for batches of this shape."""
         key = (inputs.shape, inputs.dtype, targets.shape, targets.dtype, self._switches(0))
         if key not in self._steps:
             for index in range(1, len(self._modules)):
@@ -136,23 +136,21 @@ class Stacked:
         return names, list(frozen), step
 
     def _plain_batches(self) -> Iterator[Batch]:
-        """All members' batches, gathered and prepared many steps at a time: the same for every order of drawing."""
+        """All members' batches, gathered and prepared many steps at a time; used if nothing about them is random."""
         training = self.training
         while True:
             epoch, position = divmod(training.step, training.length.steps_per_epoch)
             orders = torch.stack([training.batches.order(member, epoch) for member in training.members])
-            steps = orders.view(len(orders), -1, training.batch_size).transpose(0, 1)[position:]
+            steps = orders.view(len(orders), -1, training.settings.batch_size).transpose(0, 1)[position:]
             for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
                 inputs, targets = training.data.train.batch(part.flatten())
-                inputs, targets = (
-                    _one(training.batches.prepare(training.batches.here(inputs))),
-                    targets.to(training.device),
-                )
+                inputs = _one(training.batches.prepare(training.batches.to_device(inputs)))
+                targets = targets.to(training.device)
                 stacked = (each.view(*part.shape, *each.shape[1:]) for each in (inputs, targets))
                 yield from zip(*stacked, strict=True)
 
     def _drawn_batches(self) -> Iterator[Batch]:
-        """Each member's batch as the loop draws it, put together."""
+        """Each member's batch as the loop draws it, stacked."""
         training = self.training
         while True:
             drawn = [training.batches.training_batch(index, training.step) for index in range(len(training.population))]
@@ -163,7 +161,7 @@ class Stacked:
                     raise DataError(
                         f"member {training.members[index]} trains on inputs of shape {tuple(batches[index][0].shape)} "
                         f"and targets {form}, member {training.members[0]} on {tuple(batches[0][0].shape)} and "
-                        f"{forms[0]}: stacked members need batches of one form, use the loop engine"
+                        f"{forms[0]}: stacked members need batches of one shape, use the loop engine"
                     )
             inputs, targets = zip(*batches, strict=True)
             yield torch.stack(inputs), torch.stack(targets)
@@ -176,14 +174,14 @@ def _one(inputs: Inputs) -> Tensor:
 
 
 def _is_in_memory(source: Source) -> bool:
-    """Whether an example is the same whenever it is asked for."""
+    """Whether examples are fixed tensors in memory."""
     while isinstance(source, Subset):
         source = source.source
     return isinstance(source, Arrays)
 
 
 def _names_with_gradient(network: nn.Module, training: Training, inputs: Tensor, targets: Tensor) -> list[str]:
-    """What one backward pass reaches: the loop's optimizers leave alone what has no gradient, decay included."""
+    """Parameters that get a gradient; the others are not updated, as in the loop, not even by weight decay."""
     network.zero_grad(set_to_none=True)
     with torch.enable_grad():
         training.loss_of(network, inputs, targets).backward()  # type: ignore[no-untyped-call]

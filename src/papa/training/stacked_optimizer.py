@@ -15,21 +15,21 @@ from papa.errors import ConfigError
 from papa.population import Population
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
-"""Those that treat every number by itself, so that one of them may hold all members' numbers."""
+"""Optimizers that update every weight independently, so that one instance can hold all members' weights."""
 
 COUNTER = "step"
-"""The only state of theirs that is not one number for each number of the parameter."""
+"""The only state that does not have the shape of the parameter."""
 
 
 class StackedOptimizer:
     """Steps all members at once, by the settings of their own optimizers.
 
-    While it steps it holds the state (momentum and the like); the members' optimizers have it again after
-    `hand_back_`. Settings are read anew for each step from the first member's optimizer, where schedules put them.
+    It holds the state (such as momentum) until `hand_back_` returns it to the members' optimizers. Settings are read
+    before each step from the first member's optimizer, where schedules change them.
 
     Args:
-        population: whose parameters to train.
-        optimizers: the members' own.
+        population: the members to train.
+        optimizers: the members' optimizers.
     """
 
     def __init__(self, population: Population, optimizers: Sequence[Optimizer]) -> None:
@@ -41,7 +41,7 @@ class StackedOptimizer:
         self.leaves = {name: stacked[name].detach() for name in self.parameters[0]}
         names = [{id(parameter): name for name, parameter in own.items()} for own in self.parameters]
         self._names = [[names[0][id(parameter)] for parameter in group["params"]] for group in self._groups(0)]
-        # A copy that shares nothing it changes: constructors do not all take what `defaults` holds.
+        # A copy, since not every constructor takes what `defaults` holds.
         self._joint = copy.copy(optimizers[0])
         self._joint.state = defaultdict(dict)
         self._joint.param_groups = [{"params": [self.leaves[name] for name in group]} for group in self._names]
@@ -55,14 +55,14 @@ class StackedOptimizer:
             if kind not in ELEMENTWISE:
                 known = ", ".join(each.__name__ for each in ELEMENTWISE)
                 raise ConfigError(
-                    f"the stacked engine cannot step {kind.__name__}, expected one of {known}, which treat every "
-                    "number by itself: use the loop engine"
+                    f"the stacked engine cannot step {kind.__name__}, expected one of {known}, which update every "
+                    "weight independently: use the loop engine"
                 )
             names = {id(parameter): name for name, parameter in self.population[index].named_parameters()}
             for group in optimizer.param_groups:
                 if any(id(parameter) not in names for parameter in group["params"]):
                     raise ConfigError(
-                        f"the optimizer of member {index} trains a tensor that is no parameter of the member: "
+                        f"the optimizer of member {index} trains a tensor that is not a parameter of the member: "
                         "use the loop engine"
                     )
             if self._settings(index) != self._settings(0) or kind is not type(self.optimizers[0]):
@@ -79,7 +79,7 @@ class StackedOptimizer:
         ]
 
     def follow_matrix_(self) -> bool:
-        """Point to the matrix where the population laid it out anew, as for another memory order; whether it did."""
+        """Use the population's new matrix, if it was laid out again for another memory order; whether it was."""
         if self._matrices is self.population.matrices:
             return False
         self._matrices = self.population.matrices
@@ -89,14 +89,14 @@ class StackedOptimizer:
         return True
 
     def step(self) -> None:
-        """One step of all members, by the gradients in the `.grad` of `leaves`."""
+        """Step all members with the gradients in the `.grad` of `leaves`."""
         for joint, group in zip(self._joint.param_groups, self._groups(0), strict=True):
             # Only the plain implementations take tensors with gaps between the rows.
             joint.update({**group, "params": joint["params"], "foreach": False, "fused": False})
         self._joint.step()
 
     def take_over_(self) -> None:
-        """Take the state of the members' optimizers."""
+        """Take over the state of the members' optimizers."""
         self._joint.state = defaultdict(dict)
         for name, leaf in self.leaves.items():
             states = [
@@ -111,7 +111,7 @@ class StackedOptimizer:
                 self._joint.state[leaf][key] = _joined(key, [state[key] for state in states])
 
     def hand_back_(self) -> None:
-        """Give each member's optimizer its part of the state."""
+        """Return each member's part of the state to its optimizer."""
         for name, leaf in self.leaves.items():
             for index, (optimizer, own) in enumerate(zip(self.optimizers, self.parameters, strict=True)):
                 for key, value in self._joint.state.get(leaf, {}).items():
@@ -119,7 +119,7 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def forget_(self, index: int) -> None:
-        """Set a member's part of the state to zero, which is how it begins; counters are shared and go on."""
+        """Set a member's part of the state to zero, its initial value; counters are shared and stay."""
         for state in self._joint.state.values():
             for key, value in state.items():
                 if key != COUNTER and isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The state of a training, for checkpoints: what is saved, what must be found again, and how to go on from it."""
+"""The state of a training in checkpoints: what is saved, what is expected when loading, and how to restore it."""
 
 from __future__ import annotations
 
@@ -10,47 +10,51 @@ import torch
 from torch import Tensor
 
 from papa import checkpoint
-from papa.averager import InFlight
+from papa.averager import PendingState
 from papa.errors import RunError
-from papa.training.loop import MOST_BAD_LOSSES, Training
+from papa.training.loop import MAX_BAD_LOSSES, Training
 
 
 def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
-    """The state of the members held here, for a checkpoint."""
+    """The state of the local members."""
     if training.engine is not None:
         training.engine.hand_back_()
     states = {}
-    in_flight = training.averager.in_flight()
+    pending = training.averager.pending_states()
     for index, member in enumerate(training.members):
         tensors, numbers = checkpoint.member_state(training.population[index], training.optimizers[index])
         scaler = training.scalers[index]
         numbers["scaler"] = None if scaler is None else scaler.state_dict()
         numbers["loss_sum"] = float(training.loss_sums[index])
         numbers["bad_losses"] = (~torch.isfinite(training.recent_losses[index])).tolist()
-        under_way, numbers["averager"] = in_flight[index]
-        tensors.update({f"averager.{name}": tensor for name, tensor in under_way.items()})
-        tensors.update({f"companion.{name}": tensor for name, tensor in _companion_state(training, index).items()})
+        pending_tensors, numbers["averager"] = pending[index]
+        tensors.update({f"averager.{name}": tensor for name, tensor in pending_tensors.items()})
+        tensors.update({f"callbacks.{name}": tensor for name, tensor in _callback_state(training, index).items()})
         states[member] = (tensors, numbers)
     return states
 
 
-def _companion_state(training: Training, index: int) -> dict[str, Tensor]:
-    return {} if training.companion is None else training.companion.member_state(index)
+def _callback_state(training: Training, index: int) -> dict[str, Tensor]:
+    return {
+        f"{number}.{name}": tensor
+        for number, callback in enumerate(training.callbacks)
+        for name, tensor in callback.member_state(index).items()
+    }
 
 
 def expected_states(training: Training) -> dict[int, checkpoint.Expected]:
-    """What a checkpoint of the members held here must look like."""
-    may_be_in_flight = training.averager.may_be_in_flight()
+    """What a checkpoint of the local members must contain."""
+    templates = training.averager.pending_templates()
     return {
         member: checkpoint.Expected(
-            training.population[index], training.optimizers[index], may_be_in_flight, _companion_state(training, index)
+            training.population[index], training.optimizers[index], templates, _callback_state(training, index)
         )
         for index, member in enumerate(training.members)
     }
 
 
-def state_of(training: Training) -> dict[str, Any]:
-    """What else a checkpoint needs; a JSON value."""
+def shared_state(training: Training) -> dict[str, Any]:
+    """The state that all members share; a JSON value."""
     return {
         "num_averagings": training.averager.num_averagings,
         "seconds": dict(training.seconds),
@@ -59,8 +63,8 @@ def state_of(training: Training) -> dict[str, Any]:
     }
 
 
-def _check_state(training: Training, step: int, state: Mapping[str, Any]) -> None:
-    """Raise a `RunError` unless what a checkpoint says of all members makes sense."""
+def _check_shared(training: Training, step: int, state: Mapping[str, Any]) -> None:
+    """Raise a `RunError` if the shared state is invalid."""
     seconds, num_averagings = state.get("seconds"), state.get("num_averagings")
     if not 0 <= step <= training.length.num_steps:
         raise RunError(f"the checkpoint is of step {step}, expected at most {training.length.num_steps}")
@@ -72,15 +76,15 @@ def _check_state(training: Training, step: int, state: Mapping[str, Any]) -> Non
         raise RunError(f"the checkpoint has {seconds!r} as seconds, expected {', '.join(training.seconds)}")
     if type(num_averagings) is not int or num_averagings < 0:
         raise RunError(f"the checkpoint has {num_averagings!r} averagings, expected a whole number")
-    sick, dropped, size = state.get("nonfinite"), state.get("dropped"), training.population.size
-    if not isinstance(sick, list) or not all(isinstance(event, dict) for event in sick):
-        raise RunError(f"the checkpoint has {sick!r} as sick members, expected a list")
+    nonfinite, dropped, size = state.get("nonfinite"), state.get("dropped"), training.population.size
+    if not isinstance(nonfinite, list) or not all(isinstance(event, dict) for event in nonfinite):
+        raise RunError(f"the checkpoint has {nonfinite!r} as non-finite members, expected a list")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
         raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
 
 
 def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-    """Raise a `RunError` unless what a checkpoint says of a member makes sense; its tensors were looked at before."""
+    """Raise a `RunError` if a member's numbers are invalid; its tensors were checked before."""
     member, scaler = training.members[index], training.scalers[index]
     found, expected = numbers.get("scaler"), None if scaler is None else scaler.state_dict().keys()
     if (found.keys() if isinstance(found, dict) else found) != expected or not all(
@@ -91,33 +95,33 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     if loss_sum is not None and not _is_number(loss_sum):
         raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
     bad = numbers.get("bad_losses")
-    if not isinstance(bad, list) or len(bad) != MOST_BAD_LOSSES or not all(type(one) is bool for one in bad):
+    if not isinstance(bad, list) or len(bad) != MAX_BAD_LOSSES or not all(type(one) is bool for one in bad):
         raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
-    under_way, push = _in_flight(tensors, numbers)
-    is_whole = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
-    wanted = {name for name in training.averager.may_be_in_flight() if name.startswith("push.") and push}
-    if not is_whole or not all(map(_is_number, push.values())) or not wanted <= under_way.keys():
-        raise RunError(f"the checkpoint has {push!r} as the push under way of member {member}")
+    pending, push = _pending_state(tensors, numbers)
+    is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
+    wanted = {name for name in training.averager.pending_templates() if name.startswith("push.") and push}
+    if not is_complete or not all(map(_is_number, push.values())) or not wanted <= pending.keys():
+        raise RunError(f"the checkpoint has {push!r} as the delayed push of member {member}")
 
 
 def load_state_(
     training: Training, step: int, state: Mapping[str, Any], members: Mapping[int, checkpoint.MemberState]
 ) -> None:
-    """Go on where a checkpoint was taken; one member is read after the other.
+    """Restore a training from a checkpoint, one member after the other.
 
-    After a `RunError` the training is worth nothing until another checkpoint was loaded.
+    After a `RunError` the training must not be used until another checkpoint was loaded.
     """
-    _check_state(training, step, state)
-    in_flight = [_load_member_(training, index, *members[member]) for index, member in enumerate(training.members)]
+    _check_shared(training, step, state)
+    pending = [_load_member_(training, index, *members[member]) for index, member in enumerate(training.members)]
     training.nonfinite, training.population.dropped = list(state["nonfinite"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
-    training.averager.load_in_flight(in_flight)
+    training.averager.load_pending_states(pending)
     training.go_to_(step)
 
 
-def _load_member_(training: Training, index: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> InFlight:
-    """Put a member's state back; returns what averaging had under way for it."""
+def _load_member_(training: Training, index: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> PendingState:
+    """Restore a member; returns the state of its unfinished averaging."""
     _check_member(training, index, tensors, numbers)
     checkpoint.load_member_state_(training.population[index], training.optimizers[index], tensors, numbers)
     scaler = training.scalers[index]
@@ -126,17 +130,20 @@ def _load_member_(training: Training, index: int, tensors: dict[str, Tensor], nu
     training.loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
     for position, is_bad in enumerate(numbers["bad_losses"]):
         training.recent_losses[index, position] = math.nan if is_bad else 0.0
-    if training.companion is not None:
-        own = {k.removeprefix("companion."): v for k, v in tensors.items() if k.startswith("companion.")}
-        training.companion.load_member_state_(index, own)
-    return _in_flight(tensors, numbers)
+    for number, callback in enumerate(training.callbacks):
+        own = _with_prefix(tensors, f"callbacks.{number}.")
+        if own:
+            callback.load_member_state_(index, own)
+    return _pending_state(tensors, numbers)
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _in_flight(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> InFlight:
-    prefix = "averager."
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return found, numbers.get("averager", {})
+def _pending_state(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> PendingState:
+    return _with_prefix(tensors, "averager."), numbers.get("averager", {})
+
+
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

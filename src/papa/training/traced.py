@@ -1,7 +1,7 @@
-"""One call for all members: the network vectorised over them by `torch.func`, and its operators recorded once.
+"""One call for all members: the network is vectorised by `torch.func`, and its operators are recorded once.
 
-Calling what `vmap` gives costs about a millisecond of bookkeeping, however small the network. The operators it ends up
-running are the same in every step, so they are recorded (`make_fx`) and then run by themselves.
+A call of a `vmap` function costs about a millisecond of overhead, however small the network. It runs the same operators
+in every step, so they are recorded (`make_fx`) and then run directly.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LossOf: TypeAlias = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tenso
 def record(
     network: nn.Module, loss_of: LossOf, *, trained: Tensors, others: Tensors, inputs: Tensor, targets: Tensor
 ) -> Recorded:
-    """Record what one step of all members computes, for tensors of these shapes, each with the members in front.
+    """Record one step of all members, for tensors of these shapes, each with a leading dimension of members.
 
-    The network's own code runs here and never again: what it decides in Python is decided once.
+    The network's Python code runs here only: its decisions are made once.
 
     Args:
         network: any member, or a copy of one.
@@ -72,14 +72,14 @@ def record(
 
 
 class _Calls(TorchFunctionMode):
-    """Looks on while torch's functions are called, and remembers which failed first."""
+    """Remembers which torch function failed first."""
 
     failed = "an operator"
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call it; note its name when that fails."""
+        """Call the function; remember its name if it fails."""
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
@@ -94,13 +94,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _writes(graph: fx.Graph) -> bool:
-    """Whether an operator writes to its arguments; then all must stay, in their order."""
+    """Whether an operator writes to its arguments; then no operator may be removed."""
     schemas = [getattr(node.target, "_schema", None) for node in graph.nodes]
     return any(schema is not None and schema.is_mutable for schema in schemas)
 
 
 def _shorten_(recorded: fx.GraphModule, arguments: tuple[Tensor, ...]) -> None:
-    """Leave out what is computed twice or changes nothing: a third of the operators of a logistic regression."""
+    """Remove operators that are repeated or change nothing: a third of those of a logistic regression."""
     values: dict[Any, Any] = {}
 
     class Run(fx.Interpreter):
@@ -128,7 +128,7 @@ _RESHAPES = (_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.expand.defaul
 
 
 def _is_identity(node: fx.Node, values: Mapping[Any, Any]) -> bool:
-    """Whether a reshape leaves the shape, or a scaling the numbers, as they are."""
+    """Whether a reshape keeps the shape, or a scaling the values."""
     if node.target is _ATEN.mul.Scalar:
         return bool(node.args[1] == 1 and values[node].dtype == values[node.args[0]].dtype)
     if node.target not in _RESHAPES:

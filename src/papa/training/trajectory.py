@@ -1,4 +1,4 @@
-"""Averages along each member's own trajectory: SWA, and exponential moving averages."""
+"""Averages along each member's own trajectory: SWA and exponential moving averages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from papa.errors import ConfigError
+from papa.training.callbacks import Callback
 from papa.training.loop import Training
 
 
-class TrajectoryAverage:
-    """Keeps, beside each member, the mean of the weights it went through.
+class TrajectoryAverage(Callback):
+    """Averages each member's weights over time.
 
         SWA:  average <- mean of the weights after each epoch from `start` on
         EMA:  average <- decay average + (1 - decay) weights, after each step
 
-    It is orthogonal to averaging over members, and the paper finds that the two add up. BatchNorm statistics of the
-    averages are not averaged: they are those of the member until they are re-estimated.
+    It is independent of averaging over members, and the paper finds that the two add up. BatchNorm statistics are not
+    averaged: they are those of the member until they are re-estimated.
 
     Example:
         >>> import torch
@@ -26,13 +27,13 @@ class TrajectoryAverage:
         >>> inputs = torch.randn(200, 4)
         >>> data = inputs, (inputs.sum(dim=1) > 0).long()
         >>> average = TrajectoryAverage(start=0.5)
-        >>> _ = train(lambda: nn.Linear(4, 2), data, num_members=2, num_epochs=4, batch_size=20, companion=average)
+        >>> _ = train(lambda: nn.Linear(4, 2), data, num_members=2, num_epochs=4, batch_size=20, callbacks=[average])
         >>> len(average.networks), int(average.num_averaged(0))
         (2, 3)
 
     Args:
         decay: of an exponential moving average; None for SWA's equal weights.
-        start: when it begins, as a share of training.
+        start: when to begin, as a share of training.
         every_steps: optimizer steps between updates; None for once an epoch (SWA) or every step (EMA).
     """
 
@@ -48,27 +49,27 @@ class TrajectoryAverage:
 
     @property
     def networks(self) -> list[nn.Module]:
-        """The averages of the members held here."""
+        """The averages of the local members."""
         return [average.module for average in self._averages]
 
     def num_averaged(self, index: int) -> int:
-        """How many sets of weights went into an average."""
+        """The number of weights that went into an average."""
         return int(self._averages[index].n_averaged)
 
-    def begin(self, training: Training) -> None:
-        """Make the averages, as copies of the members."""
+    def setup(self, training: Training) -> None:
+        """Copy the members."""
         self._averages = [self._average_of(model) for model in training.population]
 
     def _average_of(self, model: nn.Module) -> AveragedModel:
         average = None if self.decay is None else get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
         return AveragedModel(model, multi_avg_fn=average)
 
-    def forget_(self, index: int, model: nn.Module) -> None:
-        """Begin a member's average anew: what it went through before it was sick counts no more."""
+    def reset_member_(self, index: int, model: nn.Module) -> None:
+        """Start a member's average again."""
         self._averages[index] = self._average_of(model)
 
-    def after_step(self, training: Training) -> None:
-        """Take the members' weights into the averages when it is time."""
+    def on_step_end(self, training: Training) -> None:
+        """Update the averages when it is time."""
         every_epoch = training.length.steps_per_epoch
         every_steps = self.every_steps or (every_epoch if self.decay is None else 1)
         if training.step >= max(round(self.start * training.length.num_steps), 1) and training.step % every_steps == 0:
@@ -76,9 +77,9 @@ class TrajectoryAverage:
                 average.update_parameters(model)
 
     def member_state(self, index: int) -> dict[str, Tensor]:
-        """An average, for a checkpoint."""
+        """A member's average."""
         return dict(self._averages[index].state_dict())
 
     def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where a checkpoint was taken."""
+        """Restore a member's average."""
         self._averages[index].load_state_dict(dict(tensors))

@@ -1,6 +1,5 @@
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -9,25 +8,27 @@ from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.lab.augment import DART_POLICIES, draw_policies
 from papa.lab.candidates import CandidateScorer
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
+from papa.lab.probes import MergeProbes
 from papa.lab.recipes.build import (
     GRIDS,
+    align_for,
     build,
     callbacks_for,
-    companion_for,
     make_schedule,
-    merging_for,
     policies_for,
+    repair_for,
     rule_for,
+    trajectory_averages_for,
 )
 from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
-from papa.training import Length, MergeOptions, MergeProbes
+from papa.training import Align, Length, Repair, TrajectoryAverage
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
 
 
 def test_every_method_has_its_rule() -> None:
-    scorer = partial(CandidateScorer, small_training())
+    scorer = CandidateScorer(small_training())
     kinds = {method: type(rule_for(Config(method=method), LENGTH, scorer)) for method in METHODS}
     assert kinds == {
         "independent": Independent,
@@ -42,7 +43,7 @@ def test_every_method_has_its_rule() -> None:
 
 
 def test_selection_has_its_rules() -> None:
-    scorer = partial(CandidateScorer, small_training())
+    scorer = CandidateScorer(small_training())
 
     def rule(**changes: bool) -> Rule:
         average = AverageConfig(every_epochs=2.0, start=3.0, **changes)
@@ -77,8 +78,10 @@ def test_swa_goes_to_a_rate_of_its_own() -> None:
     schedule = make_schedule(config)
     at = {epoch: round(0.1 * schedule(epoch * 10, 4500), 6) for epoch in (0, 149, 150, 224, 240, 449)}
     assert at == {0: 0.1, 149: 0.1, 150: 0.01, 224: 0.01, 240: 0.05, 449: 0.05}
-    assert companion_for(config).start == 0.5  # type: ignore[union-attr]
-    assert companion_for(Config()) is None
+    (average,) = trajectory_averages_for(config)
+    assert isinstance(average, TrajectoryAverage)
+    assert average.start == 0.5
+    assert trajectory_averages_for(Config()) == []
 
 
 def test_epochs_become_steps_and_shares_become_half_lives() -> None:
@@ -138,17 +141,18 @@ def test_what_a_method_does_not_look_at_changes_no_bit(method: str) -> None:
 
 
 def test_options_of_merging_reach_the_training() -> None:
-    assert merging_for(Config()) == MergeOptions()
+    assert repair_for(Config()) is align_for(Config()) is None
     average = AverageConfig(
+        repair=3,
         repair_policy="shared",
         repair_scope="batch-norm",
         align="weights",
         align_every_epochs=2.0,
         align_batches=3,
     )
-    assert merging_for(Config(average=average)) == MergeOptions(
-        own_policies=False, batch_norm_only=True, align="weights", align_every_epochs=2.0, num_align_batches=3
-    )
+    config = Config(average=average)
+    assert repair_for(config) == Repair(num_batches=3, own_policies=False, scope="batch-norm")
+    assert align_for(config) == Align(by="weights", every_epochs=2.0, num_batches=3)
 
 
 def test_recipes_say_where_members_are_repaired() -> None:

@@ -104,7 +104,7 @@ def test_the_body_is_frozen_first_and_then_trained(data_root: Path, weights_of: 
     moved: list[set[bool]] = []
 
     class Look(Callback):
-        def after_step(self, training: Training) -> None:
+        def on_step_complete(self, training: Training) -> None:
             named = training.population[0].named_parameters()
             body = [not torch.equal(value, start[name]) for name, value in named if id(value) not in head]
             moved.append(set(body))

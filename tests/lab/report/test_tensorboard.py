@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 import papa
+from helpers import make_training
 from papa.averager import Averaging
 from papa.evaluation import accuracy
 from papa.lab.report.tensorboard import EventFiles
 from papa.schedules import cosine
 from papa.training import Callback, EpochRecord, Numerics, Training
-from papa.training.state import load_state_, member_states, state_of
+from papa.training.state import load_state_, member_states, shared_state
 
 event_files = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
@@ -30,7 +31,7 @@ class Memory(Callback):
         self.epochs: list[EpochRecord] = []
         self.averagings: list[Averaging] = []
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         self.epochs.append(record)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
@@ -89,11 +90,11 @@ class StopAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         if training.step == self.step:
-            self.saved = copy.deepcopy((training.step, state_of(training), member_states(training)))
+            self.saved = copy.deepcopy((training.step, shared_state(training), member_states(training)))
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         if training.step == self.step + 3:
             raise StopError
 
@@ -102,7 +103,7 @@ def test_a_resumed_training_goes_on_behind_its_events(tmp_path: Path) -> None:
     inputs = torch.randn(80, 4)
 
     def build() -> Training:
-        return Training(
+        return make_training(
             lambda: nn.Linear(4, 2),
             (inputs, (inputs.sum(dim=1) > 0).long()),
             num_members=2,

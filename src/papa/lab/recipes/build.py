@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from papa import schedules
 from papa.errors import ConfigError, did_you_mean
 from papa.group import Group, LocalGroup
+from papa.health import OnNonFinite
 from papa.lab.augment import (
     ABLATION_GRID,
     DART_POLICIES,
@@ -30,25 +30,33 @@ from papa.lab.candidates import CandidateScorer
 from papa.lab.config import Config
 from papa.lab.data import ImageSet, load_images, load_tiles, load_vaihingen
 from papa.lab.data.images import LOADERS
+from papa.lab.freezing import FrozenBody
 from papa.lab.models import input_size_of, make_model, normalization_of
+from papa.lab.probes import MergeProbes
 from papa.lab.recipes.pipeline import ImagePipeline
-from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
+from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.lab.tasks import Task, classification, segmentation
 from papa.process import find_device
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.streams import global_stream
 from papa.training import (
+    Align,
     Augment,
+    AveragingOptions,
+    BestSoup,
     Callback,
-    FrozenBody,
     Length,
-    MergeOptions,
-    MergeProbes,
+    Monitoring,
     Numerics,
+    Repair,
+    Settings,
     Stacked,
     Training,
     TrajectoryAverage,
+    Transforms,
 )
+from papa.training.merge_hooks import merge_hooks_for
+from papa.training.options import AlignBy, RepairScope
 
 GRIDS: dict[str, Grid] = {
     "none": PLAIN,
@@ -67,52 +75,92 @@ def build(config: Config, group: Group | None = None, images: ImageSet | None = 
 
     Args:
         config: what to train; checked first.
-        group: the processes that hold the population; None for this one alone.
-        images: what `images_for` gives, where it is there already.
+        group: the processes that hold the population; None for this process alone.
+        images: the data set of the config, if it was loaded already.
     """
     config.check()
     device = (group or LocalGroup()).place(find_device(config.device, option="--device"))
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where what other processes send arrives
+        torch.cuda.set_device(device)  # where tensors from other processes arrive
     images = images_for(config) if images is None else images
-    pipeline = pipeline_for(config, images)
-    task = task_for(config, images)
-    return Training(
+    best = [BestSoup()] if config.average.keep_best_soup else []
+    training = Training(
         model_for(config, images),
         images.split(config.data.validation, seed=config.seed),
+        settings_for(config, images, device),
+        callbacks=[*trajectory_averages_for(config), *best],
+        group=group,
+    )
+    mutation = mutation_for(config, training)
+    rule = rule_for(config, training.length, CandidateScorer(training, mutation))
+    outside = [mutation] if mutation is not None else []
+    training.use_rule(rule, [*outside, *merge_hooks_for(training, rule)])
+    return training
+
+
+def settings_for(config: Config, images: ImageSet, device: torch.device) -> Settings:
+    """The settings of the training that a config describes."""
+    pipeline, average = pipeline_for(config, images), config.average
+    return Settings(
         num_members=config.members,
         num_epochs=config.train.epochs,
         batch_size=config.train.batch_size,
-        rule=lambda training: rule_for(config, training.length, partial(CandidateScorer, training)),
-        loss=task.loss,
-        metric=task.metric,
+        task=task_for(config, images),
         make_optimizer=partial(make_optimizer, config),
         schedule=make_schedule(config),
-        augment=augments_for(config, pipeline),
-        prepare=pipeline.prepare,
         seed=config.seed,
         device=device,
+        transforms=Transforms(augment=augments_for(config, pipeline), prepare=pipeline.prepare),
+        averaging=AveragingOptions(
+            repair=repair_for(config),
+            align=align_for(config),
+            on_nonfinite=cast(OnNonFinite, average.on_nonfinite),
+            measure=average.measure,
+        ),
         numerics=numerics_for(config),
-        eval_batch_size=task.eval_batch_size,
-        num_repair_batches=_num_repair_batches(config),
-        on_nonfinite=config.average.on_nonfinite,
-        apply=task.apply,
-        merging=merging_for(config),
+        monitoring=Monitoring(keep_best_soup=average.keep_best_soup, test_each_epoch=config.train.test_each_epoch),
         engine=Stacked if config.train.engine == "stacked" else None,
-        measure=config.average.measure,
-        companion=companion_for(config),
-        group=group,
     )
 
 
-def _num_repair_batches(config: Config) -> int:
-    """Independent members are never merged: what is repaired are their soups."""
-    own = config.average.repair_soups if config.method == "independent" else None
-    return config.average.repair if own is None else own
+def repair_for(config: Config) -> Repair | None:
+    """How members are repaired after merges. Independent members are never merged: their soups are repaired."""
+    average = config.average
+    own = average.repair_soups if config.method == "independent" else None
+    num_batches = average.repair if own is None else own
+    if not num_batches:
+        return None
+    return Repair(
+        num_batches=num_batches,
+        own_policies=average.repair_policy == "own",
+        scope=cast(RepairScope, average.repair_scope),
+    )
+
+
+def align_for(config: Config) -> Align | None:
+    """How members are aligned before they are averaged."""
+    average = config.average
+    if average.align == "none":
+        return None
+    return Align(
+        by=cast(AlignBy, average.align),
+        every_epochs=average.align_every_epochs,
+        num_batches=average.align_batches,
+        move_momentum=average.align_momentum,
+    )
+
+
+def mutation_for(config: Config, training: Training) -> Mutation | None:
+    """The noise that members get after averaging, if any."""
+    average = config.average
+    if not average.mutation or config.method == "independent":
+        return None
+    every_steps = training.steps_in(average.mutation_every_epochs) if config.method == "papa" else None
+    return Mutation(average.mutation, seed=config.seed, every_steps=every_steps)
 
 
 def callbacks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> list[Callback]:
-    """What the config wants to happen besides training and averaging.
+    """What the config asks for besides training and averaging.
 
     Args:
         config: what is trained.
@@ -125,35 +173,12 @@ def callbacks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> li
     return callbacks
 
 
-def merging_for(config: Config) -> MergeOptions:
-    """How members are matched before they are averaged, and repaired after merges."""
-    average = config.average
-    return MergeOptions(
-        own_policies=average.repair_policy == "own",
-        batch_norm_only=average.repair_scope == "batch-norm",
-        align=None if average.align == "none" else average.align,
-        align_every_epochs=average.align_every_epochs,
-        num_align_batches=average.align_batches,
-        mutation=average.mutation,
-        mutation_every_epochs=average.mutation_every_epochs,
-    )
-
-
-def companion_for(config: Config) -> TrajectoryAverage | None:
-    """What goes along with each member: an average of its trajectory, where asked for."""
+def trajectory_averages_for(config: Config) -> list[Callback]:
+    """The average of each member's trajectory, if the config asks for one."""
     trajectory = config.trajectory
     if trajectory.kind == "none":
-        return None
-    return TrajectoryAverage(decay=trajectory.decay if trajectory.kind == "ema" else None, start=trajectory.start)
-
-
-def sizes(config: Config) -> tuple[int, int]:
-    """The number of parameters of a member, and of training examples: pixels, where each of them has a class."""
-    images = images_for(config)
-    untrained = replace(config, model=replace(config.model, pretrained=False, weights=None))
-    model = model_for(untrained, images)()
-    pixels = 1 if images.ignore is None else images.image_size**2
-    return sum(parameter.numel() for parameter in model.parameters()), len(images.train) * pixels
+        return []
+    return [TrajectoryAverage(decay=trajectory.decay if trajectory.kind == "ema" else None, start=trajectory.start)]
 
 
 def images_for(config: Config) -> ImageSet:
@@ -291,27 +316,24 @@ def make_schedule(config: Config) -> schedules.Schedule:
     )
 
 
-def rule_for(config: Config, length: Length, scorer: Callable[[], CandidateScorer] | None = None) -> Rule:
-    """The averaging rule the config asks for, its epochs turned into steps.
+def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = None) -> Rule:
+    """The averaging rule of a config, with epochs converted to steps.
 
     Args:
         config: what is trained.
-        length: how long.
-        scorer: makes what rules that select ask; needed by those alone.
+        length: the length of the training.
+        scorer: scores members for rules that select; only those need it.
     """
     average = config.average
     start, stop = round(average.start * length.steps_per_epoch), None
     if average.stop is not None:
         stop = round(average.stop * length.steps_per_epoch)
     if config.method == "papa":
-        strength: dict[str, float] = {}
-        if average.alpha is not None:
-            strength["alpha"] = average.alpha
-        elif average.half_life is not None:
-            strength["half_life"] = average.half_life * length.num_steps
+        half_life = None if average.half_life is None else average.half_life * length.num_steps
+        alpha = PAPER_ALPHA if average.alpha is None and half_life is None else average.alpha
         return Push(
-            alpha=strength.get("alpha"),
-            half_life=strength.get("half_life"),
+            alpha=alpha,
+            half_life=half_life,
             scale_by_lr=average.scale_by_lr,
             every_steps=average.every_steps,
             delay=average.delay,
@@ -319,28 +341,39 @@ def rule_for(config: Config, length: Length, scorer: Callable[[], CandidateScore
             stop=stop,
         )
     every_steps = max(1, round(average.every_epochs * length.steps_per_epoch))
-    if scorer is not None and (config.method == "greedy-merge" or average.tournament or average.elitist):
-        rule = _selecting_rule(config, scorer())
-        return replace(rule, every_steps=every_steps, start=start, stop=stop)
-    merges: dict[str, Callable[..., Rule]] = {
-        "independent": Independent,
-        "papa-all": MergeAll,
-        "papa-2": partial(MergePairs, seed=config.seed),
-        "pair-75": partial(MergePairs, share=0.75, seed=config.seed),
-        "many-half": MergeMany,
-        "many-75": partial(MergeMany, share=0.75),
-    }
-    return merges[config.method](every_steps=every_steps, start=start, stop=stop)
+    make = _selecting_rule(config, scorer) if scorer is not None else None
+    make = make or MERGES[config.method](config)
+    return make(every_steps=every_steps, start=start, stop=stop)
 
 
-def _selecting_rule(config: Config, scorer: CandidateScorer) -> Rule:
+PAPER_ALPHA = 0.99
+
+MERGES: dict[str, Callable[[Config], Callable[..., Rule]]] = {
+    "independent": lambda config: Independent,
+    "papa-all": lambda config: MergeAll,
+    "papa-2": lambda config: partial(MergePairs, seed=config.seed),
+    "pair-75": lambda config: partial(MergePairs, share=0.75, seed=config.seed),
+    "many-half": lambda config: MergeMany,
+    "many-75": lambda config: partial(MergeMany, share=0.75),
+}
+"""The rules that merge, by method."""
+
+
+def _selecting_rule(config: Config, scorer: CandidateScorer) -> Callable[..., Rule] | None:
+    """The rule of a method that selects members by their scores; None for other methods."""
     if config.method == "greedy-merge":
-        return MergeGreedy(scorer.greedy_members)
+        return partial(MergeGreedy, scorer.greedy_members)
     if config.average.elitist:
-        return MergeElite(
-            scorer.candidate_losses, scorer.survivors, tournament=config.average.tournament, seed=config.seed
+        return partial(
+            MergeElite,
+            scorer.candidate_losses,
+            scorer.survivors,
+            tournament=config.average.tournament,
+            seed=config.seed,
         )
-    return MergeTournament(scorer.losses, seed=config.seed)
+    if config.average.tournament:
+        return partial(MergeTournament, scorer.losses, seed=config.seed)
+    return None
 
 
 def numerics_for(config: Config) -> Numerics:

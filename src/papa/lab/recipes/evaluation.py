@@ -26,7 +26,7 @@ def recipe_evaluation(config: Config) -> EvaluationContext:
         average=replace(config.average, repair=num_batches),
     )
     training = build(alone)
-    batches = training.batches.plain_repair_batches()
+    batches = training.batches.plain_repair()
     return EvaluationContext(
         training.population[0],
         [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape

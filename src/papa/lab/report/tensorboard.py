@@ -41,7 +41,7 @@ class EventFiles(Callback):
         if self._writer is not None:
             self._writer.close()
 
-    def on_start(self, training: Training) -> None:
+    def on_train_begin(self, training: Training) -> None:
         """Open a file, which hides what an earlier one says of steps that are taken again."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -61,7 +61,7 @@ class EventFiles(Callback):
                     f"distance_around_averaging/{name}", sum(distances) / len(distances), averaging.step
                 )
 
-    def on_epoch(self, training: Training, record: EpochRecord) -> None:
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Everything an epoch ends with."""
         values = {
             "loss": record.losses,

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import small_data, small_training, snapshot
-from papa import Averager, Independent, MergeAll, Population, Push, average_soup, train
+from helpers import small_training, snapshot
+from papa import Averager, Independent, MergeAll, Population, Push, average_soup
 from papa.align import align_
 from papa.errors import ConfigError
 from papa.repair import repair_, reset_batch_norm_
-from papa.training import Callback, MergeOptions, Training
-from papa.training.state import load_state_, member_states, state_of
+from papa.training import Align, Callback, Repair, Training
+from papa.training.state import load_state_, member_states, shared_state
 
 
 class BeforeMerge(Callback):
@@ -21,7 +21,7 @@ class BeforeMerge(Callback):
         self.before: list[nn.Module] = []
         self.after: list[nn.Module] = []
 
-    def on_start(self, training: Training) -> None:
+    def on_train_begin(self, training: Training) -> None:
         mix_, population = training.population.mix_, training.population
 
         def keep(matrix: object, **how: Any) -> None:
@@ -36,8 +36,8 @@ class BeforeMerge(Callback):
             self.after = copy.deepcopy(list(training.population))
 
 
-def merged(**merging: Any) -> tuple[Training, BeforeMerge]:
-    training, seen = small_training(merging=MergeOptions(**merging)), BeforeMerge()
+def merged(align: Align | None = None, **repair: Any) -> tuple[Training, BeforeMerge]:
+    training, seen = small_training(align=align, repair=Repair(num_batches=2, **repair)), BeforeMerge()
     training.run([seen])
     return training, seen
 
@@ -58,7 +58,7 @@ def test_own_policies_repair_each_child_on_its_members_own_data() -> None:
 
 def test_a_shared_policy_repairs_all_on_plain_data() -> None:
     training, seen = merged(own_policies=False)
-    plain = training.batches.plain_repair_batches()
+    plain = training.batches.plain_repair()
     expected = average_soup(seen.before)
     repair_(expected, seen.before, plain)
     for found in seen.after:
@@ -67,32 +67,20 @@ def test_a_shared_policy_repairs_all_on_plain_data() -> None:
 
 @pytest.mark.parametrize("own_policies", [True, False])
 def test_batch_norm_only_leaves_the_average_and_re_estimates_its_statistics(own_policies: bool) -> None:
-    training, seen = merged(batch_norm_only=True, own_policies=own_policies)
+    training, seen = merged(scope="batch-norm", own_policies=own_policies)
     for member, found in enumerate(seen.after):
-        batches = training.batches.repair_batches(member) if own_policies else training.batches.plain_repair_batches()
+        batches = training.batches.repair_batches(member) if own_policies else training.batches.plain_repair()
         assert_close(found, reset_batch_norm_(average_soup(seen.before), batches))
 
 
 def test_pushes_are_not_repaired() -> None:
-    assert small_training(rule=Push(alpha=0.9)).averager.merge_hooks is None
-    assert small_training(num_repair_batches=0).averager.merge_hooks is None
+    assert small_training(rule=Push(alpha=0.9)).averager.merge_hooks == []
+    assert small_training(repair=None).averager.merge_hooks == []
 
 
 def test_batch_norm_only_needs_batch_norm() -> None:
     with pytest.raises(ConfigError, match="re-estimate BatchNorm only, but Linear has no BatchNorm layer"):
-        small_training(make_model=lambda: nn.Linear(4, 3), merging=MergeOptions(batch_norm_only=True))
-
-
-def test_the_outcome_says_what_repair_does_to_each_layer() -> None:
-    options = {"num_members": 2, "num_epochs": 1, "batch_size": 16, "num_repair_batches": 2}
-
-    def net() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
-
-    expected = {"repaired": [], "before_batch_norm": [], "scaled_only": ["0"], "left_alone": ["2"]}
-    for rule in (MergeAll(every_steps=2), Independent()):
-        assert train(net, small_data(), rule=rule, **options).to_json()["repair"] == expected  # type: ignore[arg-type]
-    assert train(net, small_data(), rule=Push(alpha=0.9), **options).repair is None  # type: ignore[arg-type]
+        small_training(make_model=lambda: nn.Linear(4, 3), repair=Repair(scope="batch-norm"))
 
 
 def test_repair_around_a_merge_that_fails_leaves_members_as_they_were() -> None:
@@ -119,9 +107,9 @@ def test_a_population_may_be_repaired_by_hand() -> None:
 
 @pytest.mark.parametrize("by", ["activations", "weights"])
 def test_members_are_matched_to_the_first_before_they_are_merged(by: str) -> None:
-    training, seen = merged(align=by, num_align_batches=2)
+    training, seen = merged(Align(by=by, num_batches=2))
     _, apart = merged()
-    inputs = training.batches.plain_batches(2)
+    inputs = training.batches.plain(2)
     for found, before in zip(seen.before, apart.before, strict=True):
         torch.testing.assert_close(found.eval()(inputs[0]), before.eval()(inputs[0]), rtol=1e-4, atol=1e-5)
     assert_close(seen.before[0], apart.before[0])
@@ -138,15 +126,15 @@ class States(Callback):
         self.states: list[list[dict[str, Tensor]]] = []
         self.checkpoints: list[Any] = []
 
-    def after_step(self, training: Training) -> None:
+    def on_step_complete(self, training: Training) -> None:
         self.states.append([snapshot(net) for net in training.population])
-        self.checkpoints.append(copy.deepcopy((training.step, state_of(training), member_states(training))))
+        self.checkpoints.append(copy.deepcopy((training.step, shared_state(training), member_states(training))))
 
 
-def test_pushes_match_members_at_a_cadence_of_its_own_that_survives_a_resume() -> None:
+def test_pushes_align_members_at_their_own_cadence_which_survives_a_resume() -> None:
     def build(align: str | None) -> Training:
-        merging = MergeOptions(align=align, align_every_epochs=2, num_align_batches=2)
-        return small_training(rule=Push(alpha=0.9, every_steps=3), merging=merging)
+        options = None if align is None else Align(by=align, every_epochs=2, num_batches=2)
+        return small_training(rule=Push(alpha=0.9, every_steps=3), align=options)
 
     plain, aligned, resumed = States(), States(), States()
     build(None).run([plain])
@@ -163,10 +151,5 @@ def test_pushes_match_members_at_a_cadence_of_its_own_that_survives_a_resume() -
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_independent_members_are_not_matched() -> None:
-    assert (
-        small_training(
-            rule=Independent(), merging=MergeOptions(align="weights"), num_repair_batches=0
-        ).averager.merge_hooks
-        is None
-    )
+def test_independent_members_are_not_aligned() -> None:
+    assert small_training(rule=Independent(), align=Align(by="weights"), repair=None).averager.merge_hooks == []

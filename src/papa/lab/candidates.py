@@ -59,13 +59,10 @@ class CandidateScorer:
                 losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
         return group.gather(losses)
 
-    def survivors(self, candidates: Sequence[int]) -> None:
-        """Let each member get the noise of the candidate it becomes; parents get none."""
+    def survivors(self, children: Sequence[int | None]) -> None:
+        """Give each member the noise of the child it becomes; parents that survive get none."""
         if self.mutation is not None:
-            num_children = 6 * len(candidates)
-            self.mutation.keys = {
-                member: candidate if candidate < num_children else None for member, candidate in enumerate(candidates)
-            }
+            self.mutation.keys = dict(enumerate(children))
 
     def _parents_moments(self) -> list[dict[str, ChannelStatistics]]:
         """Every member's activation statistics, taken once for each averaging."""
@@ -87,7 +84,12 @@ class CandidateScorer:
             tensor.copy_(tensors[name])
         is_child = int((row != 0).sum()) > 1
         if is_child and self.repaired:
-            repair_toward_(self._pot, goals_of(moments, row), self.training.batches.plain_repair_batches())
+            repair_toward_(
+                self._pot,
+                goals_of(moments, row),
+                self.training.batches.plain_repair_batches(),
+                scope=self.training.merging.repaired_layers,
+            )
         if is_child and self.mutation is not None:
             averager = self.training.averager
             self.mutation.mutate_(

@@ -194,7 +194,8 @@ class Training:
         if merging.align is not None and not isinstance(rule, Independent):
             align_steps = 1 if rule.is_merge else self.steps_in(merging.align_every_epochs)
             batches = data.plain_batches(merging.num_align_batches)
-            parts.append(AlignMerges(batches, by=merging.align, optimizers=self.optimizers, every_steps=align_steps))
+            optimizers = self.optimizers if merging.align_momentum else ()
+            parts.append(AlignMerges(batches, by=merging.align, optimizers=optimizers, every_steps=align_steps))
         if data.num_repair_batches and rule.is_merge:
             parts.append(repair_hook(self.population[0], merging, data.repair_batches, data.plain_repair_batches))
         return chain(*parts) if parts else None

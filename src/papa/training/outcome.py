@@ -133,7 +133,9 @@ def _analysed(training: Training, num_align_batches: int | None) -> Analysis | N
 def _repair_plan(training: Training) -> RepairReport | None:
     """What REPAIR rescales, where it follows merges or makes soups of independent members."""
     batches, rule = training.batches, training.averager.rule
-    is_whole = isinstance(rule, Independent) or not training.merging.batch_norm_only
+    is_whole = isinstance(rule, Independent) or training.merging.repair_scope != "batch-norm"
     if not batches.num_repair_batches or not rule.is_merge or not is_whole:
         return None
-    return repair_plan(training.population[0], batches.plain_repair_batches())
+    return repair_plan(
+        training.population[0], batches.plain_repair_batches(), scope=training.merging.repaired_layers
+    )

@@ -147,7 +147,7 @@ def test_options_of_merging_reach_the_training() -> None:
         align_batches=3,
     )
     assert merging_for(Config(average=average)) == MergeOptions(
-        own_policies=False, batch_norm_only=True, align="weights", align_every_epochs=2.0, num_align_batches=3
+        own_policies=False, repair_scope="batch-norm", align="weights", align_every_epochs=2.0, num_align_batches=3
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ from papa.training import (
     Training,
     TrajectoryAverage,
 )
+from papa.training.merge_options import RepairScope
 
 GRIDS: dict[str, Grid] = {
     "none": PLAIN,
@@ -130,8 +131,9 @@ def merging_for(config: Config) -> MergeOptions:
     average = config.average
     return MergeOptions(
         own_policies=average.repair_policy == "own",
-        batch_norm_only=average.repair_scope == "batch-norm",
+        repair_scope=cast(RepairScope, average.repair_scope),
         align=None if average.align == "none" else average.align,
+        align_momentum=average.align_momentum,
         align_every_epochs=average.align_every_epochs,
         num_align_batches=average.align_batches,
         mutation=average.mutation,

@@ -16,7 +16,7 @@ class Task:
     loss: Loss = F.cross_entropy
     """From outputs and targets to the mean loss of a batch."""
     metric: Metric = accuracy
-    """From outputs and targets to the mean score of a batch, or an object that counts over batches. Higher is better."""
+    """From outputs and targets to the mean score of a batch, or an object that counts over batches; higher is best."""
     apply: Apply = call
     """How a network computes its outputs when it is scored."""
     eval_batch_size: int = 512

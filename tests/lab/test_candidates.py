@@ -48,7 +48,8 @@ def test_candidates_are_judged_as_the_networks_they_would_be(num_repair_batches:
         assert_same_bits(snapshot(net), state)
 
 
-def test_a_child_lives_with_the_noise_it_was_judged_with() -> None:
+@pytest.mark.parametrize("children_per_member", [6, 2])
+def test_members_get_the_noise_that_they_were_scored_with(children_per_member: int) -> None:
     judged: dict[int, torch.Tensor] = {}
 
     class Noting(CandidateScorer):
@@ -67,7 +68,9 @@ def test_a_child_lives_with_the_noise_it_was_judged_with() -> None:
             chosen.extend(candidates)  # type: ignore[arg-type]
             scorer.survivors(candidates)  # type: ignore[arg-type]
 
-        return MergeElite(scorer.candidate_losses, survivors, every_steps=4, seed=1)
+        return MergeElite(
+            scorer.candidate_losses, survivors, children_per_member=children_per_member, every_steps=4, seed=1
+        )
 
     training = small_training(num_epochs=1, rule=rule, repair=None, merge_hooks=[mutation])
     before = copy.deepcopy(list(training.population))
@@ -75,7 +78,8 @@ def test_a_child_lives_with_the_noise_it_was_judged_with() -> None:
         before = copy.deepcopy(list(training.population))
         training._take_step()
     assert before
-    for member, candidate in enumerate(chosen):
+    for member, child in enumerate(chosen):
+        candidate = child if child is not None else children_per_member * len(chosen) + member
         lived = torch.cat([parameter.detach().flatten() for parameter in training.population[member].parameters()])
         torch.testing.assert_close(lived, judged[candidate], rtol=1e-5, atol=1e-6)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Sequence
 
 import pytest
 import scipy.stats
@@ -43,8 +44,8 @@ class TestMergeGreedy:
                 torch.testing.assert_close(tensor, (members[0][name] + members[2][name]) / 2)
 
     @pytest.mark.parametrize("chosen", [[], [4], [-1]])
-    def test_it_refuses_members_that_are_not_there(self, chosen: list[int]) -> None:
-        with pytest.raises(MixingError, match="expected some of 0 to 3"):
+    def test_unknown_members_are_refused(self, chosen: list[int]) -> None:
+        with pytest.raises(MixingError, match="expected at least one of 0 to 3"):
             MergeGreedy(lambda: chosen).matrix(context(size=4))
 
 
@@ -69,60 +70,68 @@ class TestMergeTournament:
         assert not torch.equal(rule.matrix(context(10)), rule.matrix(context(20)))
 
 
-class Judge:
-    """Gives each candidate a loss that depends on its row and number, and notes who survived."""
+class FakeScorer:
+    """Gives each candidate a loss that depends on its row and number, and records the survivors."""
 
-    def __init__(self, size: int, parent_loss: float = 0.5) -> None:
-        self.size, self.parent_loss = size, parent_loss
+    def __init__(self, size: int, parent_loss: float = 0.5, *, children_per_member: int = 6) -> None:
+        self.size, self.parent_loss, self.num_children = size, parent_loss, children_per_member * size
         self.losses: dict[int, float] = {}
         self.survivors: list[int] = []
 
     def __call__(self, rows: Tensor, candidates: range) -> list[float]:
         assert rows.shape == (len(candidates), self.size)
         for row, candidate in zip(rows, candidates, strict=True):
-            is_parent = candidate >= 6 * self.size
+            is_parent = candidate >= self.num_children
             assert (int((row != 0).sum()) == 1) == is_parent
             self.losses[candidate] = self.parent_loss + 0.001 * candidate if is_parent else 1 / (1 + candidate)
         return [self.losses[candidate] for candidate in candidates]
+
+    def on_survivors(self, children: Sequence[int | None]) -> None:
+        self.survivors = [
+            self.num_children + member if child is None else child for member, child in enumerate(children)
+        ]
 
 
 class TestMergeElite:
     @pytest.mark.parametrize("size", [2, 3, 5, 10])
     @pytest.mark.parametrize("parent_loss", [0.0, 0.05, 10.0])
-    def test_the_best_survive_and_the_others_are_drawn_from_the_rest(self, size: int, parent_loss: float) -> None:
-        judge = Judge(size, parent_loss)
-        matrix = MergeElite(judge, judge.survivors.extend, seed=1).matrix(context(size=size))
-        assert len(judge.losses) == 7 * size
-        best = sorted(judge.losses, key=judge.losses.__getitem__)[: round(0.6 * size)]
-        assert set(best) <= set(judge.survivors)
-        assert len(set(judge.survivors)) == size
-        for member, (candidate, row) in enumerate(zip(judge.survivors, matrix, strict=True)):
-            if candidate >= 6 * size:
-                assert candidate - 6 * size == member  # a parent stays where it is
+    @pytest.mark.parametrize("children_per_member", [6, 2])
+    def test_the_best_survive_and_the_others_are_drawn_from_the_rest(
+        self, size: int, parent_loss: float, children_per_member: int
+    ) -> None:
+        scorer = FakeScorer(size, parent_loss, children_per_member=children_per_member)
+        rule = MergeElite(scorer, scorer.on_survivors, children_per_member=children_per_member, seed=1)
+        matrix = rule.matrix(context(size=size))
+        assert len(scorer.losses) == (children_per_member + 1) * size
+        best = sorted(scorer.losses, key=scorer.losses.__getitem__)[: round(0.6 * size)]
+        assert set(best) <= set(scorer.survivors)
+        assert len(set(scorer.survivors)) == size
+        for member, (candidate, row) in enumerate(zip(scorer.survivors, matrix, strict=True)):
+            if candidate >= scorer.num_children:  # a parent keeps its place
                 assert torch.equal(row, mixing.identity(size)[member])
             else:
                 assert sorted(row.tolist())[-2:] == [0.5, 0.5]
 
-    def test_the_lucky_ones_are_drawn_uniformly(self) -> None:
+    def test_the_other_survivors_are_drawn_uniformly(self) -> None:
         found: collections.Counter[int] = collections.Counter()
         for step in range(1, 801):
-            judge = Judge(5)
-            MergeElite(judge, judge.survivors.extend, seed=1).matrix(context(step))
-            best = sorted(judge.losses, key=judge.losses.__getitem__)[:3]
-            found.update(set(judge.survivors) - set(best))
+            scorer = FakeScorer(5)
+            MergeElite(scorer, scorer.on_survivors, seed=1).matrix(context(step))
+            best = sorted(scorer.losses, key=scorer.losses.__getitem__)[:3]
+            found.update(set(scorer.survivors) - set(best))
         assert len(found) == 32
         assert scipy.stats.chisquare([found[candidate] for candidate in found]).pvalue > 0.001
 
-    def test_a_candidate_without_a_loss_comes_last(self) -> None:
+    def test_a_loss_of_nan_is_the_worst(self) -> None:
         def losses(rows: Tensor, candidates: range) -> list[float]:
             return [math.nan if candidate else 1.0 for candidate in candidates]
 
-        chosen: list[int] = []
+        chosen: list[int | None] = []
         MergeElite(losses, chosen.extend, elite=0.2).matrix(context())
         assert 0 in chosen
 
     @pytest.mark.parametrize("wrong", [{"children_per_member": 0}, {"elite": 1.1}, {"elite": -0.1}])
-    def test_it_refuses_numbers_that_make_no_sense(self, wrong: dict[str, float]) -> None:
+    def test_invalid_numbers_are_refused(self, wrong: dict[str, float]) -> None:
         with pytest.raises(MixingError, match="MergeElite got"):
             MergeElite(lambda rows, candidates: [], **wrong)
 
@@ -161,7 +170,7 @@ class TestMutation:
         for other in (mutated(2, 2, 3), mutated(1, 3, 3), mutated(1, 2, 4)):
             assert any(not torch.equal(first[name], other[name]) for name in first)
 
-    def test_members_told_to_get_none_get_none(self) -> None:
+    def test_a_key_of_none_means_no_noise(self) -> None:
         population = Population(make_networks("linear", 3))
         mutation = Mutation(seed=1)
         mutation.keys = {0: None, 1: 7, 2: 7}
@@ -172,7 +181,7 @@ class TestMutation:
         assert mutation.keys == {}
 
     @pytest.mark.parametrize(("push_steps", "steps"), [(1, [5, 10, 15]), (2, [6, 10, 16]), (3, [6, 12, 15])])
-    def test_with_a_push_it_has_a_cadence_of_its_own(self, push_steps: int, steps: list[int]) -> None:
+    def test_with_a_push_it_has_its_own_cadence(self, push_steps: int, steps: list[int]) -> None:
         """Every 5 steps, or at the first push after that where 5 is no multiple of the push's own cadence."""
         population, spreads, changed = Population([nn.Linear(64, 64) for _ in range(2)]), [], []
         rule, mutation = Push(alpha=1.0, every_steps=push_steps), Mutation(seed=1, every_steps=5)

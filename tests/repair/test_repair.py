@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from helpers import assert_same_bits
 from papa import Averager, AveragingContext, MergeAll, MergePairs, Mix, Population, average_soup
 from papa.errors import DataError, MixingError
-from papa.lab.models import UNet
+from papa.lab.models import UNet, make_model
 from papa.repair import (
     RepairMerges,
     ResetBatchNormAfterMerges,
@@ -108,7 +108,7 @@ def assert_same_state(net: nn.Module, state: dict[str, Tensor]) -> None:
         assert torch.equal(value, state[name]), name
 
 
-# What a layer that runs twice says the second time depends on how it was repaired: only the exact form iterates.
+# The second output of a layer that runs twice depends on how the layer was repaired: only the exact form iterates.
 CASES = [(kind, exact) for kind in NETWORKS for exact in (False, True) if exact or kind != "used twice"]
 
 
@@ -117,7 +117,7 @@ CASES = [(kind, exact) for kind in NETWORKS for exact in (False, True) if exact 
 def test_statistics_equal_their_goals_on_one_batch(kind: str, exact: bool, weights: list[float] | None) -> None:
     parents, batches = make_parents(kind), make_batches(kind)
     row = weights or [1 / 3] * 3
-    moments = [layer_statistics(parent, batches) for parent in parents]
+    statistics = [layer_statistics(parent, batches) for parent in parents]
     child = average_soup(parents, weights)
     keys = list(child.state_dict())
     report = repair_(child, parents, batches, weights, exact=exact)
@@ -125,8 +125,8 @@ def test_statistics_equal_their_goals_on_one_batch(kind: str, exact: bool, weigh
     assert list(child.state_dict()) == keys
     assert report.repaired
     for name in report.repaired:
-        mean = sum(weight * its[name].mean for weight, its in zip(row, moments, strict=True))
-        std = sum(weight * its[name].std for weight, its in zip(row, moments, strict=True))
+        mean = sum(weight * its[name].mean for weight, its in zip(row, statistics, strict=True))
+        std = sum(weight * its[name].std for weight, its in zip(row, statistics, strict=True))
         torch.testing.assert_close(found[name].mean, mean, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[name].std, std, rtol=1e-5, atol=1e-6)
 
@@ -153,7 +153,7 @@ def test_an_unmixed_network_is_changed_by_rounding_only(kind: str) -> None:
         torch.testing.assert_close(value, before[name], rtol=1e-9, atol=1e-9)
 
 
-def test_several_batches_hold_exactly_when_asked_to() -> None:
+def test_exact_statistics_equal_their_goals_on_several_batches() -> None:
     parents, batches = make_parents("mlp"), make_batches("mlp", num_batches=5, batch_size=16)
     child = average_soup(parents)
     goals = [layer_statistics(parent, batches) for parent in parents]
@@ -167,8 +167,8 @@ def test_several_batches_hold_exactly_when_asked_to() -> None:
 @pytest.mark.parametrize(
     "kind", ["mlp", "tokens", "conv1d", "conv2d dilated", "depthwise", "transposed", "transposed 1d", "transposed 3d"]
 )
-def test_the_fused_network_says_what_the_rescaled_one_said(kind: str) -> None:
-    """A slow twin: rescale what each layer says instead of changing its weights."""
+def test_the_fused_network_computes_what_the_rescaled_one_did(kind: str) -> None:
+    """A slow reference: rescale the outputs of layers instead of changing their weights."""
     parents, batches = make_parents(kind), make_batches(kind)
     child = average_soup(parents)
     slow = copy.deepcopy(child)
@@ -232,7 +232,7 @@ def without_biases() -> nn.Module:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_cannot_be_shifted_is_scaled_and_said_to_be(exact: bool) -> None:
+def test_layers_without_a_bias_are_scaled_and_reported(exact: bool) -> None:
     parents, batches = [without_biases() for _ in range(3)], make_batches("mlp")
     child = average_soup(parents)
     report = repair_(child, parents, batches, exact=exact)
@@ -276,7 +276,7 @@ def test_a_layer_used_twice_comes_closer_in_one_pass_and_holds_when_exact() -> N
     assert error(True) < 1e-5 < error(False) < error(None)
 
 
-def test_parents_may_each_see_data_of_their_own() -> None:
+def test_parents_may_have_their_own_batches() -> None:
     parents, batches = make_parents("mlp"), make_batches("mlp")
     theirs = [[batch * (1 + index) for batch in batches] for index in range(3)]
     child = average_soup(parents)
@@ -287,7 +287,7 @@ def test_parents_may_each_see_data_of_their_own() -> None:
         repair_(child, parents, batches, parent_batches=theirs[:2])
 
 
-def test_empty_batches_count_for_nothing() -> None:
+def test_empty_batches_are_skipped() -> None:
     parents, batches = make_parents("batch norm"), make_batches("batch norm")
     first, second = average_soup(parents), average_soup(parents)
     repair_(first, parents, batches)
@@ -316,7 +316,7 @@ def test_everything_is_left_as_found() -> None:
     assert not any(module._forward_hooks for module in child.modules())
 
 
-def test_a_failure_leaves_the_child_untouched() -> None:
+def test_an_error_leaves_the_child_unchanged() -> None:
     parents, batches = make_parents("batch norm"), make_batches("batch norm")
     child = average_soup(parents)
     before = state_of(child)
@@ -367,6 +367,102 @@ def test_tied_layers_are_not_touched() -> None:
     assert repair_plan(net, [torch.randn(8, 4)]).left_alone == ("0", "1", "2")
 
 
+class Block(nn.Module):
+    """A transformer block with a gated MLP, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.qkv, self.proj, self.position = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(1, 1)
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tokens = self.embed(inputs)
+        query, key, value = self.qkv(self.norms[0](tokens)).chunk(3, dim=-1)
+        positions = torch.arange(5, dtype=inputs.dtype)[:, None]
+        scores = query @ key.mT + self.position(positions - positions.mT[..., None])[..., 0].mean(dim=0)
+        tokens = tokens + self.proj(scores.softmax(dim=-1) @ value)
+        hidden = self.norms[1](tokens)
+        tokens = tokens + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+        outputs: Tensor = self.head(self.norms[2](tokens).mean(dim=1))
+        return outputs
+
+
+def test_in_a_transformer_only_the_gate_stands_before_an_activation_function() -> None:
+    net, batches = Block().double(), make_batches("tokens")
+    assert repair_plan(net, batches, scope="activations").repaired == ("gate",)
+    assert set(repair_plan(net, batches).repaired) == {"embed", "qkv", "position", "proj", "gate", "up", "down"}
+
+
+@pytest.mark.parametrize(
+    ("after", "stands_before_one"),
+    [
+        ([nn.ReLU()], True),
+        ([nn.ReLU(inplace=True)], True),
+        ([nn.ReLU6()], True),
+        ([nn.PReLU()], True),
+        ([nn.SELU()], True),
+        ([nn.CELU()], True),
+        ([nn.GLU(dim=1), nn.Conv2d(2, 4, 1)], True),
+        ([nn.LogSigmoid()], True),
+        ([nn.GroupNorm(2, 4), nn.Mish()], True),
+        ([nn.InstanceNorm2d(4), nn.Hardswish()], True),
+        ([nn.Dropout(), nn.MaxPool2d(2), nn.Tanh()], True),
+        ([nn.AvgPool2d(2), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 1), nn.ReLU()], False),
+        ([nn.Softmax(dim=1)], False),
+        ([nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ReLU()], True),  # BatchNorm counts as one
+        ([nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1), nn.ReLU()], False),
+    ],
+    ids=str,
+)
+def test_activation_functions_are_found(after: list[nn.Module], stands_before_one: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), *after, nn.Flatten(), nn.LazyLinear(2))
+    plan = repair_plan(net, make_images(2), scope="activations")
+    assert ("0" in plan.repaired) == stands_before_one
+
+
+def make_images(num_images: int) -> list[Tensor]:
+    return [torch.randn(num_images, 3, 32, 32)]
+
+
+def test_functions_and_tensor_methods_count_as_activation_functions() -> None:
+    class Functions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = nn.functional.gelu(self.layers[0](inputs), approximate="tanh")
+            hidden = self.layers[1](hidden).mul(1.702).sigmoid() * hidden
+            hidden = inputs + self.layers[2](hidden)
+            outputs: Tensor = self.head(self.layers[3](torch.relu_(hidden)))
+            return outputs
+
+    plan = repair_plan(Functions(), [torch.randn(8, 4)], scope="activations")
+    assert plan.repaired == ("layers.0", "layers.1", "layers.2")
+    assert plan.left_alone == ("layers.3", "head")
+
+
+@pytest.mark.parametrize("name", ["vgg11", "vgg16", "resnet18", "resnet20", "timm:resnet10t", "timm:resnet50"])
+def test_scopes_are_the_same_in_convolutional_networks_with_batch_norm(name: str) -> None:
+    net = make_model(name, num_classes=5, image_size=32, width=None if name.startswith("timm") else 4)
+    assert repair_plan(net, make_images(2)) == repair_plan(net, make_images(2), scope="activations")
+
+
+def test_layers_outside_the_scope_keep_their_weights() -> None:
+    torch.manual_seed(0)
+    parents, batches = [Block().double() for _ in range(3)], make_batches("tokens")
+    child = average_soup(parents)
+    before = state_of(child)
+    report = repair_(child, parents, batches, scope="activations")
+    assert report == repair_plan(child, batches, scope="activations")
+    changed = {name for name, value in child.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"gate.weight", "gate.bias"}
+    goal = sum(layer_statistics(parent, batches)["gate"].std for parent in parents) / 3
+    torch.testing.assert_close(layer_statistics(child, batches)["gate"].std, goal)
+
+
 @pytest.mark.parametrize("rule", [MergeAll(every_steps=1), MergePairs(every_steps=1)])
 @pytest.mark.parametrize("one_list", [True, False])
 def test_members_are_repaired_around_a_merge(rule: MergeAll, one_list: bool) -> None:
@@ -401,7 +497,7 @@ def test_batch_norm_alone_is_reset_after_a_merge(rule: MergeAll, one_list: bool)
 
 
 @pytest.mark.parametrize("kind", [RepairMerges, ResetBatchNormAfterMerges])
-def test_a_copy_of_one_member_is_left_as_it_is(kind: type[RepairMerges]) -> None:
+def test_a_copy_of_one_member_is_not_repaired(kind: type[RepairMerges]) -> None:
     parents, batches = make_parents("batch norm"), make_batches("batch norm")
     before = copy.deepcopy(parents)
     population = Population(parents)
@@ -414,7 +510,7 @@ def test_a_copy_of_one_member_is_left_as_it_is(kind: type[RepairMerges]) -> None
 
 
 def count_passes(one_list: bool, rule: MergeAll) -> int:
-    """How many passes over the batches REPAIR of five members takes, not counting BatchNorm's own."""
+    """The number of passes over the batches that REPAIR of five members takes, without BatchNorm's."""
     parents, batches = make_parents("mlp", size=5), make_batches("mlp", num_batches=5)
     num_examples = 0
 

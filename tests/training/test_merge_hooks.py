@@ -4,12 +4,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from helpers import small_training, snapshot
 from papa import Averager, Independent, MergeAll, Population, Push, average_soup
 from papa.align import align_
 from papa.errors import ConfigError
+from papa.lab.config import Config
+from papa.lab.outcome import finalize_run
 from papa.repair import repair_, reset_batch_norm_
+from papa.rules import AveragingContext
 from papa.training import Align, Callback, Repair, Training
 from papa.training.state import load_state_, member_states, shared_state
 
@@ -105,7 +109,7 @@ def test_a_population_may_be_repaired_by_hand() -> None:
     assert repair_(population[0], nets, batches).repaired == ("0",)
 
 
-@pytest.mark.parametrize("by", ["activations", "weights"])
+@pytest.mark.parametrize("by", ["activations", "weights", "sinkhorn"])
 def test_members_are_matched_to_the_first_before_they_are_merged(by: str) -> None:
     training, seen = merged(Align(by=by, num_batches=2))
     _, apart = merged()
@@ -117,6 +121,43 @@ def test_members_are_matched_to_the_first_before_they_are_merged(by: str) -> Non
     for member in (1, 2):
         again = align_(seen.before[member], seen.before[0], inputs, by=by)
         assert again.after == pytest.approx(again.before)
+
+
+@pytest.mark.parametrize("align_momentum", [True, False])
+def test_momentum_moves_with_the_units_unless_it_is_left_behind(align_momentum: bool) -> None:
+    training = small_training(align=Align(by="weights", move_momentum=align_momentum))
+    training._take_step()
+    momentum = [snapshot_of_momentum(optimizer) for optimizer in training.optimizers]
+    hook = training.averager.merge_hooks
+    assert hook is not None
+    matrix = torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    with hook(training.population, matrix, AveragingContext(step=1, size=3, lr_ratio=1.0)):
+        pass
+    moved = [
+        any(not torch.equal(old, new) for old, new in zip(before, snapshot_of_momentum(optimizer), strict=True))
+        for before, optimizer in zip(momentum, training.optimizers, strict=True)
+    ]
+    assert moved == [False, align_momentum, align_momentum]
+
+
+def snapshot_of_momentum(optimizer: Optimizer) -> list[Tensor]:
+    return [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+
+
+def test_the_scope_of_repair_reaches_merges_and_the_outcome() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    for scope, layers in (("all", ["0", "2"]), ("activations", ["0"])):
+        training = small_training(make_model=net, repair=Repair(num_batches=2, scope=scope))  # type: ignore[arg-type]
+        seen = BeforeMerge()
+        training.run([seen])
+        theirs = [training.batches.repair_batches(member) for member in range(3)]
+        expected = average_soup(seen.before)
+        report = repair_(expected, seen.before, theirs[0], parent_batches=theirs, scope=scope)  # type: ignore[arg-type]
+        assert list(report.repaired) == layers
+        assert_close(seen.after[0], expected)
+        assert finalize_run(training, Config()).to_json()["repair"]["repaired"] == layers
 
 
 class States(Callback):

@@ -86,9 +86,8 @@ class CandidateScorer:
             tensor.copy_(tensors[name])
         is_child = int((row != 0).sum()) > 1
         if is_child and self.repairs:
-            repair, batches = self.training.settings.averaging.repair, self.training.batches.plain_repair()
-            assert repair is not None
-            repair_toward_(self._buffer, goals_of(statistics, row), batches, scope=repair.layers)
+            scope, batches = self.training.settings.averaging.repaired_layers, self.training.batches.plain_repair()
+            repair_toward_(self._buffer, goals_of(statistics, row), batches, scope=scope)
         if is_child and self.mutation is not None:
             averager = self.training.averager
             self.mutation.mutate_(

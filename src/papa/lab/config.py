@@ -29,8 +29,8 @@ SCHEDULES = ("cosine", "restarts", "multistep", "constant")
 TRAJECTORIES = ("none", "swa", "ema")
 PRECISIONS = ("float32", "bfloat16", "float16")
 REPAIR_POLICIES = ("own", "shared")
-REPAIR_SCOPES = ("all", "batch-norm")
-ALIGNMENTS = ("none", "activations", "weights")
+REPAIR_SCOPES = ("all", "activations", "batch-norm")
+ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
 ENGINES = ("loop", "stacked")
 OF_PUSHES = frozenset(
     f"average.{name}"
@@ -154,10 +154,13 @@ class AverageConfig:
     """Merges: repair each member under its own augmentation (own: the paper's form, two passes for each member) or all
     on plain data (shared: one pass for each member and one for each distinct child)."""
     repair_scope: str = "all"
-    """Merges: repair every convolution and linear layer (all), or only re-estimate BatchNorm (batch-norm), which is the
-    same in function where BatchNorm follows every convolution."""
+    """Repair every convolution and linear layer (all); those before an activation function or BatchNorm, which in
+    transformers are fewer (activations: the paper's); or only re-estimate BatchNorm after merges (batch-norm)."""
     align: str = "none"
-    """Match members' units to the first member's before averaging: by activations, by weights, or not (none)."""
+    """Match members' units to the first member's before averaging: by activations, weights or sinkhorn (weights, with
+    soft permutations), or not (none)."""
+    align_momentum: bool = True
+    """Permute the optimizers' momentum with the units; the paper's published code leaves it unpermuted."""
     align_every_epochs: float = 5.0
     """papa: epochs between alignments, which pushes are too frequent for; merges align every time."""
     align_soups: bool = False

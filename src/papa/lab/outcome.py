@@ -87,4 +87,5 @@ def _repair_report(training: Training) -> RepairReport | None:
         return None
     if rule.averages and repair.scope == "batch-norm":
         return None
-    return repair_plan(training.population[0], training.batches.plain_repair())
+    scope = training.settings.averaging.repaired_layers
+    return repair_plan(training.population[0], training.batches.plain_repair(), scope=scope)

@@ -1,7 +1,7 @@
-"""Natural selection: rules that look at how good members are, and mutations. The paper's ablations of ESGD's parts.
+"""Natural selection, for the paper's ablations of ESGD's parts: rules that use members' scores, and mutations.
 
-The paper finds that each of them harms: whoever is not chosen drifts away from the others until it can no longer be
-averaged with them. They are here so that this can be seen.
+The paper finds that each of them does harm: members that are not chosen drift away from the others, until they can no
+longer be averaged with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from papa.streams import stream
 
 @dataclass(frozen=True, eq=False)
 class MergeGreedy(Rule):
-    """Now and then, replace every member by the mean of a chosen few: the paper's merge into the greedy soup.
+    """Replace every member by the mean of some chosen members, such as those of the greedy soup.
 
     Example:
         >>> from papa import greedy_soup
@@ -32,16 +32,16 @@ class MergeGreedy(Rule):
         >>> rule = MergeGreedy(choose, every_steps=100)
 
     Args:
-        choose: gives the members that are averaged.
+        choose: returns the members to average.
     """
 
     choose: Callable[[], Sequence[int]]
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """The same row for all."""
+        """The same row for every member."""
         chosen = list(self.choose())
         if not chosen or not all(0 <= member < context.size for member in chosen):
-            raise MixingError(f"MergeGreedy was given members {chosen}, expected some of 0 to {context.size - 1}")
+            raise MixingError(f"MergeGreedy got members {chosen}, expected at least one of 0 to {context.size - 1}")
         return mixing.soup_row(context.size, chosen).expand(context.size, context.size).clone()
 
 
@@ -50,8 +50,8 @@ class MergeTournament(Rule):
     """PAPA-2 with tournament selection: parents are drawn with probability proportional to `1/loss`.
 
     Args:
-        losses: gives every member's validation loss.
-        seed: where its stream starts; the pairs are a function of seed, step and losses.
+        losses: returns every member's validation loss.
+        seed: of the random stream; the pairs are a function of seed, step and losses.
     """
 
     losses: Callable[[], Sequence[float]]
@@ -67,23 +67,25 @@ class MergeTournament(Rule):
 
 @dataclass(frozen=True, eq=False)
 class MergeElite(Rule):
-    """PAPA-2 with elitist selection: many children are made, and few of them and their parents survive.
+    """PAPA-2 with elitist selection: many children are made, and a few of them and their parents survive.
 
-    Of `6p` children and their `p` parents the best 60% of `p` by validation loss survive; the other 40% are drawn at
-    random from the rest. A parent that survives stays where it is.
+    With `p` members and `c` children for each, the candidates are the `cp` children and their `p` parents. The best
+    `elite * p` of them by validation loss survive; the others are drawn at random from the rest. A parent that survives
+    keeps its place.
 
     Args:
         losses: from rows of weights (one for each candidate) and the candidates' numbers to their validation losses.
-            Candidate `c` is child `c` for `c < 6p`, else parent `c - 6p`.
-        survivors: told the candidate that each member becomes, before they are mixed.
+            Numbers below `cp` are children; number `cp + i` is parent `i`.
+        survivors: called before the members are mixed, with the number of the child that each member becomes; None for
+            a parent that survives.
         tournament: draw the children's parents with probability proportional to `1/loss`, else uniformly.
-        children_per_member: how many children are made for each member.
-        elite: the share of the population that survives by merit.
-        seed: where its stream starts.
+        children_per_member: the number of children made for each member.
+        elite: the share of the population that survives by its loss.
+        seed: of the random stream.
     """
 
     losses: Callable[[Tensor, Sequence[int]], Sequence[float]]
-    survivors: Callable[[Sequence[int]], object] | None = None
+    survivors: Callable[[Sequence[int | None]], object] | None = None
     _: KW_ONLY
     tournament: bool = True
     children_per_member: int = 6
@@ -109,12 +111,12 @@ class MergeElite(Rule):
         losses = [*self.losses(children, range(num_children)), *parent_losses]
         chosen = _in_place(_survivors(losses, size, round(self.elite * size), generator), num_children)
         if self.survivors is not None:
-            self.survivors(chosen)
+            self.survivors([candidate if candidate < num_children else None for candidate in chosen])
         return torch.cat([children, parents])[chosen]
 
 
 def _survivors(losses: Sequence[float], size: int, num_elite: int, generator: torch.Generator) -> list[int]:
-    """The best candidates, and others drawn from the rest; a loss that is NaN is the worst."""
+    """The best candidates, and others drawn from the rest; NaN is the worst loss."""
     values = torch.tensor(losses, dtype=torch.float64).nan_to_num(nan=torch.inf)
     order = torch.argsort(values, stable=True)
     rest = order[num_elite:]
@@ -131,7 +133,7 @@ def _in_place(survivors: Sequence[int], num_children: int) -> list[int]:
 
 @dataclass(eq=False)
 class Mutation:
-    """Adds noise to the parameters of members after they were averaged; handed to an `Averager` as `around`.
+    """A merge hook that adds noise to the members' parameters; passed to an `Averager` as `merge_hooks`.
 
         w <- w + N(0, (scale/g)^2),   g = 1, 2, ... the generation
 
@@ -145,20 +147,20 @@ class Mutation:
 
     Args:
         scale: the standard deviation in the first generation; the paper's is 0.01.
-        seed: where its streams start; a member's noise is a function of seed, step and member.
-        every_steps: mutate only at the first averaging in every so many steps, for pushes, which are frequent; None for
-            every averaging.
+        seed: of the random streams; a member's noise is a function of seed, step and member.
+        every_steps: mutate only at the first averaging in this number of steps, for pushes, which are frequent; None
+            for every averaging.
     """
 
     scale: float = 0.01
     seed: int = 0
     every_steps: int | None = None
     keys: dict[int, int | None] = field(default_factory=dict, init=False)
-    """Which noise each member gets next, None for none; its own where nothing is said."""
+    """The noise that each member gets next: the number of a stream, None for no noise; by default the member's own."""
 
     @contextlib.contextmanager
     def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
-        """Let members be averaged, then mutate them."""
+        """Mutate members after they were averaged."""
         yield
         keys, self.keys = self.keys, {}
         if self.every_steps is not None and not context.is_first_since(self.every_steps):
@@ -171,7 +173,7 @@ class Mutation:
 
     @torch.no_grad()
     def mutate_(self, model: nn.Module, key: int, *, step: int, generation: int) -> None:
-        """Add the noise that belongs to a key at a step."""
+        """Add the noise of a key at a step."""
         generator = stream(self.seed, "mutate", key, step)
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, device="cpu")

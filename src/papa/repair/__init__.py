@@ -1,8 +1,8 @@
-"""Activation statistics: REPAIR after weights were averaged, and BatchNorm re-estimated."""
+"""REPAIR of averaged networks, and re-estimation of BatchNorm statistics."""
 
 from papa.repair.batch_norm import reset_batch_norm_
 from papa.repair.hook import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
-from papa.repair.repair import RepairReport, goals_of, repair_, repair_plan, repair_toward_
+from papa.repair.repair import RepairReport, Scope, goals_of, repair_, repair_plan, repair_toward_
 from papa.repair.statistics import ChannelStatistics, layer_statistics, repairable_layers
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "RepairMerges",
     "RepairReport",
     "ResetBatchNormAfterMerges",
+    "Scope",
     "goals_of",
     "layer_statistics",
     "repair_",

@@ -1,4 +1,4 @@
-"""Activation statistics: BatchNorm re-estimated after weights were averaged."""
+"""Re-estimation of BatchNorm statistics, for networks whose weights were averaged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from papa.inputs import inputs_of, num_examples, outputs_of
 
 @torch.no_grad()
 def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
-    """Estimate a network's BatchNorm statistics anew, from scratch, over some batches.
+    """Re-estimate a network's BatchNorm statistics over some batches.
 
     The running mean and variance become the mean over batches (weighted by their sizes) of the batch statistics.
-    Everything else is left as found: weights, momentum, counters, modes, dropout off, random state. When anything goes
-    wrong the old statistics are put back.
+    Everything else is left as found: weights, momentum, counters, modes and random state. Dropout is off meanwhile. When
+    an error is raised, the old statistics are restored.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
         >>> _ = reset_batch_norm_(net, [torch.randn(8, 4) for _ in range(5)])
 
     Args:
-        model: changed in place; without BatchNorm nothing happens.
+        model: changed in place; unchanged when it has no BatchNorm.
         batches: inputs, or tuples whose first entry is the inputs.
 
     Returns:

@@ -1,4 +1,4 @@
-"""REPAIR around a merge: the members before it are the parents, the members after it the children."""
+"""Merge hooks that repair members, or re-estimate their BatchNorm statistics, after a merge."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from torch import Tensor
 from papa.group import gather_or_raise
 from papa.population import Population
 from papa.repair.batch_norm import reset_batch_norm_
-from papa.repair.repair import goals_of, repair_toward_
+from papa.repair.repair import Scope, goals_of, repair_toward_
 from papa.repair.statistics import ChannelStatistics, layer_statistics
 from papa.rules import AveragingContext
 
 BatchesFor: TypeAlias = Callable[[int], Sequence[Any]]
-"""From a member's index to the batches on which its statistics are taken."""
+"""From a member's index to the batches on which its statistics are computed."""
 
 
 class RepairMerges:
-    """Repairs every member of a population after a merge; handed to an `Averager` as `around`.
+    """A merge hook that repairs every member after a merge; passed to an `Averager` as `merge_hooks`.
+
+    The members before the merge are the parents, the members after it the children.
 
     Example:
         >>> from torch import nn
@@ -34,36 +36,40 @@ class RepairMerges:
         'MergeAll'
 
     Args:
-        batches_for: the batches on which a member's statistics are taken: the same data for all, under each member's
-            own augmentation policy (the paper's form, two passes for each member), or one list for all (one pass for
+        batches_for: the batches for a member's statistics. Either the same examples for all members, each under its
+            own augmentation (the paper's algorithm: two passes for each member), or one list for all (one pass for
             each member and one for each distinct child).
-        exact: go layer by layer, as `repair_` does.
+        scope: as for `repair_`.
+        exact: as for `repair_`.
     """
 
-    def __init__(self, batches_for: BatchesFor, *, exact: bool = False) -> None:
+    def __init__(self, batches_for: BatchesFor, *, scope: Scope = "all", exact: bool = False) -> None:
         self.batches_for = batches_for
+        self.scope = scope
         self.exact = exact
 
     @contextlib.contextmanager
     def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
-        """Take the parents' statistics, let them be merged, and repair the children."""
+        """Compute the parents' statistics before the merge, and repair the children after it."""
         batches = [self.batches_for(member) for member in population.members]
-        here = list(zip(population.members, population, batches, strict=True))
+        local = list(zip(population.members, population, batches, strict=True))
         parents: list[dict[str, ChannelStatistics]] = gather_or_raise(
             population.group,
-            lambda: [layer_statistics(model, its, subject=f"member {member}") for member, model, its in here],
+            lambda: [layer_statistics(model, its, subject=f"member {member}") for member, model, its in local],
         )
         yield
         for index, row in _distinct_children(population, matrix, batches):
-            repair_toward_(population[index], goals_of(parents, row), batches[index], exact=self.exact)
+            repair_toward_(
+                population[index], goals_of(parents, row), batches[index], scope=self.scope, exact=self.exact
+            )
 
 
 class ResetBatchNormAfterMerges:
-    """Re-estimates the BatchNorm statistics of every member after a merge, and changes nothing else.
+    """A merge hook that re-estimates every member's BatchNorm statistics after a merge, and changes nothing else.
 
-    Where every convolution is followed by BatchNorm this is what REPAIR amounts to in function, for one pass over the
-    batches for each distinct child and none for the parents. REPAIR also rescales the weights, whose only effect there
-    is on how far the next optimizer steps go.
+    In a network with BatchNorm after every convolution, REPAIR gives networks that compute the same. This needs one
+    pass over the batches for each distinct child and none for the parents. REPAIR also rescales the weights, which
+    there only changes the relative size of the next optimizer steps.
 
     Example:
         >>> from torch import nn
@@ -82,7 +88,7 @@ class ResetBatchNormAfterMerges:
 
     @contextlib.contextmanager
     def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
-        """Let members be merged, then re-estimate."""
+        """Re-estimate after the merge."""
         yield
         batches = [self.batches_for(member) for member in population.members]
         for index, _ in _distinct_children(population, matrix, batches):
@@ -92,10 +98,9 @@ class ResetBatchNormAfterMerges:
 def _distinct_children(
     population: Population, matrix: Tensor, batches: Sequence[Sequence[Any]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Index and row of each distinct child held here, to be repaired; the others then become copies.
+    """The index and row of each distinct local child, for the caller to repair; the others become copies of these.
 
-    Children that were merged alike and see the same batches are the same: one repair serves them all. A copy of
-    one member, itself or another, needs none.
+    Children with equal rows and the same batches are equal. A copy of one member needs no repair.
     """
     first: dict[tuple[int, tuple[float, ...]], int] = {}
     for index, member in enumerate(population.members):

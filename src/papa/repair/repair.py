@@ -1,11 +1,11 @@
-"""REPAIR: give an averaged network the activation statistics that the networks it is made of have."""
+"""REPAIR: give an averaged network the activation statistics of the networks that it is the average of."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,26 @@ from papa.group import Group, LocalGroup, gather_or_raise
 from papa.mixing import check_row, soup_row
 from papa.population import Population
 from papa.repair.batch_norm import reset_batch_norm_
+from papa.repair.consumers import feeds_activation, feeds_batch_norm
 from papa.repair.statistics import (
     ChannelStatistics,
-    Record,
+    all_layers,
     channel_axis,
-    feeds_batch_norm,
     layer_statistics,
     num_channels,
     repairable_layers,
-    run_watched,
+    run_with_hook,
 )
 
 TOLERANCE = 1e-6
-"""When `exact` statistics count as holding, relative to the goals."""
-MOST_ROUNDS = 100
-"""How often an exact repair tries one layer."""
-LAYERS = (_ConvNd, nn.Linear)
-"""The kinds of layers that REPAIR is about."""
+"""The relative difference to the goals at which an exact repair stops."""
+MAX_ROUNDS = 100
+"""The number of times an exact repair rescales one layer, at most."""
+
+Scope: TypeAlias = Literal["all", "activations"]
+"""The layers that are repaired: `all` convolutions and linear layers, or those that stand before `activations`: before
+an activation function, which is how the paper describes REPAIR, or before BatchNorm. The two are the same in networks
+such as VGG and ResNet. A transformer's attention projections and the last layers of its MLPs are in `all` only."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class RepairReport:
     repaired: tuple[str, ...]
     """Layers that get the goals' means and standard deviations."""
     before_batch_norm: tuple[str, ...]
-    """Layers without a bias that feed BatchNorm, which takes any mean out again: they get the standard deviations."""
+    """Layers without a bias that feed BatchNorm, which subtracts any mean: they get the standard deviations."""
     scaled_only: tuple[str, ...]
-    """Layers with neither a bias nor BatchNorm after them: they get the standard deviations, their means stay off."""
+    """Layers with neither a bias nor BatchNorm after them: they get the standard deviations, their means stay wrong."""
     left_alone: tuple[str, ...]
-    """The output layer, and layers that do not run or share their tensors."""
+    """The output layer, layers outside the scope, and layers that do not run or share their tensors."""
 
     def to_json(self) -> dict[str, list[str]]:
         """As plain values."""
@@ -71,17 +74,18 @@ def repair_(
     weights: Sequence[float] | Tensor | None = None,
     *,
     parent_batches: Sequence[Sequence[Any]] | None = None,
+    scope: Scope = "all",
     exact: bool = False,
 ) -> RepairReport:
-    """Give the weighted average of some networks the activation statistics it should have (REPAIR).
+    """Give the weighted average of some networks the activation statistics of these networks (REPAIR).
 
-    After averaging weights, activations collapse toward their means. For each channel of each convolution and linear
-    layer, the child's mean and standard deviation become the parents' weighted means of means and of deviations:
+    Averaging weights makes activations collapse toward their means. For each channel of each convolution and linear
+    layer, the child's mean and standard deviation become the weighted means of the parents' means and deviations:
 
         E[x] = sum_j w_j E[x_j],   std(x) = sum_j w_j std(x_j)
 
-    by rescaling the layer's own weight and bias. Nothing is added to the network. BatchNorm statistics are re-estimated
-    on the same batches afterwards. The output layer is left alone.
+    This rescales the layer's own weight and bias; nothing is added to the network. BatchNorm statistics are then
+    re-estimated on the same batches. The output layer is left alone.
 
     Example:
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
@@ -92,14 +96,16 @@ def repair_(
         ('0',)
 
     Args:
-        child: the average; changed in place, or left untouched when anything goes wrong.
-        parents: the networks it is the average of, unchanged; or a population, where all processes that hold members
-            must call this, each with its own child.
-        batches: inputs, or tuples whose first entry is the inputs; the same for all. Never test data.
+        child: the average; changed in place, or unchanged when an error is raised.
+        parents: the networks that it is the average of; or a population, in which case every process of its group must
+            call this, each with its own child.
+        batches: inputs, or tuples whose first entry is the inputs; the same for all networks. Never test data.
         weights: one per parent, summing to 1; equal when None.
-        parent_batches: what each parent held here sees instead, such as the same images under its own augmentation.
-        exact: go layer by layer until the statistics hold, two passes over the batches for each (more for a layer that
-            runs several times), instead of one in all.
+        parent_batches: one list of batches for each local parent, used instead of `batches` for the parents, such as
+            the same images under each parent's own augmentation.
+        scope: the layers that are repaired, see `Scope`.
+        exact: repair layer by layer until the statistics equal the goals. This takes two passes over the batches for
+            each layer (more for a layer that runs several times), instead of one pass for all.
 
     Returns:
         What was done to each layer.
@@ -115,19 +121,19 @@ def repair_(
     theirs = [batches] * len(parents) if parent_batches is None else parent_batches
     if len(theirs) != len(parents):
         raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")
-    here = list(zip(members, parents, theirs, strict=True))
-    moments = gather_or_raise(
+    local = list(zip(members, parents, theirs, strict=True))
+    statistics = gather_or_raise(
         group,
         lambda: [
-            layer_statistics(net, its, subject=f"parent {member}") if row[member] else {} for member, net, its in here
+            layer_statistics(net, its, subject=f"parent {member}") if row[member] else {} for member, net, its in local
         ],
     )
-    return repair_toward_(child, goals_of(moments, row), batches, exact=exact)
+    return repair_toward_(child, goals_of(statistics, row), batches, scope=scope, exact=exact)
 
 
-def goals_of(moments: Sequence[Mapping[str, ChannelStatistics]], weights: Tensor) -> dict[str, Goal]:
-    """The parents' weighted means of means and of standard deviations, layer by layer in the order they ran."""
-    used = [(parent, weight) for parent, weight in zip(moments, weights.tolist(), strict=True) if weight]
+def goals_of(statistics: Sequence[Mapping[str, ChannelStatistics]], weights: Tensor) -> dict[str, Goal]:
+    """The weighted means of the parents' means and standard deviations, by layer, in the order the layers ran."""
+    used = [(parent, weight) for parent, weight in zip(statistics, weights.tolist(), strict=True) if weight]
     first = used[0][0]
     for parent, _ in used:
         if parent.keys() != first.keys():
@@ -137,20 +143,18 @@ def goals_of(moments: Sequence[Mapping[str, ChannelStatistics]], weights: Tensor
 
 
 def _goal_of(name: str, parents: Sequence[tuple[ChannelStatistics, float]]) -> Goal:
-    sizes = sorted({len(moments.mean) for moments, _ in parents})
+    sizes = sorted({len(found.mean) for found, _ in parents})
     if len(sizes) > 1:
         raise DataError(f"layer '{name}' has {sizes[0]} channels in one parent and {sizes[-1]} in another")
-    num_uses = min(len(moments.uses) for moments, _ in parents)
+    num_uses = min(len(found.uses) for found, _ in parents)
     return Goal(
-        mean=sum((weight * moments.mean for moments, weight in parents), torch.zeros(())),
-        std=sum((weight * moments.std for moments, weight in parents), torch.zeros(())),
-        uses=tuple(
-            _goal_of(name, [(moments.uses[use], weight) for moments, weight in parents]) for use in range(num_uses)
-        ),
+        mean=sum((weight * found.mean for found, weight in parents), torch.zeros(())),
+        std=sum((weight * found.std for found, weight in parents), torch.zeros(())),
+        uses=tuple(_goal_of(name, [(found.uses[use], weight) for found, weight in parents]) for use in range(num_uses)),
     )
 
 
-def repair_plan(model: nn.Module, batches: Sequence[Any]) -> RepairReport:
+def repair_plan(model: nn.Module, batches: Sequence[Any], *, scope: Scope = "all") -> RepairReport:
     """What REPAIR would do to each layer of a network, without doing it.
 
     Example:
@@ -159,33 +163,41 @@ def repair_plan(model: nn.Module, batches: Sequence[Any]) -> RepairReport:
         ('0',)
     """
     layers, feeds = repairable_layers(model), feeds_batch_norm(model, batches)
-    # The layer that runs last gives the outputs; it may be one that shares its weights, as heads and embeddings do.
+    # The layer that runs last gives the outputs; it may share its weights with another, as heads and embeddings do.
     to_repair = [name for name in list(feeds)[:-1] if name in layers]
+    if scope == "activations":
+        activated = feeds_activation(model, batches)
+        to_repair = [name for name in to_repair if feeds[name] or name in activated]
     return RepairReport(
-        repaired=tuple(name for name in to_repair if has_bias(layers[name])),
-        before_batch_norm=tuple(name for name in to_repair if not has_bias(layers[name]) and feeds[name]),
-        scaled_only=tuple(name for name in to_repair if not has_bias(layers[name]) and not feeds[name]),
-        left_alone=tuple(
-            name for name, layer in model.named_modules() if isinstance(layer, LAYERS) and name not in to_repair
-        ),
+        repaired=tuple(name for name in to_repair if _has_bias(layers[name])),
+        before_batch_norm=tuple(name for name in to_repair if not _has_bias(layers[name]) and feeds[name]),
+        scaled_only=tuple(name for name in to_repair if not _has_bias(layers[name]) and not feeds[name]),
+        left_alone=tuple(name for name in all_layers(model) if name not in to_repair),
     )
 
 
 @torch.no_grad()
 def repair_toward_(
-    child: nn.Module, goals: Mapping[str, Goal], batches: Sequence[Any], *, exact: bool = False, restores: bool = True
+    child: nn.Module,
+    goals: Mapping[str, Goal],
+    batches: Sequence[Any],
+    *,
+    scope: Scope = "all",
+    exact: bool = False,
+    restores: bool = True,
 ) -> RepairReport:
-    """REPAIR with goals that are already known; see `repair_`.
+    """REPAIR with given goals; see `repair_`.
 
     Args:
         child: as for `repair_`.
-        goals: what each layer should have.
+        goals: by layer, from `goals_of`.
         batches: as for `repair_`.
+        scope: as for `repair_`.
         exact: as for `repair_`.
-        restores: keep a copy of the layers meanwhile, to leave the child untouched when anything goes wrong; a soup
-            that nobody has seen needs none.
+        restores: keep a copy of the layers meanwhile, to restore them when an error is raised. Not needed for a network
+            that is thrown away after an error.
     """
-    plan = repair_plan(child, batches)
+    plan = repair_plan(child, batches, scope=scope)
     layers = {name: layer for name, layer in repairable_layers(child).items() if name not in plan.left_alone}
     _check_goals(layers, goals)
     kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()} if restores else {}
@@ -194,7 +206,7 @@ def repair_toward_(
             for name in sorted(layers, key=list(goals).index):
                 _repair_exactly_(child, name, layers[name], goals[name], batches)
         else:
-            for name, found in _rescaled_moments(child, layers, goals, batches).items():
+            for name, found in _rescaled_statistics(child, layers, goals, batches).items():
                 _fuse_(layers[name], found, goals[name])
         reset_batch_norm_(child, batches)
     except BaseException:
@@ -215,55 +227,51 @@ def _check_goals(layers: Mapping[str, nn.Module], goals: Mapping[str, Goal]) -> 
 
 
 def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, batches: Sequence[Any]) -> None:
-    """Measure and rescale one layer until its statistics hold; a layer that runs once needs one round."""
-    for _ in range(MOST_ROUNDS):
-        record = Record()
-        run_watched(child, batches, record, {name: layer})
-        found = record.moments[name]
+    """Measure and rescale one layer until its statistics equal the goal; a layer that runs once needs one round."""
+    for _ in range(MAX_ROUNDS):
+        found = layer_statistics(child, batches, layers={name: layer})[name]
         scale, shift = _affine(layer, found, goal)
         if (scale - 1.0).abs().max() < TOLERANCE and (shift.abs() < TOLERANCE * (goal.std + goal.mean.abs())).all():
             return
         _fuse_(layer, found, goal)
 
 
-def _rescaled_moments(
+def _rescaled_statistics(
     child: nn.Module, layers: Mapping[str, nn.Module], goals: Mapping[str, Goal], batches: Sequence[Any]
 ) -> dict[str, ChannelStatistics]:
-    """The child's moments when each layer's output is brought to its goals, batch by batch, before it is passed on."""
+    """The child's statistics when each layer's output is rescaled to its goals, batch by batch, before the next layer."""
     found = {name: ChannelStatistics() for name in layers}
 
-    def watch(name: str, layer: nn.Module, output: Tensor, use: int) -> Tensor:
+    def rescale(name: str, layer: nn.Module, output: Tensor, use: int) -> Tensor:
         found[name].add(layer, output, use)
-        here = ChannelStatistics()
-        here.add(layer, output)
+        batch = ChannelStatistics()
+        batch.add(layer, output)
         uses = goals[name].uses
-        scale, shift = _affine(layer, here, uses[use] if use < len(uses) else goals[name])
+        scale, shift = _affine(layer, batch, uses[use] if use < len(uses) else goals[name])
         shape = [1] * output.dim()
         shape[channel_axis(layer, output)] = -1
         return output * scale.to(output.dtype).view(shape) + shift.to(output.dtype).view(shape)
 
-    run_watched(child, batches, watch, layers)
+    run_with_hook(child, batches, rescale, layers)
     return found
 
 
-def has_bias(layer: nn.Module) -> bool:
-    """Whether a layer can shift its output."""
+def _has_bias(layer: nn.Module) -> bool:
     return layer._parameters.get("bias") is not None
 
 
 def _affine(layer: nn.Module, found: ChannelStatistics, goal: Goal) -> tuple[Tensor, Tensor]:
-    """Scale and shift that bring what was found to the goal, as far as the layer can.
+    """The scale and shift from the found statistics to the goal; no shift for a layer without a bias to hold it.
 
-    A channel with no variance keeps scale 1. Where there is no bias to put it into there is no shift, so that what
-    comes after sees in the pass what it will see afterwards.
+    A channel without variance keeps scale 1.
     """
     scale = torch.where((found.std > 0) & (goal.std > 0), goal.std / found.std.clamp(min=1e-300), 1.0)
     shift = goal.mean - scale * found.mean
-    return scale, shift if has_bias(layer) else torch.zeros_like(shift)
+    return scale, shift if _has_bias(layer) else torch.zeros_like(shift)
 
 
 def _fuse_(layer: nn.Module, found: ChannelStatistics, goal: Goal) -> None:
-    """Put scale and shift into the layer's own weight and bias."""
+    """Multiply scale and shift into the layer's own weight and bias."""
     scale, shift = _affine(layer, found, goal)
     weight = layer.get_parameter("weight")
     if isinstance(layer, _ConvTransposeNd):
@@ -274,6 +282,6 @@ def _fuse_(layer: nn.Module, found: ChannelStatistics, goal: Goal) -> None:
     else:
         trailing = len(layer.kernel_size) if isinstance(layer, _ConvNd) else 0
         weight.mul_(scale.view(-1, 1, *[1] * trailing).to(weight.dtype))
-    if has_bias(layer):
+    if _has_bias(layer):
         bias = layer.get_parameter("bias")
         bias.copy_((scale * bias.double() + shift).to(bias.dtype))

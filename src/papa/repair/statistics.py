@@ -1,4 +1,4 @@
-"""Means and standard deviations of what a network's layers say, channel by channel, over some batches."""
+"""Means and standard deviations of the outputs of a network's layers, per channel, over some batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.nn.modules.conv import _ConvNd
 
 from papa.errors import DataError
 from papa.evaluation import evaluating
-from papa.inputs import each, inputs_of, num_examples, outputs_of
+from papa.inputs import inputs_of, num_examples, outputs_of
 
-Watch: TypeAlias = Callable[[str, nn.Module, Tensor, int], Tensor | None]
-"""Told of a layer's name, the layer, its output and how often it ran before on this batch; may return what is to be
-passed on instead."""
+OutputHook: TypeAlias = Callable[[str, nn.Module, Tensor, int], Tensor | None]
+"""Called with a layer's name, the layer, its output, and the number of times it ran before on this batch. May return a
+tensor that replaces the output."""
 
 
 @dataclass
 class ChannelStatistics:
-    """Running sums of a layer's output, per channel, in float64: over all uses of the layer, and each use apart."""
+    """Running sums of a layer's output, per channel, in float64: over all uses of the layer, and for each use."""
 
     count: int = 0
     total: Tensor | None = None
@@ -32,15 +32,15 @@ class ChannelStatistics:
     uses: list[ChannelStatistics] = field(default_factory=list)
 
     def add(self, layer: nn.Module, output: Tensor, use: int = 0) -> None:
-        """Count one more output, which the layer gave the `use`-th time it ran on a batch (from 0)."""
-        channels = channels_last(layer, output).reshape(-1, num_channels(layer)).double()
+        """Add one output of the layer, from its `use`-th run on a batch (from 0)."""
+        channels = output.movedim(channel_axis(layer, output), -1).reshape(-1, num_channels(layer)).double()
         total, squares = channels.sum(dim=0), channels.square().sum(dim=0)
         while len(self.uses) <= use:
             self.uses.append(ChannelStatistics())
-        for moments in (self, self.uses[use]):
-            moments.count += len(channels)
-            moments.total = total + (0.0 if moments.total is None else moments.total)
-            moments.squares = squares + (0.0 if moments.squares is None else moments.squares)
+        for statistics in (self, self.uses[use]):
+            statistics.count += len(channels)
+            statistics.total = total + (0.0 if statistics.total is None else statistics.total)
+            statistics.squares = squares + (0.0 if statistics.squares is None else statistics.squares)
 
     @property
     def mean(self) -> Tensor:
@@ -57,68 +57,53 @@ class ChannelStatistics:
         return torch.where(variance > 1e-12 * (self.squares / self.count), variance, 0.0).sqrt()
 
 
-@dataclass
-class Record:
-    """Which layers ran, in order, and their moments."""
-
-    moments: dict[str, ChannelStatistics] = field(default_factory=dict)
-
-    def __call__(self, name: str, layer: nn.Module, output: Tensor, use: int) -> None:
-        """Count a layer's output."""
-        self.moments.setdefault(name, ChannelStatistics()).add(layer, output, use)
-
-
 def all_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Convolutions (plain, transposed, of any dimension) and linear layers, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, (_ConvNd, nn.Linear))}
 
 
 def repairable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Those whose tensors are theirs alone."""
+    """The convolutions and linear layers that share their tensors with no other module, by name."""
     users = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     return {
         name: layer
         for name, layer in all_layers(model).items()
         if all(tensor is None or users[id(tensor)] == 1 for tensor in layer._parameters.values())
-        and "weight" in layer._parameters  # not so under a parametrization, which makes it from others
+        and "weight" in layer._parameters  # a parametrization computes it from other tensors
     }
 
 
 def num_channels(layer: nn.Module) -> int:
-    """How many output channels a layer has."""
+    """The number of output channels of a layer."""
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)  # type: ignore[arg-type]
 
 
 def channel_axis(layer: nn.Module, output: Tensor) -> int:
-    """Which axis of a layer's output its channels are on."""
+    """The axis of a layer's output that holds its channels."""
     if isinstance(layer, nn.Linear):
         return output.dim() - 1
     assert isinstance(layer, _ConvNd)
     return output.dim() - 1 - len(layer.kernel_size)
 
 
-def channels_last(layer: nn.Module, output: Tensor) -> Tensor:
-    """The output with its channels on the last axis."""
-    return output.movedim(channel_axis(layer, output), -1)
-
-
 @torch.no_grad()
-def run_watched(model: nn.Module, batches: Iterable[Any], watch: Watch, layers: Mapping[str, nn.Module]) -> None:
-    """Run batches through a network whose BatchNorm layers use batch statistics, telling `watch` of every layer.
+def run_with_hook(model: nn.Module, batches: Iterable[Any], hook: OutputHook, layers: Mapping[str, nn.Module]) -> None:
+    """Run batches through a network and call `hook` with every output of the layers.
 
-    All else is as in evaluation, and everything is left as found, BatchNorm's running statistics included.
+    BatchNorm layers normalise by the batch; everything else is in evaluation mode. The network's modes and BatchNorm's
+    running statistics are left as found.
     """
     num_batches = 0
     uses: Counter[str] = Counter()
 
-    def told(name: str, layer: nn.Module, output: Tensor) -> Tensor | None:
+    def on_output(name: str, layer: nn.Module, output: Tensor) -> Tensor | None:
         uses[name] += 1
-        return watch(name, layer, output, uses[name] - 1)
+        return hook(name, layer, output, uses[name] - 1)
 
-    with evaluating(model), batch_statistics(model), contextlib.ExitStack() as hooks:
+    with evaluating(model), batch_statistics(model), contextlib.ExitStack() as stack:
         for name, layer in layers.items():
-            hook = layer.register_forward_hook(lambda layer, _, output, name=name: told(name, layer, output))
-            hooks.callback(hook.remove)
+            handle = layer.register_forward_hook(lambda layer, _, output, name=name: on_output(name, layer, output))
+            stack.callback(handle.remove)
         for batch in batches:
             inputs = inputs_of(batch)
             if num_examples(inputs):
@@ -131,7 +116,7 @@ def run_watched(model: nn.Module, batches: Iterable[Any], watch: Watch, layers: 
 
 @contextlib.contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Let BatchNorm layers normalise by the batch for the block, without touching their running statistics."""
+    """Make BatchNorm layers normalise by the batch, without changing their running statistics."""
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     found = [(layer.training, layer.track_running_stats, dict(layer._buffers)) for layer in layers]
     try:
@@ -146,42 +131,30 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def layer_statistics(
-    model: nn.Module, batches: Iterable[Any], *, subject: str = "the network"
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    layers: Mapping[str, nn.Module] | None = None,
+    subject: str = "the network",
 ) -> dict[str, ChannelStatistics]:
-    """The moments of every convolution and linear layer over the batches, in the order the layers first ran.
+    """The statistics of layers over the batches, in the order in which the layers first run.
 
-    Layers that do not run are left out. A layer that says something not finite is a `DataError`.
+    Args:
+        model: the network.
+        batches: inputs, or tuples whose first entry is the inputs.
+        layers: by name; None for `repairable_layers`. Layers that do not run are left out.
+        subject: the network's name in an error.
+
+    Raises:
+        DataError: when an output is not finite, or there is no batch.
     """
-    record = Record()
-    run_watched(model, batches, record, repairable_layers(model))
-    for name, moments in record.moments.items():
-        if not (torch.isfinite(moments.mean).all() and torch.isfinite(moments.std).all()):
-            raise DataError(f"{subject} has activations that are not finite at '{name}': it cannot be a parent")
-    return record.moments
+    found: dict[str, ChannelStatistics] = {}
 
+    def on_output(name: str, layer: nn.Module, output: Tensor, use: int) -> None:
+        found.setdefault(name, ChannelStatistics()).add(layer, output, use)
 
-def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool]:
-    """The convolutions and linear layers that run, in order, and whether their output goes straight into BatchNorm.
-
-    Looked up on two examples. A layer that runs several times feeds BatchNorm only if it does so every time.
-    """
-    waiting: dict[int, tuple[str, Tensor]] = {}  # holds on to the outputs, or another could get the same id
-    num_runs: Counter[str] = Counter()
-    num_fed: Counter[str] = Counter()
-
-    def note(name: str, layer: nn.Module, output: Tensor, use: int) -> None:
-        num_runs[name] += 1
-        waiting[id(output)] = (name, output)
-
-    def take(inputs: tuple[Any, ...]) -> None:
-        name, _ = waiting.pop(id(inputs[0]) if inputs else 0, ("", None))
-        num_fed[name] += 1
-
-    filled = (inputs for batch in batches if num_examples(inputs := inputs_of(batch)))
-    first = next((each(inputs, lambda part: part[:2]) for inputs in filled), None)
-    with contextlib.ExitStack() as hooks:
-        for layer in model.modules():
-            if isinstance(layer, _BatchNorm):
-                hooks.callback(layer.register_forward_pre_hook(lambda _, inputs: take(inputs)).remove)
-        run_watched(model, [] if first is None else [first], note, all_layers(model))
-    return {name: num_fed[name] == runs for name, runs in num_runs.items()}
+    run_with_hook(model, batches, on_output, repairable_layers(model) if layers is None else layers)
+    for name, statistics in found.items():
+        if not (torch.isfinite(statistics.mean).all() and torch.isfinite(statistics.std).all()):
+            raise DataError(f"{subject} has activations that are not finite at '{name}', expected finite ones")
+    return found

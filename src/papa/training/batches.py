@@ -44,7 +44,7 @@ class Batches:
     def _augment_of(self, augment: object, member: int) -> Augment:
         if augment is None:
             return lambda inputs, targets, generator: (self.prepare(inputs), targets)
-        return augment if callable(augment) else augment[member]  # type: ignore[index, no-any-return]
+        return augment if callable(augment) else augment[member]  # type: ignore[index]
 
     def training_batch(self, index: int, step: int) -> Batch:
         """The batch of the local member of this index in a step."""

@@ -15,7 +15,7 @@ from papa.population import Population
 from papa.repair import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
 from papa.rules import AveragingContext, Rule
 from papa.training.loop import Training
-from papa.training.options import Repair
+from papa.training.options import AveragingOptions
 
 
 def merge_hooks_for(training: Training, rule: Rule) -> list[MergeHook]:
@@ -32,21 +32,23 @@ def merge_hooks_for(training: Training, rule: Rule) -> list[MergeHook]:
         )
     if options.repair is not None and options.repair.num_batches and rule.is_merge:
         batches = training.batches
-        hooks.append(repair_hook(training.population[0], options.repair, batches.repair_batches, batches.plain_repair))
+        hooks.append(repair_hook(training.population[0], options, batches.repair_batches, batches.plain_repair))
     return hooks
 
 
 def repair_hook(
-    model: nn.Module, repair: Repair, own_batches: BatchesFor, plain_batches: Callable[[], Sequence[Tensor]]
+    model: nn.Module, options: AveragingOptions, own_batches: BatchesFor, plain_batches: Callable[[], Sequence[Tensor]]
 ) -> MergeHook:
     """A hook that repairs members after a merge.
 
     Args:
         model: one of the members.
-        repair: how to repair.
+        options: how to repair, in `options.repair`.
         own_batches: from a member to its batches under its own augmentation.
         plain_batches: the batches without augmentation.
     """
+    repair = options.repair
+    assert repair is not None
     resets_batch_norm = repair.scope == "batch-norm"
     if resets_batch_norm and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         raise ConfigError(
@@ -61,6 +63,6 @@ def repair_hook(
             batches_for = lambda member: shared  # noqa: E731
         if resets_batch_norm:
             return ResetBatchNormAfterMerges(batches_for)(population, matrix, context)
-        return RepairMerges(batches_for, scope=repair.layers)(population, matrix, context)
+        return RepairMerges(batches_for, scope=options.repaired_layers)(population, matrix, context)
 
     return hook

@@ -76,11 +76,6 @@ class Repair:
     (`activations`, see `papa.repair.Scope`); or none, and only BatchNorm is re-estimated (`batch-norm`), which gives
     the same function if BatchNorm follows every layer."""
 
-    @property
-    def layers(self) -> Scope:
-        """The scope of a REPAIR that rescales layers, such as that of independent members' soups."""
-        return "activations" if self.scope == "activations" else "all"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Align:
@@ -108,6 +103,11 @@ class AveragingOptions:
     """What to do with a member whose weights, or loss for three steps, are not finite; see `Averager`."""
     measure: bool = True
     """Record distances to the mean at every averaging."""
+
+    @property
+    def repaired_layers(self) -> Scope:
+        """The scope of a REPAIR that rescales layers, such as that of independent members' soups."""
+        return "activations" if self.repair is not None and self.repair.scope == "activations" else "all"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
+def poison_and_average(group: Group, policy: str) -> dict[str, Any]:
     """Two members become sick one after the other, on different ranks."""
     population = Population([make_member(member) for member in group.share(SIZE)], group)
     averager = Averager(population, Push(alpha=0.9, every_steps=1), on_nonfinite=policy)
@@ -190,7 +190,7 @@ class PoisonLast(Callback):
                 next(training.population[len(training.population) - 1].parameters()).fill_(float("nan"))
 
 
-def train_with_a_sick_member(group: Group, policy: str) -> dict[str, Any]:
+def train_with_a_nonfinite_member(group: Group, policy: str) -> dict[str, Any]:
     """A small training whose last member falls sick; what everyone sees of it."""
     torch.set_num_threads(1)
     training = small_training(group=group, on_nonfinite=policy)

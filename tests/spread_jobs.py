@@ -316,7 +316,9 @@ def named_errors() -> dict[str, str]:
         return message_of(lambda: Averager(Population([nn.Linear(3, 2)], world), rule, **options))
 
     def push_at(lr_ratio: float, sick: str | None, delay: int) -> str:
-        averager = Averager(Population([nn.Linear(3, 2)], world), Push(every_steps=3, delay=delay), on_nonfinite=sick)
+        averager = Averager(
+            Population([nn.Linear(3, 2)], world), Push(alpha=0.99, every_steps=3, delay=delay), on_nonfinite=sick
+        )
         averager.step(lr_ratio), averager.step(lr_ratio)
         return message_of(lambda: averager.step(lr_ratio))
 
@@ -328,8 +330,8 @@ def named_errors() -> dict[str, str]:
             lambda: Population([nn.Linear(3, 2)], DistributedGroup(exchange="fast" if rank else "exact"))
         ),
         "alpha": disagree_on(Push(alpha=0.9 - 0.1 * rank)),
-        "cadence": disagree_on(Push(every_steps=10 + rank)),
-        "steps": disagree_on(Push(), num_steps=100 + rank),
+        "cadence": disagree_on(Push(alpha=0.99, every_steps=10 + rank)),
+        "steps": disagree_on(Push(alpha=0.99), num_steps=100 + rank),
         **{
             f"learning rate, {sick}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), sick, delay)
             for sick, delay in (("restart", 0), ("restart", 2), (None, 0))

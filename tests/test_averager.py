@@ -37,7 +37,7 @@ def ratios_along(
     population = Population(make_networks("linear", 2))
     optimizers = [sgd(network) for network in population]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
-    averager = Averager(population, Mix(note), optimizers)
+    averager = Averager(population, Mix(note, every_steps=1), optimizers)
     for step in range(num_steps if lrs is None else len(lrs)):
         for optimizer in optimizers:
             optimizer.step()
@@ -144,7 +144,7 @@ class TestLearningRateRatio:
     def test_a_learning_rate_of_zero_from_the_start_pushes_nothing(self) -> None:
         population = Population(make_networks("linear", 2))
         optimizers = [sgd(network, lr=0.0) for network in population]
-        assert Averager(population, Push(every_steps=1), optimizers).step().alpha == 1.0
+        assert Averager(population, Push(alpha=0.99, every_steps=1), optimizers).step().alpha == 1.0
 
     def test_group_zero_counts(self) -> None:
         population = Population(make_networks("linear", 1))
@@ -183,7 +183,7 @@ class TestLearningRateRatio:
     def test_different_ratios_are_refused(self) -> None:
         population = Population(make_networks("linear", 2))
         optimizers = [sgd(network) for network in population]
-        averager = Averager(population, Push(every_steps=1), optimizers)
+        averager = Averager(population, Push(alpha=0.99, every_steps=1), optimizers)
         optimizers[1].param_groups[0]["lr"] = 0.05
         message = (
             r"optimizer 1 is at 0.5 of its initial learning rate, optimizer 0 at 1: a push needs one ratio for all, "
@@ -193,7 +193,7 @@ class TestLearningRateRatio:
             averager.step()
 
     def test_a_ratio_that_is_no_number_is_refused(self) -> None:
-        averager = Averager(Population(make_networks("linear", 2)), Push(every_steps=1))
+        averager = Averager(Population(make_networks("linear", 2)), Push(alpha=0.99, every_steps=1))
         with pytest.raises(MixingError, match="lr_ratio is NaN, expected a number from 0 to 1"):
             averager.step(lr_ratio=math.nan)
 
@@ -223,14 +223,14 @@ class TestSteps:
             assert_same_bits(snapshot(network), state)
 
     def test_the_last_step_pushes_but_does_not_merge(self) -> None:
-        for rule, expected in ((Push(every_steps=2), [2, 4]), (MergeAll(every_steps=2), [2])):
+        for rule, expected in ((Push(alpha=0.99, every_steps=2), [2, 4]), (MergeAll(every_steps=2), [2])):
             averager = Averager(Population(make_networks("linear", 2)), rule, num_steps=4)
             records = [averager.step() for _ in range(4)]
             assert [record.step for record in records if record] == expected
 
     def test_a_negative_number_of_steps_is_refused(self) -> None:
         with pytest.raises(MixingError, match="num_steps is -1, expected the number of steps of the whole training"):
-            Averager(Population(make_networks("linear", 2)), Push(), num_steps=-1)
+            Averager(Population(make_networks("linear", 2)), Push(alpha=0.99), num_steps=-1)
 
     def test_a_window_is_obeyed(self) -> None:
         averager = Averager(Population(make_networks("linear", 2)), MergeAll(every_steps=2, start=4, stop=8))
@@ -363,16 +363,16 @@ class TestState:
 
     def test_the_state_is_a_copy(self) -> None:
         population = Population(make_networks("linear", 2))
-        averager = Averager(population, Push(), [sgd(network) for network in population])
+        averager = Averager(population, Push(alpha=0.99), [sgd(network) for network in population])
         state = averager.state_dict()
         averager.step()
         assert state == {"num_steps_taken": 0, "num_averagings": 0, "highest_lrs": [0.1, 0.1]}
 
     def test_the_state_of_other_optimizers_is_refused(self) -> None:
         population = Population(make_networks("linear", 2))
-        state = Averager(population, Push(), [sgd(network) for network in population]).state_dict()
+        state = Averager(population, Push(alpha=0.99), [sgd(network) for network in population]).state_dict()
         with pytest.raises(MixingError, match="the state is of 2 optimizers, this averager has 0"):
-            Averager(population, Push()).load_state_dict(state)
+            Averager(population, Push(alpha=0.99)).load_state_dict(state)
 
 
 def test_a_state_from_before_a_member_was_dropped_brings_it_back() -> None:
@@ -390,23 +390,23 @@ def test_optimizers_of_other_networks_are_refused() -> None:
     nets = make_networks("linear", 2)
     optimizers = [optim.SGD(net.parameters(), lr=0.1) for net in nets]
     Averager(Population(nets), Push(alpha=0.9), optimizers)
-    with pytest.raises(MixingError, match="optimizer 0 trains no parameter of any member held here"):
+    with pytest.raises(MixingError, match="optimizer 0 trains no parameter of any local member"):
         Averager(Population(copy.deepcopy(nets)), Push(alpha=0.9), optimizers)
 
 
-def test_a_first_group_that_is_never_trained_is_told() -> None:
+def test_a_first_group_that_is_never_trained_is_reported() -> None:
     nets = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)]
     optimizers = [
         optim.SGD([{"params": net[0].parameters(), "lr": 0.0}, {"params": net[1].parameters(), "lr": 0.1}])
         for net in nets
     ]
     averager = Averager(Population(nets), Push(alpha=0.9, every_steps=1), optimizers)
-    with pytest.warns(UserWarning, match="has a learning rate of 0 and scales pushes to nothing"):
+    with pytest.warns(UserWarning, match="has a learning rate of 0, which scales pushes to nothing"):
         averager.step()
     assert averager.step(lr_ratio=1.0).alpha == 0.9  # type: ignore[union-attr]
 
 
-def test_pushes_that_the_schedule_scales_to_nothing_are_told_once() -> None:
+def test_pushes_that_the_schedule_scales_to_nothing_are_reported_once() -> None:
     population = Population(make_networks("linear", 2))
     optimizers = [optim.Adam(net.parameters(), lr=1.0) for net in population]
     for optimizer in optimizers:
@@ -414,7 +414,7 @@ def test_pushes_that_the_schedule_scales_to_nothing_are_told_once() -> None:
     averager = Averager(population, Push(alpha=0.5, every_steps=1), optimizers)
     for _ in range(19):
         averager.step()
-    with pytest.warns(UserWarning, match=r"the first 20 pushes were scaled down to 0.001 or so"):
+    with pytest.warns(UserWarning, match=r"the first 20 pushes were scaled down to about 0.001"):
         averager.step()
     averager.step()
 
@@ -430,7 +430,7 @@ def test_rates_that_begin_low_or_end_low_are_no_reason_to_warn() -> None:
         averager.step()
 
 
-def test_training_that_goes_on_after_its_end_is_told() -> None:
+def test_training_that_goes_on_after_its_end_is_reported() -> None:
     averager = Averager(Population(make_networks("linear", 2)), MergeAll(every_steps=2), num_steps=4)
     assert [averager.step() is not None for _ in range(4)] == [False, True, False, False]
     with pytest.warns(UserWarning, match="training goes on after num_steps = 4"):

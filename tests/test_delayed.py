@@ -126,7 +126,7 @@ def test_an_averager_that_was_stopped_goes_on_to_the_same_bits(stop_at: int) -> 
 
 
 def test_a_push_that_would_land_after_the_end_is_not_begun() -> None:
-    rule = Push(every_steps=10, delay=4)
+    rule = Push(alpha=0.99, every_steps=10, delay=4)
     assert rule.is_due(20)
     assert rule.is_due(20, num_steps=24)
     assert not rule.is_due(20, num_steps=23)
@@ -134,18 +134,18 @@ def test_a_push_that_would_land_after_the_end_is_not_begun() -> None:
 
 def test_bad_delays_are_refused() -> None:
     with pytest.raises(MixingError, match=r"delay=10, expected less than every_steps \(10\)"):
-        Push(every_steps=10, delay=10)
+        Push(alpha=0.99, every_steps=10, delay=10)
     with pytest.raises(MixingError, match="delay=3, expected an even number of steps"):
-        Push(every_steps=10, delay=3)
+        Push(alpha=0.99, every_steps=10, delay=3)
     with pytest.raises(MixingError, match="delay is -2, expected a whole number"):
-        Push(every_steps=10, delay=-2)
+        Push(alpha=0.99, every_steps=10, delay=-2)
     population = Population([nn.Linear(2, 2) for _ in range(2)])
-    with pytest.raises(MixingError, match="cannot have something around it"):
-        Averager(population, Push(every_steps=4, delay=2), merge_hooks=lambda *_: torch.no_grad())  # type: ignore[arg-type]
+    with pytest.raises(MixingError, match="cannot have merge hooks"):
+        Averager(population, Push(alpha=0.99, every_steps=4, delay=2), merge_hooks=lambda *_: torch.no_grad())  # type: ignore[arg-type]
     assert Averager(population, MergeAll(every_steps=1), merge_hooks=lambda *_: torch.no_grad()) is not None  # type: ignore[arg-type]
 
 
-def test_a_member_found_sick_when_a_push_begins_is_told_at_once_and_survives_a_resume() -> None:
+def test_a_member_found_non_finite_when_a_push_starts_is_reported_at_once_and_survives_a_resume() -> None:
     population = Population(make_networks("linear", 3))
     rule = Push(alpha=0.75, every_steps=4, delay=2)
     averager = Averager(population, rule, on_nonfinite="drop")
@@ -163,7 +163,7 @@ def test_a_member_found_sick_when_a_push_begins_is_told_at_once_and_survives_a_r
     assert log is not None
     assert [(found.step, found.member) for found in log.nonfinite] == [(4, 1)]
     assert population.dropped == {1}
-    assert "sick_at_begin" not in averager.state_dict()
+    assert "nonfinite_at_start" not in averager.state_dict()
 
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
@@ -192,12 +192,12 @@ def test_a_training_saved_right_after_keeps_it_too(policy: str) -> None:
         assert_same_bits(snapshot(one), snapshot(other))
 
 
-def test_another_memory_order_while_a_push_is_under_way_is_told() -> None:
+def test_another_memory_order_during_a_delayed_push_is_reported() -> None:
     nets = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)) for _ in range(2)]
     averager = Averager(Population(nets), Push(alpha=0.5, every_steps=4, delay=2))
     for _ in range(5):
         averager.step()
     for net in nets:
         net.to(memory_format=torch.channels_last)
-    with pytest.raises(MemberError, match="brought into another memory order while a push was under way"):
+    with pytest.raises(MemberError, match="converted to another memory order during a delayed push"):
         averager.step()

@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from group_jobs import sicken_and_average, train_with_a_sick_member
+from group_jobs import poison_and_average, train_with_a_nonfinite_member
 from helpers import assert_close, assert_same_bits, make_networks, make_training, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
 from papa.errors import MemberError
 from papa.evaluation import Evaluation
 from papa.group import LocalGroup, start_workers
 from papa.product import is_finite
-from papa.training import Callback, Training, finalize
-from papa.training.loop import Numerics
+from papa.training import Callback, Numerics, Training, finalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:member .* its optimizer was not given:UserWarning")
 BAD = [math.nan, math.inf, -math.inf]
@@ -32,7 +31,7 @@ def poisoned(member: int, value: float, *, size: int = 4, buffers: bool = False)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.parametrize("buffers", [True, False])
-def test_a_sick_member_restarts_from_the_mean_of_the_healthy(value: float, measure: bool, buffers: bool) -> None:
+def test_a_non_finite_member_restarts_from_the_mean_of_the_healthy(value: float, measure: bool, buffers: bool) -> None:
     population = poisoned(2, value, buffers=buffers)
     healthy = [snapshot(population[member]) for member in (0, 1, 3)]
     averager = Averager(population, Push(alpha=0.5, every_steps=1), measure=measure)
@@ -55,7 +54,7 @@ def test_a_sick_member_restarts_from_the_mean_of_the_healthy(value: float, measu
 def test_looking_changes_no_bit_of_the_healthy() -> None:
     population = poisoned(1, math.nan)
     before = {member: snapshot(population[member]) for member in (0, 2, 3)}
-    averager = Averager(population, Push(every_steps=100))
+    averager = Averager(population, Push(alpha=0.99, every_steps=100))
     assert [found.member for found in averager.check_health()] == [1]
     for member, state in before.items():
         assert_same_bits(snapshot(population[member]), state)
@@ -92,11 +91,11 @@ def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
 
 def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name_it() -> None:
     population = poisoned(3, math.inf)
-    with pytest.raises(MemberError, match=r"a member is sick at step 1 \(member 3: its weights are not finite\)"):
+    with pytest.raises(MemberError, match=r"a member is non-finite at step 1 \(member 3: its weights are not finite\)"):
         Averager(population, MergeAll(every_steps=1), on_nonfinite="stop").step()
-    with pytest.raises(MemberError, match="all members are sick"):
+    with pytest.raises(MemberError, match="all members are non-finite"):
         Averager(poisoned(0, math.nan, size=1), MergeAll(every_steps=1)).step()
-    with pytest.raises(MemberError, match="there is no policy restrat for sick members: did you mean restart"):
+    with pytest.raises(MemberError, match="on_nonfinite is 'restrat': did you mean restart"):
         Averager(population, MergeAll(every_steps=1), on_nonfinite="restrat")
 
 
@@ -120,7 +119,7 @@ def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -
     assert torch.equal(optimizers[0].state[population[0].weight]["momentum_buffer"], momentum)
 
 
-def test_a_restarted_member_whose_optimizer_nobody_knows_is_told() -> None:
+def test_a_restarted_member_whose_optimizer_is_unknown_is_reported() -> None:
     population = poisoned(1, math.nan)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
     averager = Averager(population, MergeAll(every_steps=1), [optimizers[0], *optimizers[2:]])
@@ -137,7 +136,7 @@ def test_what_is_not_averaged_comes_from_a_healthy_member() -> None:
     assert torch.equal(population[0].bias, population[1].bias)
 
 
-def test_numbers_too_large_to_add_up_are_not_sick() -> None:
+def test_numbers_too_large_to_add_up_are_finite() -> None:
     row = torch.full((64,), 3e38)
     assert is_finite(row)
     assert not is_finite(torch.cat([row, torch.tensor([math.nan])]))
@@ -145,9 +144,9 @@ def test_numbers_too_large_to_add_up_are_not_sick() -> None:
 
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
-def test_two_ranks_agree_on_who_is_sick_and_end_with_the_bits_of_one(policy: str) -> None:
-    alone = sicken_and_average(LocalGroup(), policy)
-    together = start_workers(sicken_and_average, 2, 5, policy)
+def test_two_ranks_agree_on_who_is_non_finite_and_end_with_the_bits_of_one(policy: str) -> None:
+    alone = poison_and_average(LocalGroup(), policy)
+    together = start_workers(poison_and_average, 2, 5, policy)
     assert alone["nonfinite"] == together["nonfinite"]
     assert [found.member for found in alone["nonfinite"]] == [3, 0]
     for first, second in zip(alone["states"], together["states"], strict=True):
@@ -155,9 +154,9 @@ def test_two_ranks_agree_on_who_is_sick_and_end_with_the_bits_of_one(policy: str
 
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
-def test_a_whole_training_over_two_ranks_survives_a_sick_member_as_one_process_does(policy: str) -> None:
-    alone = train_with_a_sick_member(LocalGroup(), policy)
-    together = start_workers(train_with_a_sick_member, 2, 3, policy)
+def test_a_whole_training_over_two_ranks_survives_a_non_finite_member_as_one_process_does(policy: str) -> None:
+    alone = train_with_a_nonfinite_member(LocalGroup(), policy)
+    together = start_workers(train_with_a_nonfinite_member, 2, 3, policy)
     assert [event["member"] for event in alone["nonfinite"]] == [2]
     assert {**alone, "states": None} == {**together, "states": None}
     for first, second in zip(alone["states"], together["states"], strict=True):
@@ -242,7 +241,7 @@ def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member
     assert math.isnan(outcome.validation.members[member].score) == (policy == "drop")
 
 
-def test_a_loss_that_stays_not_finite_is_sick_and_one_bad_loss_is_not() -> None:
+def test_a_loss_that_stays_not_finite_is_unhealthy_and_one_bad_loss_is_not() -> None:
     calls = {"count": 0, "bad": 0}
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from papa.population import Population
 from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
 
 
-def weights_of_the_moment(context: AveragingContext) -> Tensor:
+def weights_of_the_step(context: AveragingContext) -> Tensor:
     return random_stochastic(context.size, seed=context.step)
 
 
@@ -37,9 +37,9 @@ def candidate_losses(rows: Tensor, candidates: range) -> list[float]:
     return [1.0 + candidate % 7 for candidate in candidates]
 
 
-RULES = {
+MAKERS = {
     "Independent": lambda size, **cadence: Independent(**cadence),
-    "Push": lambda size, **cadence: Push(**cadence),
+    "Push": lambda size, **cadence: Push(alpha=0.99, **cadence),
     "Push by half-life": lambda size, **cadence: Push(half_life=50, **cadence),
     "Push unscaled": lambda size, **cadence: Push(alpha=0.5, scale_by_lr=False, **cadence),
     "MergeAll": lambda size, **cadence: MergeAll(**cadence),
@@ -49,12 +49,16 @@ RULES = {
     "MergeMany 75": lambda size, **cadence: MergeMany(share=0.75, **cadence),
     "Mix by a matrix": lambda size, **cadence: Mix(random_stochastic(size, seed=0), **cadence),
     "Mix by lists": lambda size, **cadence: Mix(random_stochastic(size, seed=0).tolist(), **cadence),
-    "Mix by a function": lambda size, **cadence: Mix(weights_of_the_moment, **cadence),
+    "Mix by a function": lambda size, **cadence: Mix(weights_of_the_step, **cadence),
     "MergeGreedy": lambda size, **cadence: MergeGreedy(best_of_all, **cadence),
     "MergeTournament": lambda size, **cadence: MergeTournament(
         functools.partial(ordered_losses, size), seed=3, **cadence
     ),
     "MergeElite": lambda size, **cadence: MergeElite(candidate_losses, seed=3, **cadence),
+}
+RULES = {
+    name: functools.partial(lambda make, size, **cadence: make(size, **{"every_steps": 1, **cadence}), make)
+    for name, make in MAKERS.items()
 }
 PUSHES = {name for name in RULES if name.startswith("Push")}
 
@@ -111,7 +115,7 @@ class TestEveryRule:
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(rule, field.name, 7)
 
-    def test_is_a_function_of_the_moment(self, name: str) -> None:
+    def test_is_a_function_of_the_context(self, name: str) -> None:
         rule = RULES[name](5)
         for step in (3, 8):
             first = rule.matrix(context(step))
@@ -131,7 +135,7 @@ class TestEveryRule:
         with pytest.raises(MixingError, match=message):
             RULES[name](5, every_steps=value)
 
-    def test_refuses_a_window_that_makes_no_sense(self, name: str) -> None:
+    def test_refuses_an_invalid_window(self, name: str) -> None:
         with pytest.raises(MixingError, match="start is -1, expected a whole number of steps, at least 0"):
             RULES[name](5, start=-1)
         with pytest.raises(MixingError, match="stop is 3, expected a whole number of steps, at least 4"):
@@ -140,14 +144,20 @@ class TestEveryRule:
             RULES[name](5, start=4, stop=9.5)
 
 
+@pytest.mark.parametrize("rule", [MergeAll, MergePairs, MergeMany])
+def test_merges_need_a_cadence(rule: type[Rule]) -> None:
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'every_steps'"):
+        rule()  # type: ignore[call-arg]
+
+
 def test_every_rule_class_is_in_the_common_suite() -> None:
     tested = {type(make(2)) for make in RULES.values()}
     assert tested == set(Rule.__subclasses__())
 
 
 class TestPush:
-    def test_its_defaults_are_the_papers(self) -> None:
-        assert (Push().effective_alpha, Push().every_steps, Push().scale_by_lr) == (0.99, 10, True)
+    def test_its_cadence_and_scaling_are_the_papers(self) -> None:
+        assert (Push(alpha=0.99).every_steps, Push(alpha=0.99).scale_by_lr) == (10, True)
 
     def test_its_matrix_is_the_equation(self) -> None:
         kept = 1 - (1 - 0.9) * 0.5
@@ -188,15 +198,17 @@ class TestPush:
         with pytest.raises(MixingError, match=f"Push got half_life={half_life}, expected a positive number of steps"):
             Push(half_life=half_life)
 
-    def test_it_refuses_two_strengths(self) -> None:
-        with pytest.raises(MixingError, match=r"Push got alpha=0.9 and half_life=100: give one of the two"):
+    def test_it_needs_exactly_one_strength(self) -> None:
+        with pytest.raises(MixingError, match=r"Push got alpha=0.9 and half_life=100, expected one of the two"):
             Push(alpha=0.9, half_life=100)
+        with pytest.raises(MixingError, match=r"Push got alpha=None and half_life=None, expected one of the two"):
+            Push()
 
 
 class TestMergePairs:
     @pytest.mark.parametrize(("share", "num_outcomes"), [(0.5, 6), (0.75, 12)])
     def test_pairs_are_uniform_over_steps(self, share: float, num_outcomes: int) -> None:
-        rule = MergePairs(share=share, seed=11)
+        rule = MergePairs(share=share, seed=11, every_steps=1)
         for child in range(4):
             rows = [tuple(rule.matrix(context(step, size=4))[child].tolist()) for step in range(600)]
             counts = collections.Counter(rows)
@@ -204,7 +216,9 @@ class TestMergePairs:
             assert scipy.stats.chisquare(list(counts.values())).pvalue > 0.01
 
     def test_pairs_are_drawn_afresh_at_each_step_and_for_each_seed(self) -> None:
-        drawn = [MergePairs(seed=seed).matrix(context(step, size=8)) for seed in (0, 1) for step in (5, 10)]
+        drawn = [
+            MergePairs(seed=seed, every_steps=1).matrix(context(step, size=8)) for seed in (0, 1) for step in (5, 10)
+        ]
         assert all(not torch.equal(one, other) for i, one in enumerate(drawn) for other in drawn[:i])
 
     def test_two_members_always_become_their_mean(self) -> None:
@@ -215,18 +229,18 @@ class TestMergePairs:
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
 def test_shares_lie_in_the_unit_interval(rule: type[Rule], share: float) -> None:
     with pytest.raises(MixingError, match=f"share is {share}, expected a number from 0 to 1"):
-        rule(share=share)
+        rule(share=share, every_steps=1)
 
 
 class TestMix:
-    def test_a_function_sees_the_moment(self) -> None:
+    def test_a_function_is_given_the_context(self) -> None:
         seen = []
 
         def weights(now: AveragingContext) -> Tensor:
             seen.append(now)
             return mixing.identity(now.size)
 
-        Mix(weights).matrix(context(step=7, size=3, lr_ratio=0.25))
+        Mix(weights, every_steps=1).matrix(context(step=7, size=3, lr_ratio=0.25))
         assert seen == [AveragingContext(step=7, size=3, lr_ratio=0.25)]
 
     @pytest.mark.parametrize(
@@ -240,9 +254,9 @@ class TestMix:
     )
     def test_it_refuses_weights_that_cannot_mix(self, weights: object, message: str) -> None:
         with pytest.raises(MixingError, match=message):
-            Mix(weights).check_size(2)
+            Mix(weights, every_steps=1).check(2, [torch.float32])
         with pytest.raises(MixingError, match=message):
-            Mix(lambda _: weights).matrix(context(size=2))
+            Mix(lambda _: weights, every_steps=1).matrix(context(size=2))
 
     def test_a_fixed_matrix_is_looked_at_before_training(self) -> None:
         with pytest.raises(MixingError, match="row 0 of the mixing matrix sums to 2"):
@@ -254,33 +268,33 @@ class TestMix:
             (torch.zeros(0, 0), r"\(0, 0\)"),
         ):
             with pytest.raises(MixingError, match=f"has shape {shape}, expected a function, or as many rows as col"):
-                Mix(weights)
+                Mix(weights, every_steps=1)
         with pytest.raises(MixingError, match=r"cannot be read .*, expected a function, or as many rows as columns"):
-            Mix("papa")
+            Mix("papa", every_steps=1)
         with pytest.raises(MixingError, match=r"has shape \(2, 2\), expected \(3, 3\)"):
             Averager(Population(make_networks("linear", 3)), Mix([[0.5, 0.5], [0.0, 1.0]], every_steps=1000))
 
 
 def test_a_fixed_matrix_may_be_sparse_and_made_under_any_default_device() -> None:
-    assert torch.equal(Mix(torch.eye(2).to_sparse()).matrix(context(size=2)), mixing.identity(2))
+    assert torch.equal(Mix(torch.eye(2).to_sparse(), every_steps=1).matrix(context(size=2)), mixing.identity(2))
     with torch.device("meta"):
-        Mix([[0.5, 0.5], [0.5, 0.5]])
+        Mix([[0.5, 0.5], [0.5, 0.5]], every_steps=1)
 
 
 def test_a_rule_without_a_matrix_says_so() -> None:
-    with pytest.raises(TypeError, match="Rule has no `matrix` method: a rule must say which matrix it wants"):
-        Rule().matrix(context())
+    with pytest.raises(TypeError, match="Rule has no `matrix` method: a rule must return its mixing matrix"):
+        Rule(every_steps=1).matrix(context())
 
 
 def test_a_rule_knows_when_it_was_due_before() -> None:
-    rule = Push(every_steps=10, start=15)
+    rule = Push(alpha=0.9, every_steps=10, start=15)
     assert [rule.previous(step) for step in (15, 20, 30, 31)] == [0, 0, 20, 30]
     assert Independent().previous(50) == 0
 
 
 @pytest.mark.parametrize("every_steps", [1, 3, 10, 25, 40])
 def test_a_slower_cadence_is_met_by_the_first_averaging_at_or_after_each_multiple(every_steps: int) -> None:
-    rule = Push(every_steps=10)
+    rule = Push(alpha=0.9, every_steps=10)
     due = [step for step in range(1, 201) if rule.is_due(step)]
     found = [
         step

@@ -13,7 +13,8 @@ from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.schedules import cosine
 from papa.streams import global_stream, stream
-from papa.training import Callback, EpochRecord, Numerics, Training
+from papa.task import Task
+from papa.training import AveragingOptions, Callback, EpochRecord, Numerics, Repair, Training, Transforms
 from papa.training.batches import Batches
 from papa.training.state import load_state_, member_states, shared_state
 
@@ -269,7 +270,13 @@ def test_inputs_by_name_train_to_the_same_bits_as_one_tensor_of_all(rule: Rule, 
         for name in ("train", "validation", "test")
         for inputs, targets in [getattr(data, name).batch(torch.arange(80))]
     }
-    options = {"num_members": 2, "num_epochs": 3, "batch_size": 16, "rule": rule, "num_repair_batches": 2}
+    options = {
+        "num_members": 2,
+        "num_epochs": 3,
+        "batch_size": 16,
+        "rule": rule,
+        "averaging": AveragingOptions(repair=Repair(num_batches=2)),
+    }
     one = train(make_net, data, **options)
     several = train(make, Data(**parts), **options)
     for net, joined in zip(one.population, several.population, strict=True):
@@ -393,7 +400,7 @@ def test_what_cannot_be_scored_shows_before_training() -> None:
 def test_augments_must_be_as_many_as_members() -> None:
     plain = lambda inputs, targets, generator: (inputs, targets)  # noqa: E731
     with pytest.raises(ConfigError, match="augment has 2 entries, expected one for each of 3 members"):
-        train(make_net, make_data(), num_members=3, num_epochs=1, augment=[plain, plain])
+        train(make_net, make_data(), num_members=3, num_epochs=1, transforms=Transforms(augment=[plain, plain]))
 
 
 class HalfCounting:
@@ -413,10 +420,10 @@ class HalfCounting:
         ({"metric": "accuracy"}, "metric is a str, expected a function"),
         ({"metric": HalfCounting()}, "metric is a HalfCounting without score and details, expected a function, or an"),
         ({"schedule": "cosine"}, "schedule is a str, expected a function"),
-        ({"prepare": 3}, "prepare is a int, expected a function"),
-        ({"apply": None}, "apply is a NoneType, expected a function"),
+        ({"transforms": Transforms(prepare=3)}, "prepare is a int, expected a function"),
+        ({"task": Task(apply=None)}, "apply is a NoneType, expected a function"),
         ({"rule": "papa"}, r"rule is a str, expected a rule such as papa\.MergeAll"),
-        ({"rule": MergeAll}, r"rule is the class MergeAll, expected one made of it, such as MergeAll\(\.\.\.\)"),
+        ({"rule": MergeAll}, r"rule is the class MergeAll, expected an instance, such as MergeAll\(\.\.\.\)"),
     ],
 )
 def test_what_is_no_function_is_named(options: dict[str, Any], message: str) -> None:
@@ -450,7 +457,7 @@ def test_repair_after_merges_sees_the_same_batches_on_every_call(monkeypatch: py
         device="cpu",
         numerics=Numerics(),
         eval_batch_size=64,
-        num_repair_batches=2,
+        repair=Repair(num_batches=2),
         group=None,
     )
     training.run()
@@ -458,16 +465,3 @@ def test_repair_after_merges_sees_the_same_batches_on_every_call(monkeypatch: py
     for batches in seen:
         assert len(batches) == 2
         assert all(torch.equal(first, second) for first, second in zip(batches, seen[0], strict=True))
-
-
-def test_independent_members_get_repaired_soups_where_repair_is_asked_for() -> None:
-    options = {"num_members": 3, "num_epochs": 6, "batch_size": 16, "num_repair_batches": 3}
-    apart = train(make_net, make_data(900), rule=Independent(), **options)  # type: ignore[arg-type]
-    assert apart.repaired is not None
-    best = max(member.score for member in apart.validation.members)
-    assert apart.repaired.validation[1].score == apart.repaired.greedy_score >= best
-    assert apart.repaired.validation[0].score > apart.validation.average_soup.score
-    assert set(apart.repaired.greedy_members) <= {0, 1, 2}
-    assert apart.repaired.validation[1].score > apart.repaired.validation[0].score
-    assert apart.repaired.to_json().keys() == {"validation", "test", "greedy_members"}
-    assert train(make_net, make_data(), rule=MergeAll(every_steps=4), **options).repaired is None  # type: ignore[arg-type]

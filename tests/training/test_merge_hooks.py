@@ -128,8 +128,7 @@ def test_momentum_moves_with_the_units_unless_it_is_left_behind(align_momentum: 
     training = small_training(align=Align(by="weights", move_momentum=align_momentum))
     training._take_step()
     momentum = [snapshot_of_momentum(optimizer) for optimizer in training.optimizers]
-    hook = training.averager.merge_hooks
-    assert hook is not None
+    hook, _ = training.averager.merge_hooks
     matrix = torch.full((3, 3), 1 / 3, dtype=torch.float64)
     with hook(training.population, matrix, AveragingContext(step=1, size=3, lr_ratio=1.0)):
         pass

@@ -1,9 +1,11 @@
-"""Who may import whom: the order of rooms, read from the imports themselves."""
+"""The layers: the library never imports the lab or the command line, and modules import only from modules before them."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,50 +13,32 @@ import pytest
 
 import papa
 
-ROOMS = [
-    "errors",
-    "streams",
-    "process",
-    "costs",
-    "mixing",
-    "layout",
-    "binding",
-    "product",
-    "group",
-    "population",
-    "delayed",
-    "rules",
-    "health",
-    "learning_rates",
-    "averager",
-    "selection",
-    "soup",
-    "ensemble",
-    "inputs",
-    "evaluation",
-    "repair",
-    "align",
-    "similarity",
-    "interpolation",
-    "data",
-    "checkpoint",
-    "lock",
-    "schedules",
-    "training",
-    "files",
-    "lab",
-    "cli",
+LIBRARY = [
+    *("errors", "streams", "process", "storage", "mixing", "layout", "binding", "product", "group", "population"),
+    *("delayed", "rules", "health", "learning_rates", "averager"),
+    *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
+    *("data", "schedules", "checkpoint", "training", "files"),
 ]
-"""From the foundation up: a module imports only from rooms before its own, or from its own."""
+"""The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
-EXEMPT = ("__init__", "__main__", "_version")
-"""The shop window, the back door and a number: no rooms."""
+LAB = [
+    *("signals", "costs", "config", "data", "models", "augment", "tasks", "runs", "report"),
+    *("selection", "candidates", "probes", "freezing", "analysis", "independent_soups", "trajectory_scores"),
+    *("outcome", "recipes", "recorder", "launch", "launch_many", "reproduce"),
+]
+"""The modules of `papa.lab`, in the same order; each may import the whole library."""
+
+LIBRARY_DEPENDENCIES = {"torch", "numpy", "safetensors", "filelock"}
+OPTIONAL = {"scipy": "papa.align"}
+"""What only one package of the library needs: imported inside of functions."""
+
+HEAVY = ("tyro", "rich", "sklearn", "torchvision", "timm", "matplotlib", "jinja2", "scipy", "tensorboard")
 
 PACKAGE = Path(papa.__file__).parent
 
 
-def modules_of(package: Path) -> dict[str, Path]:
-    """Every module of the package by its dotted name, `papa.lab.data.digits`."""
+def find_modules(package: Path) -> dict[str, Path]:
+    """Every module by its dotted name."""
     modules = {}
     for path in sorted(package.rglob("*.py")):
         parts = ("papa", *path.relative_to(package).with_suffix("").parts)
@@ -62,52 +46,132 @@ def modules_of(package: Path) -> dict[str, Path]:
     return modules
 
 
-MODULES = modules_of(PACKAGE)
+MODULES = find_modules(PACKAGE)
+CHECKED = [name for name in MODULES if name not in ("papa", "papa.__main__", "papa._version", "papa.lab")]
 
 
-def room_of(module: str) -> str:
-    """The room a module is in; for names that `papa` re-exports, the room they come from."""
-    if module == "papa":
-        return "__init__"
-    name = module.split(".")[1]
-    if f"papa.{name}" not in MODULES and hasattr(papa, name):
-        return room_of(getattr(getattr(papa, name), "__module__", "papa._version"))
-    return name
-
-
-def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """The line and the full dotted name of everything a module imports, wherever in it the import stands."""
-    for node in ast.walk(ast.parse(source)):
+def imports_of(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str, bool]]:
+    """Line, full name and whether it stands in a function, of everything a module imports at run time."""
+    tree = ast.parse(source)
+    for_types = {id(inner) for node in ast.walk(tree) if _is_type_checking(node) for inner in ast.walk(node)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(inner) for node in functions for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                yield node.lineno, alias.name, id(node) in inside
         elif isinstance(node, ast.ImportFrom):
             here = module.split(".")
             above = here[: len(here) - node.level + is_package] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield node.lineno, f"{origin}.{alias.name}"
+                yield node.lineno, f"{origin}.{alias.name}", id(node) in inside
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def place_of(module: str) -> tuple[int, str, int]:
+    """A module's layer (0 library, 1 lab, 2 command line), its name there, and its position in the layer."""
+    parts = module.split(".")[1:]
+    if parts[:1] == ["cli"]:
+        return 2, "cli", 0
+    layer, names, name = (1, LAB, parts[1]) if parts[:1] == ["lab"] else (0, LIBRARY, parts[0])
+    return layer, name, names.index(name) if name in names else -1
 
 
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """What a module imports from rooms that are not before its own."""
-    own = room_of(module)
-    if own not in ROOMS:
-        return [f"{module} is in the room '{own}', which this test does not know: add it to ROOMS, where it belongs"]
+    """What a module imports against the order of layers and modules."""
+    layer, name, position = place_of(module)
+    if position < 0:
+        return [f"{module} is not in the lists of this test: add it where it belongs"]
     found = []
-    for line, imported in imports_of(source, module, is_package=is_package):
-        if imported.split(".")[0] != "papa":
+    for line, imported, is_inside in imports_of(source, module, is_package=is_package):
+        root = imported.split(".")[0]
+        if root != "papa":
+            if layer == 0 and not _is_allowed(root, module, is_inside):
+                found.append(f"{module}:{line} imports {root}, which the library does not depend on")
             continue
-        other = room_of(imported)
-        if other == "_version" or other == own:
+        if imported.startswith("papa._version"):
             continue
-        if other == "__init__":
-            found.append(f"{module}:{line} imports papa itself: import the room that is meant")
-        elif other not in ROOMS:
-            found.append(f"{module}:{line} imports {imported}, whose room '{other}' is unknown: add it to ROOMS")
-        elif ROOMS.index(other) > ROOMS.index(own):
-            found.append(f"{module}:{line} imports {imported}, but the room '{other}' comes after '{own}'")
+        if imported in ("papa", "papa.lab") or (imported.count(".") == 1 and imported not in MODULES):
+            found.append(f"{module}:{line} imports {imported}: import the module that is meant")
+            continue
+        other_layer, other, other_position = place_of(imported)
+        if other_position < 0:
+            found.append(f"{module}:{line} imports {imported}, which is not in the lists of this test")
+        elif other_layer > layer:
+            found.append(f"{module}:{line} imports {imported}, which is of a higher layer")
+        elif other_layer == layer and other != name and other_position > position:
+            found.append(f"{module}:{line} imports {imported}, but '{other}' comes after '{name}'")
     return found
+
+
+def _is_allowed(root: str, module: str, is_inside: bool) -> bool:
+    if root in sys.stdlib_module_names or root in LIBRARY_DEPENDENCIES:
+        return True
+    return is_inside and module.startswith(OPTIONAL.get(root, "none"))
+
+
+@pytest.mark.parametrize("module", CHECKED)
+def test_a_module_imports_only_what_comes_before_it(module: str) -> None:
+    path = MODULES[module]
+    assert violations(path.read_text(), module, is_package=path.stem == "__init__") == []
+
+
+def test_there_is_no_cycle_of_imports() -> None:
+    graph = {}
+    for module in CHECKED:
+        path = MODULES[module]
+        names = [name for _, name, _ in imports_of(path.read_text(), module, is_package=path.stem == "__init__")]
+        targets = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+        graph[module] = (targets & set(CHECKED)) - {module}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "complaint"),
+    [
+        (
+            "from papa.rules import Push",
+            "papa.layout",
+            "papa.layout:1 imports papa.rules.Push, but 'rules' comes after",
+        ),
+        ("import papa.rules", "papa.layout", "'rules' comes after 'layout'"),
+        ("from . import rules", "papa.layout", "'rules' comes after 'layout'"),
+        ("from ..cli import main", "papa.lab.config", "of a higher layer"),
+        ("from papa.lab.config import Config", "papa.training.loop", "of a higher layer"),
+        ("def late():\n    from papa.soup import average_soup", "papa.rules", "papa.rules:2 imports papa.soup"),
+        ("from papa import Push", "papa.layout", "import the module that is meant"),
+        ("import papa", "papa.cli.run", "import the module that is meant"),
+        ("import rich", "papa.rules", "imports rich, which the library does not depend on"),
+        ("import scipy", "papa.align.assignment", "imports scipy"),
+        ("def late():\n    import scipy", "papa.rules", "imports scipy"),
+        ("", "papa.attic", "papa.attic is not in the lists of this test"),
+    ],
+)
+def test_forbidden_imports_are_found(source: str, module: str, complaint: str) -> None:
+    assert complaint in "\n".join(violations(source, module))
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("import torch\nfrom collections import abc", "papa.errors"),
+        ("from papa.population import Population", "papa.averager"),
+        ("from papa import layout, mixing", "papa.soup"),
+        ("from papa.data import Arrays", "papa.lab.data.digits"),
+        ("if TYPE_CHECKING:\n    from papa.training.loop import Training", "papa.rules"),
+        ("def late():\n    import scipy", "papa.align.assignment"),
+        ("import sklearn", "papa.lab.data.digits"),
+        ("from papa._version import __version__", "papa.checkpoint.store"),
+    ],
+)
+def test_allowed_imports_pass(source: str, module: str) -> None:
+    assert violations(source, module) == []
 
 
 def calls_print(source: str) -> list[int]:
@@ -116,9 +180,14 @@ def calls_print(source: str) -> list[int]:
     return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 
 
-def touches_distributed(source: str, module: str = "papa.example") -> list[int]:
+@pytest.mark.parametrize("module", [name for name in CHECKED if not name.startswith("papa.cli")])
+def test_only_the_command_line_prints(module: str) -> None:
+    assert calls_print(MODULES[module].read_text()) == []
+
+
+def uses_distributed(source: str, module: str = "papa.example") -> list[int]:
     """The lines at which a module imports or names `torch.distributed`."""
-    imported = [line for line, name in imports_of(source, module) if f"{name}.".startswith("torch.distributed.")]
+    imported = [line for line, name, _ in imports_of(source, module) if f"{name}.".startswith("torch.distributed.")]
     named = [
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -130,82 +199,12 @@ def touches_distributed(source: str, module: str = "papa.example") -> list[int]:
     return imported + named
 
 
-INSIDE = [name for name in MODULES if room_of(name) not in EXEMPT]
+@pytest.mark.parametrize("module", [name for name in CHECKED if not name.startswith("papa.group")])
+def test_only_the_group_uses_torch_distributed(module: str) -> None:
+    assert uses_distributed(MODULES[module].read_text(), module) == []
 
 
-@pytest.mark.parametrize("module", INSIDE)
-def test_a_module_imports_only_from_rooms_before_its_own(module: str) -> None:
-    path = MODULES[module]
-    assert violations(path.read_text(), module, is_package=path.stem == "__init__") == []
-
-
-@pytest.mark.parametrize("module", [name for name in INSIDE if room_of(name) != "cli"])
-def test_only_the_command_line_prints(module: str) -> None:
-    assert calls_print(MODULES[module].read_text()) == []
-
-
-@pytest.mark.parametrize("module", [name for name in INSIDE if room_of(name) != "group"])
-def test_only_group_knows_torch_distributed(module: str) -> None:
-    assert touches_distributed(MODULES[module].read_text(), module) == []
-
-
-def test_no_module_imports_itself_by_a_detour() -> None:
-    graph = {}
-    for module in INSIDE:
-        path = MODULES[module]
-        names = [name for _, name in imports_of(path.read_text(), module, is_package=path.stem == "__init__")]
-        targets = {name if name in MODULES else name.rpartition(".")[0] for name in names}
-        graph[module] = (targets & set(INSIDE)) - {module}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError and names the circle
-
-
-def test_the_core_is_there() -> None:
-    core = {"errors", "streams", "mixing", "flat", "group", "population", "rules", "averager", "soup", "repair"}
-    assert core <= {room_of(module) for module in INSIDE}
-
-
-@pytest.mark.parametrize(
-    ("source", "module", "complaint"),
-    [
-        (
-            "from papa.rules import Push",
-            "papa.layout",
-            "papa.layout:1 imports papa.rules.Push, but the room 'rules' comes",
-        ),
-        ("from papa import rules", "papa.layout", "the room 'rules' comes after 'layout'"),
-        ("import papa.rules", "papa.layout", "the room 'rules' comes after 'layout'"),
-        ("from . import rules", "papa.layout", "the room 'rules' comes after 'layout'"),
-        ("from .rules import Push", "papa.layout", "the room 'rules' comes after 'layout'"),
-        ("from ..cli import main", "papa.lab.data.digits", "the room 'cli' comes after 'data'"),
-        ("def late():\n    from papa.soup import average_soup", "papa.rules", "papa.rules:2 imports papa.soup"),
-        ("from papa import Push", "papa.layout", "the room 'rules' comes after 'layout'"),
-        ("from papa.averager import Averager", "papa.rules", "the room 'averager' comes after 'rules'"),
-        ("import papa", "papa.cli.run", "imports papa itself: import the room that is meant"),
-        ("from papa.attic import box", "papa.cli.run", "whose room 'attic' is unknown: add it to ROOMS"),
-        ("", "papa.attic", "papa.attic is in the room 'attic', which this test does not know: add it to ROOMS"),
-    ],
-)
-def test_the_reader_of_imports_sees_what_is_forbidden(source: str, module: str, complaint: str) -> None:
-    assert complaint in "\n".join(violations(source, module))
-
-
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("import torch\nfrom collections import abc", "papa.errors"),
-        ("from papa.population import Population", "papa.averager"),
-        ("from papa import layout, mixing", "papa.soup"),
-        ("from papa import Population", "papa.soup"),
-        ("from papa.data import Arrays", "papa.lab.data.digits"),
-        ("from papa import __version__", "papa.checkpoint"),
-        ("from papa._version import __version__", "papa.checkpoint"),
-    ],
-)
-def test_the_reader_of_imports_lets_pass_what_is_allowed(source: str, module: str) -> None:
-    assert violations(source, module) == []
-
-
-def test_the_readers_of_calls_see_what_they_look_for() -> None:
+def test_the_checks_of_calls_can_fail() -> None:
     assert calls_print("x = 1\nprint(x)\nblueprint(x)\nself.print(x)") == [2]
     for source in (
         "import torch.distributed as dist",
@@ -213,5 +212,32 @@ def test_the_readers_of_calls_see_what_they_look_for() -> None:
         "from torch.distributed import all_reduce",
         "torch.distributed.barrier()",
     ):
-        assert touches_distributed(source) == [1]
-    assert touches_distributed("from torch import nn\nimport torch\nself.distributed") == []
+        assert uses_distributed(source) == [1]
+    assert uses_distributed("from torch import nn\nimport torch\nself.distributed") == []
+
+
+def modules_after(statement: str) -> set[str]:
+    """The top-level names of all modules that a statement imports, on top of torch."""
+    code = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import papa",
+        "from papa import train, align_, soup_files, repair_, interpolate",
+        "import papa.training, papa.files",
+    ],
+)
+def test_the_library_imports_no_heavy_package(statement: str) -> None:
+    found = modules_after(statement)
+    assert {name.split(".")[0] for name in found} & set(HEAVY) == set()
+    assert not any(name.startswith(("papa.lab", "papa.cli")) for name in found)
+
+
+def test_import_papa_loads_less_than_8000_lines() -> None:
+    ours = [MODULES[name] for name in modules_after("import papa") if name in MODULES]
+    assert 20 < len(ours) < 60
+    assert sum(len(path.read_text().splitlines()) for path in ours) < 8000

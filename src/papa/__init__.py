@@ -1,28 +1,51 @@
-"""papa: train a population of networks, keep pulling their weights together, hand back one network.
+"""papa: train a population of networks, keep their weights together, and get one network.
 
-See `papa.Population`, `papa.Averager` and the rules for your own loop, `papa.train` for ours, and the command `papa`.
+Use `papa.Population`, `papa.Averager` and a rule such as `papa.Push` in your own training loop, or `papa.train`. The
+packages `papa.lab` (recipes, data sets, reports) and `papa.cli` (the command `papa`) are built on this library.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from papa._version import __version__
-from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
 from papa.averager import Averager, Averaging
 from papa.ensemble import Ensemble
 from papa.errors import PapaError
 from papa.evaluation import Evaluation, evaluate
-from papa.files import soup_files
-from papa.interpolation import interpolate
 from papa.population import Population
-from papa.repair import RepairMerges, repair_, reset_batch_norm_
 from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
-from papa.similarity import feature_similarity
 from papa.soup import GreedySoup, average_soup, greedy_soup
-from papa.training import Outcome, train
+
+if TYPE_CHECKING:
+    from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
+    from papa.files import soup_files
+    from papa.interpolation import interpolate
+    from papa.repair import RepairMerges, repair_, reset_batch_norm_
+    from papa.similarity import feature_similarity
+    from papa.task import Task
+    from papa.training import Callback, Outcome, train
+
+_LAZY = {
+    "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
+    "files": ("soup_files",),
+    "interpolation": ("interpolate",),
+    "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
+    "similarity": ("feature_similarity",),
+    "task": ("Task",),
+    "training": ("Callback", "Outcome", "train"),
+}
+"""Names that are imported when they are first used, by module: a loop of your own needs none of them."""
+
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
     "AlignMerges",
     "Averager",
     "Averaging",
     "AveragingContext",
+    "Callback",
     "Ensemble",
     "Evaluation",
     "GreedySoup",
@@ -37,6 +60,7 @@ __all__ = [
     "Push",
     "RepairMerges",
     "Rule",
+    "Task",
     "__version__",
     "align_",
     "align_all_",
@@ -52,3 +76,17 @@ __all__ = [
     "symmetries",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(importlib.import_module(f"papa.{_MODULE_OF[name]}"), name)
+        return value
+    # `papa.training` and the like without an import of their own.
+    if name in _LAZY or name in ("data", "group", "schedules"):
+        return importlib.import_module(f"papa.{name}")
+    raise AttributeError(f"module 'papa' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -92,9 +92,7 @@ def test_resume_keeps_the_options_of_the_run_that_are_not_given(tmp_path: Path) 
     assert asked("--budget", "smoke").train.epochs == recipe.config("smoke").train.epochs != mini.train.epochs
 
 
-def test_compare_skips_finished_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_skips_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", "digits", *SHORT, "--methods", "independent,papa", "--out", str(tmp_path)]
     assert main([*arguments, "--seeds", "1"]) == 0
     first = (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns
@@ -188,15 +186,15 @@ def test_a_comparison_continues_with_options_that_its_runs_do_not_use(tmp_path: 
     before = (tmp_path / "independent-seed1" / "result.json").read_bytes()
     assert main([*asked, "--methods", "independent,papa", "--average.every-steps", "7"]) == 0
     assert (tmp_path / "papa-seed1" / "result.json").exists()
-    assert (tmp_path / "independent-seed1" / "result.json").read_bytes() == before, "independent does not use that option"
+    assert (tmp_path / "independent-seed1" / "result.json").read_bytes() == before, (
+        "independent does not use that option"
+    )
     elsewhere = [*asked, "--methods", "independent", "--seeds", "1,2", "--data.root", str(tmp_path / "moved")]
     assert main(elsewhere) == 2, "the directory of the data is part of the configuration"
     assert (tmp_path / "independent-seed2" / "result.json").exists(), "but the other runs continue"
 
 
-def test_a_comparison_refuses_runs_of_another_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_refuses_runs_of_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["compare", "digits", "--methods", "papa", "--train.epochs", "1", "--workers", "1", "--out", str(tmp_path)]
     assert main([*asked, "--members", "2"]) == 0
     assert main([*asked, "--members", "3", "--seeds", "2,1"]) == 2

@@ -181,7 +181,9 @@ def test_without_a_table_all_tables_and_figures_are_listed(capsys: pytest.Captur
         (["table:comparing2", "--rows", "quoted-esgd", "--keep", "0"], "--keep is 0, expected at least 1"),
     ],
 )
-def test_wrong_usage_gets_one_readable_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_gets_one_readable_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ class ReproduceOptions(ParallelOptions):
     budget: str = "full"
     """full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores, smoke takes seconds."""
     seeds: str | None = None
-    """Seeds, separated by commas; None for as many as in the paper with --budget full, otherwise seed 1."""
+    """Seeds, separated by commas; None for those of the paper with --budget full, otherwise seed 1."""
     rows: str | None = None
     """Rows, separated by commas; None for all."""
     out: Path | None = None
@@ -93,16 +93,12 @@ def main(arguments: Sequence[str]) -> int:
 def _request(options: ReproduceOptions, table: Table) -> Request:
     if options.budget not in BUDGETS:
         raise ConfigError(f"--budget is {options.budget}: {did_you_mean(options.budget, BUDGETS)}")
-    if options.seeds is not None:
-        seeds = tuple(split_numbers("--seeds", options.seeds))
-    else:
-        seeds = table.seeds if options.budget == "full" else (1,)
     names = [row.name for row in table.rows]
     return Request(
         table=table,
         rows=table.pick(None if options.rows is None else split_names("--rows", options.rows, names)),
         budget=options.budget,
-        seeds=seeds,
+        seeds=None if options.seeds is None else tuple(split_numbers("--seeds", options.seeds)),
         data_root=options.data_root,
     )
 
@@ -114,12 +110,12 @@ def _print_table(request: Request, jobs: Sequence[Job], outcomes: Outcomes, out:
     head = ("row", "", "paper's" if is_full else "paper's, full setting", "ours", "difference")
     rows = [_cells(entry) for entry in entries_of(request, results)]
     print_table(head, rows)
-    seeds = ", ".join(map(str, request.seeds))
-    deviation = ", with the standard deviation over seeds in parentheses" if len(request.seeds) > 1 else ""
+    seeds = max((request.seeds_of(row) for row in request.rows if row.recipe is not None), key=len, default=())
+    deviation = ", with the standard deviation over seeds in parentheses" if len(seeds) > 1 else ""
     with_curves = outcomes.results if table.kind == "figure" else {}
     page = table_page(
         f"{table.name}: {table.title}",
-        f"Ours: budget {request.budget} ({BUDGETS[request.budget]}), seeds {seeds}{deviation}. "
+        f"Ours: budget {request.budget} ({BUDGETS[request.budget]}), seeds {', '.join(map(str, seeds))}{deviation}. "
         "Difference: ours minus the paper's.",
         head,
         rows,

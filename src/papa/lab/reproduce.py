@@ -25,9 +25,14 @@ class Request:
     table: Table
     rows: tuple[Row, ...]
     budget: str = "full"
-    seeds: tuple[int, ...] = (1,)
+    seeds: tuple[int, ...] | None = None
+    """None for the seeds of the paper with the full budget, otherwise for seed 1."""
     data_root: str | None = None
     """Directory of the data; None for the directories of the recipes."""
+
+    def seeds_of(self, row: Row) -> tuple[int, ...]:
+        """The seeds of a row."""
+        return self.seeds or (self.table.seeds if self.budget == "full" else (1,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ def jobs_for(request: Request, out: Path) -> list[Job]:
         Job(row=row, config=config, path=out / "runs" / f"{_slug(config)}" / f"seed{seed}")
         for row in request.rows
         if row.recipe is not None
-        for seed in request.seeds
+        for seed in request.seeds_of(row)
         for config in [
             config_of(row, request.table, budget=request.budget, seed=seed, data_root=request.data_root).check()
         ]

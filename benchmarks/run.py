@@ -281,9 +281,7 @@ def main(arguments: Sequence[str]) -> int:
     all_runs = {script: Runs(f"python {options.folder.name}/{script.name} --json") for script in scripts}
     is_complete = True
     try:
-        for repeat in range(
-            options.repeats
-        ):  # all scripts once, then all again: a busy hour then affects no script three times
+        for repeat in range(options.repeats):  # all scripts once, then again: a busy hour then affects all of them
             for script, runs in all_runs.items():
                 print(f"papa: {script.name}, {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
                 run_script(script, runs, options.minutes)

@@ -173,6 +173,13 @@ def test_wrong_usage_gets_one_readable_message_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_resume_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["resume"])
+    assert caught.value.code == 2
+    assert "DIR" in capsys.readouterr().err
+
+
 def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "digits", "--train.epoch", "3"])

@@ -3,57 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import tyro
 
 from papa.errors import ConfigError, did_you_mean
-from papa.group import rank_of_torchrun
 from papa.lab.config import Config
-from papa.lab.launch_many import check_parallel
 from papa.lab.recipes import BUDGETS, RECIPES, Recipe, find
-from papa.lab.run_spec import CheckpointOptions, RunSpec
 
 Options = TypeVar("Options")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """Options of every command that trains."""
-
-    workers: int | None = None
-    """Number of processes that share the members of a run; None to choose it. The result does not depend on it, except
-    for rounding with --train.engine stacked."""
-    checkpoint_minutes: float = 10.0
-    """Longest time between checkpoints; there is also one at the end of each epoch."""
-    keep: int = 2
-    """Number of checkpoints to keep."""
-    checkpoint_background: bool = True
-    """Continue training while a copy of the state is written. Off: training waits, and needs no memory for a copy."""
-
-    def spec(self, config: Config, path: Path, **more: Any) -> RunSpec:
-        """The run of a config in a directory, with these options."""
-        checkpoints = CheckpointOptions(
-            minutes=self.checkpoint_minutes, keep=self.keep, background=self.checkpoint_background
-        )
-        checkpoints.check()
-        return RunSpec(config=config, path=path, workers=self.workers, checkpoints=checkpoints, **more)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelOptions(TrainingOptions):
-    """Options of the commands that execute several runs."""
-
-    parallel: int = 1
-    """Number of runs to train at the same time, each in its own process; for runs too small for several workers."""
-
-    def check(self) -> None:
-        """Raise a `ConfigError` for values that no run can have."""
-        check_parallel(self.parallel, self.workers)
-        self.spec(Config(), Path())
 
 
 def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe, list[str]]:
@@ -134,8 +93,3 @@ def split_numbers(option: str, text: str) -> list[int]:
 def use_one_thread() -> None:
     """Use one thread: more would change the bits of a result, and slow each other down on a busy machine."""
     torch.set_num_threads(1)
-
-
-def is_main_process() -> bool:
-    """Whether this process prints: rank 0 under torchrun, otherwise every process."""
-    return not rank_of_torchrun()

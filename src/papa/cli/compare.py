@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import ParallelOptions, is_main_process, parse, split_names, split_numbers, take_recipe
-from papa.cli.progress import Progress, run_title
+from papa.cli.arguments import parse, split_names, split_numbers, take_recipe
+from papa.cli.execution import ParallelOptions, is_main_process, run_title
 from papa.cli.run import print_details
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.config import METHODS, Config
 from papa.lab.launch import check_alike
-from papa.lab.launch_many import Outcomes, execute_all
+from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import Recipe
 from papa.lab.report import compare_page, compare_rows, paper_rows, with_gap_closed
 from papa.lab.report.reading import read_events
 from papa.lab.runs import RunDirectory
-from papa.process import configure_process
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -66,18 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     jobs = jobs_of(options, out)
     if not options.overwrite:
         _check_existing(jobs)
-    configure_process()
-    specs = [
-        options.spec(
-            config,
-            path,
-            overwrite=options.overwrite,
-            resume=not options.overwrite,
-            make_callback=partial(Progress, run_title(config), display=options.parallel == 1),
-        )
-        for config, path in jobs
-    ]
-    outcomes = execute_all(specs, num_parallel=options.parallel)
+    runs = [(run_title(config), config, path) for config, path in jobs]
+    outcomes = options.execute(runs, overwrite=options.overwrite)
     if outcomes.results and is_main_process():
         _print_comparison(outcomes, out)
     outcomes.check()

@@ -61,14 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedError as error:
         _print_error(error, color=YELLOW)
         return STOPPED
-    except PapaError as error:
-        _print_error(error)
-        return 2
-    except ModuleNotFoundError as error:
-        missing = missing_package(error)
-        if missing is None:
+    except (PapaError, ModuleNotFoundError) as error:
+        message = error if isinstance(error, PapaError) else missing_package(error)
+        if message is None:
             raise
-        _print_error(missing)
+        _print_error(message)
         return 2
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         _discard_output()

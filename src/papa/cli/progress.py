@@ -13,7 +13,6 @@ from rich.text import Text
 
 from papa.averager import Averaging
 from papa.cli.status import Clock, RunStatus, status_line, status_view
-from papa.lab.config import Config
 from papa.lab.report.tensorboard import EventFiles
 from papa.training import Callback, EpochRecord, Training
 
@@ -100,11 +99,6 @@ class Progress(Callback):
             self._num_lines = int(NUM_LINES * status.share)
             with self._ignore_write_errors():
                 self._console.print(status_line(status), markup=False, soft_wrap=True)
-
-
-def run_title(config: Config) -> str:
-    """The name of a run for people."""
-    return f"{config.recipe} {config.method} seed {config.seed}"
 
 
 def event_text(event: Mapping[str, Any]) -> str:

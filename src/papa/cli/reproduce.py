@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import ParallelOptions, split_names, split_numbers
-from papa.cli.progress import Progress
+from papa.cli.arguments import split_names, split_numbers
+from papa.cli.execution import ParallelOptions
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.launch_many import Outcomes, execute_all
+from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import BUDGETS
 from papa.lab.recipes.tables import TABLES, Table, find_table
 from papa.lab.report import table_page
 from papa.lab.report.reading import read_events
 from papa.lab.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for
-from papa.process import configure_process
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
 
@@ -70,21 +68,11 @@ def main(arguments: Sequence[str]) -> int:
     request = _request(options, table)
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
     options.check()
-    configure_process()
     jobs = jobs_for(request, out)
     check_data(jobs)
-    specs = [
-        options.spec(
-            job.config,
-            job.path,
-            resume=True,
-            make_callback=partial(
-                Progress, f"{job.config.recipe} {job.row.name} seed {job.config.seed}", display=options.parallel == 1
-            ),
-        )
-        for job in jobs
-    ]
-    outcomes = execute_all(specs, num_parallel=options.parallel)
+    outcomes = options.execute(
+        (f"{job.config.recipe} {job.row.name} seed {job.config.seed}", job.config, job.path) for job in jobs
+    )
     _print_table(request, jobs, outcomes, out)
     outcomes.check()
     return 0

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from papa.cli.run import OneRunOptions, train
+from papa.cli.execution import OneRunOptions
+from papa.cli.run import print_run
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 
@@ -33,6 +34,6 @@ class ResumeOptions(OneRunOptions):
 def main(arguments: Sequence[str]) -> int:
     """Continue a stopped run."""
     options = tyro.cli(ResumeOptions, prog="papa resume", description=DESCRIPTION, args=list(arguments))
-    config = Config.from_json(RunDirectory(options.directory).read_config())
-    train(config, options.directory, options, resume=True)
+    run = RunDirectory(options.directory)
+    print_run(options.execute(Config.from_json(run.read_config()), run.path, resume=True), run)
     return 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import TrainingOptions, is_main_process, parse, take_budget, take_recipe
-from papa.cli.progress import Progress, event_text, run_title
+from papa.cli.arguments import parse, take_budget, take_recipe
+from papa.cli.execution import OneRunOptions, is_main_process
+from papa.cli.progress import event_text
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
 from papa.lab.config import Config
@@ -19,10 +19,7 @@ from papa.lab.recipes import Recipe
 from papa.lab.recipes.change import changed
 from papa.lab.report import COLUMNS, details_table, run_rows
 from papa.lab.report.fields import flat
-from papa.lab.report.tensorboard import check_tensorboard
-from papa.lab.run_spec import execute
 from papa.lab.runs import RunDirectory
-from papa.process import configure_process
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
 
@@ -40,14 +37,6 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m papa run cifar10-vgg11 --members 4 --out /shared/run
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneRunOptions(TrainingOptions):
-    """Options of the commands that train one population."""
-
-    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Also write TensorBoard event files, to tensorboard/ in the directory of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume:
         config = config_to_resume(config, recipe, rest, path)
-    train(config, path, options, overwrite=options.overwrite, resume=options.resume)
+    result = options.execute(config, path, overwrite=options.overwrite, resume=options.resume)
+    print_run(result, RunDirectory(path))
     return 0
-
-
-def train(config: Config, path: Path, options: OneRunOptions, **more: Any) -> None:
-    """Execute one run and print its result."""
-    if options.tensorboard:
-        check_tensorboard()
-    configure_process()
-    progress = partial(Progress, run_title(config), tensorboard=path / "tensorboard" if options.tensorboard else None)
-    result = execute(options.spec(config, path, make_callback=progress, **more))
-    if is_main_process():
-        run = RunDirectory(path)
-        print_result(result)
-        print(f"one network: {run.average_soup}\nreport:      {run.report}")
-        if run.picture.exists():
-            print(f"a picture:   {run.picture}")
 
 
 def config_to_resume(config: Config, recipe: Recipe, arguments: Sequence[str], path: Path) -> Config:
@@ -108,6 +83,16 @@ def config_to_resume(config: Config, recipe: Recipe, arguments: Sequence[str], p
     existing = changed(Config.from_json(run.read_config()), {"recipe": recipe.name, **changes})
     options, _ = parse(lambda _: RunOptions(config=existing), recipe, arguments, command="run")
     return options.config
+
+
+def print_run(result: dict[str, Any], run: RunDirectory) -> None:
+    """Print the result of a run and where its files are, in one process only."""
+    if not is_main_process():
+        return
+    print_result(result)
+    print(f"one network: {run.average_soup}\nreport:      {run.report}")
+    if run.picture.exists():
+        print(f"a picture:   {run.picture}")
 
 
 def print_result(result: dict[str, Any]) -> None:

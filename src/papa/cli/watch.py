@@ -111,7 +111,6 @@ class Follower:
         self._clock = Clock()
         self._file: tuple[int, int] | None = None
         self._offset = 0
-        self._incomplete = b""
 
     @property
     def has_started(self) -> bool:
@@ -142,7 +141,7 @@ class Follower:
             with self.run.metrics.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 if self._file != (stat.st_dev, stat.st_ino) or stat.st_size < self._offset:
-                    self._file, self._offset, self._incomplete = (stat.st_dev, stat.st_ino), 0, b""
+                    self._file, self._offset = (stat.st_dev, stat.st_ino), 0
                     self.status.epoch, self.status.step, self.status.warnings = 0, 0, []
                 file.seek(self._offset)
                 added = file.read()
@@ -150,9 +149,9 @@ class Follower:
             return []
         except OSError as error:
             raise RunError(f"cannot read {self.run.metrics}: {error.strerror or error}") from error
-        self._offset += len(added)
-        *lines, self._incomplete = (self._incomplete + added).split(b"\n")
-        return lines
+        lines = added[: added.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        return lines.splitlines()
 
     def _update(self, event: Mapping[str, Any]) -> None:
         status, kind, step = self.status, event.get("event"), number(event.get("step"))

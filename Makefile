@@ -1,4 +1,4 @@
-# Two commands a newcomer needs: `make demo` and `make test`. Both build .venv when it is missing or stale.
+# Start with `make demo` and `make test`. Both create or update .venv if needed.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -9,24 +9,24 @@ help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
 	@echo "make test    lint, type check and all tests"
 	@echo "make docs    build the documentation into build/site; a warning is an error"
-	@echo "make results write RESULTS.md and the README's first table from the records in results/"
-	@echo "make format  rewrite the sources in the house style"
+	@echo "make results write RESULTS.md and the first table of the README from the records in results/"
+	@echo "make format  format the sources with ruff"
 	@echo "make bench   run every benchmark and write BENCHMARKS.md"
 	@echo "make soak    200 kills, and an hour of training with kills and resumes"
-	@echo "make rows    every row of the paper's tables, seconds each (DATA=folder; what is not in it is made up)"
-	@echo "make clean   remove $(VENV) and what tools left behind"
+	@echo "make rows    every row of the paper's tables, seconds each (DATA=folder; missing data is replaced by noise)"
+	@echo "make clean   remove $(VENV) and the caches of tools"
 
 $(BIN)/python:
-	@echo "papa: making a virtual environment in $(VENV)"
+	@echo "papa: creating a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "papa: installing papa and what it needs into $(VENV) (PyTorch is large: a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet -e .
+	@echo "papa: installing papa with command line, lab and reports into $(VENV) (PyTorch is large: a few minutes)"
+	@$(BIN)/python -m pip install --quiet -e '.[cli,lab,report]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	@echo "papa: installing papa with its test tools into $(VENV) (PyTorch is large: a few minutes the first time)"
+	@echo "papa: installing papa with its test tools into $(VENV) (PyTorch is large: a few minutes)"
 	@$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
@@ -61,7 +61,7 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev
-	@echo "papa: every benchmark three times (about an hour); the table goes into BENCHMARKS.md"
+	@echo "papa: running every benchmark three times (about an hour), and writing BENCHMARKS.md"
 	@PYTHON=$(BIN)/python benchmarks/run --repeats 3 --out BENCHMARKS.md
 
 soak: $(VENV)/.installed-dev

@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternating contenders, one table, JSON lines, a check of the targets."""
+"""Shared by all benchmarks: alternating contenders, one table, JSON lines, a check of the targets."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One line of a benchmark: a time with its ratio to a yardstick, or an amount of memory."""
+    """One line of a benchmark: a time with its ratio to a baseline, or an amount of memory."""
 
     name: str
     seconds: float | None = None
-    """The best time of all rounds; None when no time was measured."""
+    """The best time of all rounds; None if no time was measured."""
     ratio: float | None = None
-    """That time divided by the yardstick's; lower is better."""
+    """The time divided by that of the baseline; lower is better."""
     megabytes: float | None = None
-    """Memory, where memory is what was measured."""
+    """Memory, if memory was measured."""
     target: float | None = None
-    """What the ratio, or else the megabytes, may be at most; None when nothing is promised."""
+    """The largest allowed ratio, or amount of memory if that was measured; None without a target."""
     note: str | None = None
-    """What else a reader wants to know; unlike the name it may differ from run to run."""
+    """An optional remark; unlike the name it may differ from run to run."""
 
     @property
     def ok(self) -> bool:
-        """Whether the promise was kept; true when there was none."""
+        """Whether the target was met; true without a target."""
         measured = self.ratio if self.megabytes is None else self.megabytes
         return self.target is None or (measured is not None and measured <= self.target)
 
@@ -57,7 +57,7 @@ class Result:
 
     @classmethod
     def from_json(cls, line: str) -> Result:
-        """The result that `as_json` made a line of; raises `ValueError` for any other line.
+        """The inverse of `as_json`; raises `ValueError` for any other line.
 
         Example:
             >>> Result.from_json(Result(name="push", ratio=1.25, target=1.4).as_json()).ok
@@ -74,14 +74,14 @@ class Result:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
     """The best time of each contender over some rounds, in seconds.
 
-    All contenders run once per round, one after the other, so that a busy moment of the machine hits all alike; the
-    best round is the one the machine disturbed least. One round goes first that is not counted.
+    All contenders run once per round, one after the other, so that other load on the machine affects all of them; the
+    best round is the least disturbed one. The first round is a warm-up and not counted.
     """
     best = dict.fromkeys(contenders, float("inf"))
     for counted in [False, *[True] * rounds]:
@@ -96,13 +96,13 @@ def best_times(contenders: Mapping[str, Callable[[], object]], *, rounds: int) -
 
 
 class Parts:
-    """Where time goes: seconds by the name of a part. What a part calls that is a part itself counts only there."""
+    """Seconds by the name of a part. Time in a part that another part calls counts only for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def timed(self, part: str, function: Callable[P, T]) -> Callable[P, T]:
-        """The function, its time added to a part's."""
+        """Wrap a function so that its time is added to a part."""
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -118,17 +118,17 @@ class Parts:
 
 
 def peak_extra_megabytes(run: Callable[[], object]) -> float:
-    """How much more memory was in use at the worst moment of `run` than before it, in MB (10^6 bytes).
+    """The peak memory use during `run` above that before it, in MB (10^6 bytes).
 
-    Two witnesses, of which the worse counts: what torch asked for, and, where Linux tells, what the process held
-    resident; the second sees a fragmented heap too.
+    The larger of two measurements: what torch allocated, and on Linux the resident memory of the process, which
+    includes a fragmented heap.
     """
     return max(_peak_allocated_bytes(run), _peak_resident_bytes(run)) / 1e6
 
 
 def _peak_allocated_bytes(run: Callable[[], object]) -> int:
-    """By how much torch's CPU allocator grew at the worst context."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells standard error of every start and stop
+    """The peak growth of torch's CPU allocator."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +144,7 @@ def _peak_allocated_bytes(run: Callable[[], object]) -> int:
 
 
 def _peak_resident_bytes(run: Callable[[], object]) -> int:
-    """By how much the process grew at the worst context; 0 where the system does not tell."""
+    """The peak growth of the process; 0 where the system does not report it."""
     status, clear_refs = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not (status.exists() and clear_refs.exists()):
         return 0
@@ -153,10 +153,10 @@ def _peak_resident_bytes(run: Callable[[], object]) -> int:
         return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
 
     gc.collect()
-    with contextlib.suppress(AttributeError):  # only glibc has it: hand back what earlier contenders left on the heap
+    with contextlib.suppress(AttributeError):  # only in glibc: return the free memory of earlier contenders
         ctypes.CDLL(None).malloc_trim(0)
     try:
-        clear_refs.write_text("5")  # the peak starts anew
+        clear_refs.write_text("5")  # resets the peak
     except OSError:
         return 0
     before = kilobytes("VmRSS")
@@ -165,7 +165,7 @@ def _peak_resident_bytes(run: Callable[[], object]) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, for options that say how many."""
+    """A whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -173,16 +173,16 @@ def positive(text: str) -> int:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options every benchmark understands."""
+    """The options of every benchmark."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
-    options.add_argument("--check", action="store_true", help="exit with status 1 when a target is missed")
-    options.add_argument("--rounds", type=positive, default=9, help="how often each contender runs; the best counts")
+    options.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed")
+    options.add_argument("--rounds", type=positive, default=9, help="number of rounds; the best counts")
     return options
 
 
 def finish(results: Sequence[Result], options: argparse.Namespace, *, title: str) -> None:
-    """Print the results the way the options ask for, and leave with status 1 when a checked target was missed."""
+    """Print the results as the options say, and exit with status 1 if a checked target was missed."""
     if options.json:
         for result in results:
             print(result.as_json())

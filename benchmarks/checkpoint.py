@@ -1,9 +1,9 @@
-"""What a checkpoint costs: the pause in training against a plain copy, and its bandwidth against plain writing.
+"""The cost of a checkpoint: the pause in training against a plain copy, and its bandwidth against plain writing.
 
-Five networks of torchvision's ResNet-18 with SGD and momentum, one thread, as a CPU worker has. The pause is what
-`CheckpointWriter.save` takes while nothing is being written. What it copies is the weights and as much momentum, so a
-plain copy of both is the yardstick; a copy of the weights alone is shown beside it. Bandwidth is from `save` to a
-checkpoint that is whole and flushed, against writing the same bytes into one file per member and flushing them.
+Five ResNet-18 of torchvision with SGD and momentum, one thread, as in a CPU worker. The pause is the time of
+`CheckpointWriter.save` while nothing is being written. It copies the weights and the momentum, so a plain copy of both
+is the baseline; a copy of the weights alone is shown too. Bandwidth is measured from `save` to a complete and flushed
+checkpoint, against writing the same bytes to one file per member and flushing them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_TIMES_WRITING_AND_DIGESTING = 1.4
 def main() -> None:
     """Run the benchmark."""
     options = parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--folder", type=Path, help="where to write; a temporary folder when not given")
+    options.add_argument("--folder", type=Path, help="folder to write to; a temporary one by default")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -50,37 +50,37 @@ def main() -> None:
         ("copy of the weights", "copy of the state", "pause", "plain writing", "digest", "checkpoint"), float("inf")
     )
 
-    def note(name: str, begin: float) -> None:
+    def record(name: str, begin: float) -> None:
         best[name] = min(best[name], time.perf_counter() - begin)
 
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         writer = CheckpointWriter(Path(folder), group=LocalGroup(), num_members=NUM_MEMBERS, keep=1)
-        for number in range(chosen.rounds + 1):  # the first round makes the buffers, and is not counted
+        for number in range(chosen.rounds + 1):  # the first round allocates the buffers, and is not counted
             if number == 1:
                 best = dict.fromkeys(best, float("inf"))
             begin = time.perf_counter()
             for copy, tensor in zip(weight_copies, weights, strict=True):
                 copy.copy_(tensor)
-            note("copy of the weights", begin)
+            record("copy of the weights", begin)
             begin = time.perf_counter()
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor)
-            note("copy of the state", begin)
+            record("copy of the state", begin)
             begin = time.perf_counter()
             writer.save(number, states, {}, lambda: None)
-            note("pause", begin)
+            record("pause", begin)
             assert writer.settle() is None
-            note("checkpoint", begin)
+            record("checkpoint", begin)
             begin = time.perf_counter()
             for member, (content, _) in states.items():
-                _write_plainly(Path(folder) / f"plain-{member}", list(content.values()))
-            note("plain writing", begin)
+                _write(Path(folder) / f"plain-{member}", list(content.values()))
+            record("plain writing", begin)
             begin = time.perf_counter()
             for content, _ in states.values():
                 sha = hashlib.sha256()
                 for tensor in content.values():
                     sha.update(_bytes_of(tensor))
-            note("digest", begin)
+            record("digest", begin)
     copy_seconds, write_seconds = best["copy of the state"], best["plain writing"]
     results = [
         Result(name="copy of the weights", seconds=best["copy of the weights"]),
@@ -111,7 +111,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _write_plainly(path: Path, tensors: list[torch.Tensor]) -> None:
+def _write(path: Path, tensors: list[torch.Tensor]) -> None:
     with path.open("wb") as file:
         for tensor in tensors:
             file.write(_bytes_of(tensor))

@@ -1,7 +1,7 @@
 """What it costs to spread a population: over processes of one machine, over Gloo on loopback, over a throttled link.
 
 Each contender runs in fresh processes of one thread. Ratios are within one run. The throttled link is a pair of network
-namespaces with `tc`; where those are not permitted its lines are left out.
+namespaces with `tc`; where those are not permitted, its lines are left out.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from train import NUM_MEMBERS, train_papa
 
 COLUMNS = 11_000_000
 DELAY = 8
-"""Steps that members train on while a push travels."""
+"""Steps that members train while a push is in flight."""
 MEGABITS = 400
 THROTTLED_COLUMNS = 6_000_000
 
 
 class Vector(nn.Module):
-    """A network that is nothing but numbers."""
+    """A network with one parameter."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Vector(nn.Module):
 
 
 def best_together(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The best time of each contender, in rounds that all ranks go through together; the first is not counted."""
+    """The best time of each contender over rounds that all ranks run together; the first is not counted."""
     seconds = dict.fromkeys(contenders, float("inf"))
     for counted in [False, *[True] * rounds]:
         for name, run in contenders.items():
@@ -59,7 +59,7 @@ def best_together(contenders: dict[str, Callable[[], object]], rounds: int) -> d
 
 
 def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
-    """Seconds of a push of one member per rank, and of what it is held against, seen from rank 0."""
+    """Seconds of a push of one member per rank, and of the baselines, measured on rank 0."""
     size, rule = shared.num_ranks, Push(alpha=0.99, every_steps=1)
     mapped = Population([Vector(COLUMNS)], SharedMemoryGroup(size))
     copied = torch.empty_like(mapped.matrix) if shared.leads else None
@@ -81,7 +81,7 @@ def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
 
 
 def push_over_link(rounds: int) -> None:
-    """One of two machines: times pushes and delayed pushes over the link, and prints them as JSON on rank 0."""
+    """The job of each of two machines: time pushes and delayed pushes over the link; rank 0 prints them as JSON."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def push_over_link(rounds: int) -> None:
             logs.append(averager.step())
             times.append(time.perf_counter() - start)
         found[exchange] = {"seconds": min(times), "bytes": logs[-1].bytes}
-        # The same with a delay: steps of work that leaves the processor free, as an accelerator's does.
+        # The same with a delay: steps that leave the processor idle, like those of an accelerator.
         step_seconds = min(times) / 6
         delayed = Averager(population, Push(alpha=0.99, every_steps=10, delay=DELAY), measure=False)
         lost = []
@@ -112,7 +112,7 @@ def push_over_link(rounds: int) -> None:
 
 
 def over_throttled_link(rounds: int) -> dict[str, Any] | str:
-    """What two machines on a throttled link measured; or why there can be no such link."""
+    """The measurements of two machines on a throttled link; or the reason why there is no such link."""
     machines = Machines(str(os.getpid() % 100_000))
     try:
         machines.connect()
@@ -120,9 +120,9 @@ def over_throttled_link(rounds: int) -> dict[str, Any] | str:
         with tempfile.TemporaryDirectory() as folder:
             processes = []
             for machine in range(2):
-                meeting = ("--nnodes", "2", "--node-rank", str(machine), "--nproc-per-node", "1")
-                meeting += ("--master-addr", machines.addresses[0], "--master-port", "29517")
-                command = ("-m", "torch.distributed.run", *meeting, __file__, "--link", "--rounds", str(rounds))
+                rendezvous = ("--nnodes", "2", "--node-rank", str(machine), "--nproc-per-node", "1")
+                rendezvous += ("--master-addr", machines.addresses[0], "--master-port", "29517")
+                command = ("-m", "torch.distributed.run", *rendezvous, __file__, "--link", "--rounds", str(rounds))
                 processes.append(machines.start(machine, *command, log=Path(folder) / str(machine)))
             for process in processes:
                 process.wait(timeout=600)
@@ -139,7 +139,7 @@ def over_throttled_link(rounds: int) -> dict[str, Any] | str:
 
 
 def throughput(steps: int, rounds: int) -> list[Result]:
-    """One and two processes that train four members."""
+    """Training four members with one and with two processes."""
     rule = Push(alpha=0.99, every_steps=10)
     seconds = {1: float("inf"), 2: float("inf")}
     for _ in range(rounds):
@@ -213,8 +213,8 @@ def link(rounds: int) -> list[Result]:
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.add_argument("--steps", type=positive, default=20, help="steps that are timed in each round")
-    options_parser.add_argument("--link", action="store_true", help="be one of the two machines on the throttled link")
+    options_parser.add_argument("--steps", type=positive, default=20, help="number of steps to time in each round")
+    options_parser.add_argument("--link", action="store_true", help="run the job of a machine on the throttled link")
     options_parser.add_argument("--only", choices=["training", "pushes", "link"], help="measure only this")
     options_parser.set_defaults(rounds=4)
     options = options_parser.parse_args()
@@ -223,7 +223,7 @@ def main() -> None:
         return
     parts: dict[str, Callable[[], list[Result]]] = {
         "link": lambda: link(options.rounds),
-        "pushes": lambda: [*pushes(2, 2 * options.rounds), *pushes(4, 2 * options.rounds)],  # which take no time
+        "pushes": lambda: [*pushes(2, 2 * options.rounds), *pushes(4, 2 * options.rounds)],  # these are short
         "training": lambda: throughput(options.steps, options.rounds),
     }
     results = [result for name, part in parts.items() if options.only in (None, name) for result in part()]

@@ -1,7 +1,7 @@
-"""How long averaging five networks of 11.7 million numbers takes, against a plain copy of their memory.
+"""The time to average five networks of 11.7 million parameters, against a plain copy of their memory.
 
-Contenders: every rule of papa, and what people write by hand: a loop over state dicts, a loop over tensors in place,
-torch's foreach kernels. The members are torchvision's ResNet-18; one thread, as a CPU worker has.
+Contenders: every rule of papa, and versions written by hand: a loop over state dicts, a loop over tensors in place,
+torch's foreach kernels. The members are ResNet-18 of torchvision; one thread, as in a CPU worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BY_HAND = ("loop over state dicts", "torch foreach", "loop of lerp_ over tensors
 
 
 def push_state_dicts_(models: list[nn.Module]) -> None:
-    """What people write by hand: the mean of the state dicts, a new state dict for each, and load it."""
+    """The usual version by hand: average the state dicts, build a new state dict for each network, and load it."""
     states = [model.state_dict() for model in models]
     names = [name for name, tensor in states[0].items() if tensor.is_floating_point()]
     mean = {name: sum(state[name] for state in states) / len(states) for name in names}
@@ -46,7 +46,7 @@ def push_foreach_(tensors: list[list[Tensor]]) -> None:
 
 @torch.no_grad()
 def push_lerp_(tensors: list[list[Tensor]]) -> None:
-    """The same as a careful user writes it, tensor by tensor and in place."""
+    """The same tensor by tensor and in place."""
     for own in zip(*tensors, strict=True):
         mean = torch.stack(own).mean(dim=0)
         for tensor in own:
@@ -82,13 +82,13 @@ def main() -> None:
     }
     seconds = best_times(contenders, rounds=options.rounds)
     copy_seconds = seconds["plain copy of the matrix"]
-    promised = ("Push", "MergePairs")
+    with_target = ("Push", "MergePairs")
     results = [
         Result(
             name=name,
             seconds=best,
             ratio=best / copy_seconds,
-            target=MOST_TIMES_A_COPY if name in promised else None,
+            target=MOST_TIMES_A_COPY if name in with_target else None,
         )
         for name, best in seconds.items()
     ]
@@ -98,7 +98,7 @@ def main() -> None:
             ratio=seconds[name] / seconds["loop over state dicts"],
             target=1 / LEAST_TIMES_FASTER_THAN_A_LOOP,
         )
-        for name in promised
+        for name in with_target
     ]
     results += [
         Result(name=f"Averager.step, measured / {name}", ratio=seconds["Averager.step, measured"] / seconds[name])

@@ -1,9 +1,8 @@
-"""What repairing and aligning cost: REPAIR around PAPA-all, matching by activations, deriving symmetries.
+"""The cost of REPAIR and alignment: REPAIR with PAPA-all, matching by activations, deriving symmetries.
 
-REPAIR takes one pass over the batches for each parent and one for each distinct child: p + 1 where all members share
-their batches, 2p where each has its own. Activations are matched in one pass over the data for all groups, against one
-pass for each group, as is written by hand. Symmetries are derived once for each architecture. One thread, as a CPU
-worker has.
+REPAIR takes one pass over the batches for each parent and one for each distinct child: p + 1 if all members share their
+batches, 2p if each has its own. Activations are matched in one pass over the data for all groups, against one pass for
+each group as in code written by hand. Symmetries are derived once per architecture. One thread, as in a CPU worker.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SIZES = (2, 4, 8)
 WIDTH = 8
 MOST_SECONDS_TO_DERIVE = 60.0
 SLACK = 1.35
-"""How much more than by the count of passes a time may be."""
+"""The allowed ratio of a time to the time expected from the number of passes."""
 
 IMAGE = (1, 3, 32, 32)
 ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -47,7 +46,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def repairs(size: int, batches: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
-    """REPAIR around a merge of all, with shared batches and with each member's own."""
+    """REPAIR with a merge of all members, with shared batches and with own batches for each member."""
     population = papa.Population([models.resnet18(width=WIDTH) for _ in range(size)])
     own = [list(batches) for _ in range(size)]
 
@@ -113,7 +112,7 @@ def matching_results(rounds: int) -> list[Result]:
 
 
 def deriving_results() -> list[Result]:
-    """How long it takes to derive symmetries, once for each architecture: seconds, not minutes."""
+    """The time to derive symmetries, once per architecture: seconds, not minutes."""
     results = []
     for name, (build, shape) in ARCHITECTURES.items():
         model, inputs = build().eval(), torch.randn(shape)

@@ -1,6 +1,6 @@
-"""Run every benchmark several times and write one table: machine, versions, ratios with their targets and spread.
+"""Run every benchmark several times and write one table: machine, versions, ratios with their targets and range.
 
-A script that fails or misses a target is shown as such, and the others still run; the exit status is then 1.
+A script that fails or misses a target is marked, and the others still run; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from papa.errors import did_you_mean
 
 FOLDER = Path(__file__).parent
 PROSE = "where_time_goes.md"
-"""Written by hand, beside the scripts; it follows the table."""
+"""Text written by hand, which follows the table."""
 PACKAGES = ("torchvision", "timm")
 QUIET_LOAD = 0.5
 """The load average up to which a machine counts as quiet before the first script."""
 QUIET_SHARE = 0.05
-"""The share of all processors that others may use meanwhile."""
+"""The share of all processors that other processes may use during the measurement."""
 
 
 @dataclass
 class Runs:
-    """What the repetitions of one script said."""
+    """The output of all repetitions of one script."""
 
     command: str
     results: list[list[Result]] = field(default_factory=list)
-    """Of each repetition that worked, in the script's order."""
+    """The results of each successful repetition, in the order of the script."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -54,15 +54,15 @@ class Row:
     middle: Result
     """The medians of all numbers."""
     spread: tuple[float, float] | None
-    """The least and the largest ratio, or amount of memory."""
+    """The smallest and largest ratio, or amount of memory."""
     num_seen: int
-    """In how many repetitions this line was there."""
+    """The number of repetitions with this line."""
     num_ok: int
-    """In how many of them its target was met."""
+    """The number of repetitions that met the target."""
 
     @property
     def verdict(self) -> str:
-        """Whether the median meets the target, and who did not."""
+        """Whether the median meets the target, and how many repetitions do."""
         if self.middle.target is None:
             return ""
         if not self.middle.ok:
@@ -71,14 +71,14 @@ class Row:
 
 
 class Usage:
-    """How much of the machine others use while we measure; where the system does not tell, nothing is known."""
+    """The load of other processes during the measurement; unknown where the system does not report it."""
 
     def __init__(self) -> None:
         self.load = os.getloadavg()[0]
         self.start, self.busy, self.ours = time.monotonic(), _busy_seconds(), _our_seconds()
 
     def others(self) -> float | None:
-        """Their share of all processors since the beginning."""
+        """The share of all processors that other processes used since the start."""
         busy = _busy_seconds()
         if busy is None or self.busy is None:
             return None
@@ -86,17 +86,17 @@ class Usage:
         return max(0.0, busy - self.busy - (_our_seconds() - self.ours)) / available
 
     def warning(self) -> str | None:
-        """What a reader must know when the machine was not quiet."""
+        """A warning if the machine was not quiet."""
         others, found = self.others(), []
         if self.load > QUIET_LOAD:
             found.append(f"the load average was {self.load:.2f} before the first script")
         if others is not None and others > QUIET_SHARE:
-            found.append(f"others used {others:.0%} of the processors meanwhile")
-        return f"The machine was not quiet: {', and '.join(found)}. Times, and ratios, may be off." if found else None
+            found.append(f"other processes used {others:.0%} of the processors")
+        return f"The machine was not quiet: {', and '.join(found)}. Times and ratios may be wrong." if found else None
 
 
 def _busy_seconds() -> float | None:
-    """How long all processors together have worked, as Linux counts it."""
+    """The busy time of all processors together, on Linux."""
     try:
         numbers = [int(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     except OSError:
@@ -106,13 +106,13 @@ def _busy_seconds() -> float | None:
 
 
 def _our_seconds() -> float:
-    """How long they have worked for this process and for all it has started and seen end."""
+    """The processor time of this process and its finished children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def run_script(script: Path, runs: Runs, minutes: float) -> None:
-    """Run a script once, and note what it says or how it failed."""
+    """Run a script once, and record its results or its failure."""
     command = [sys.executable, str(script), "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * minutes)
@@ -120,13 +120,13 @@ def run_script(script: Path, runs: Runs, minutes: float) -> None:
         runs.failures.append(f"not done after {minutes:g} minutes")
         return
     if done.returncode:
-        last_words = done.stderr.strip().splitlines()[-1:] or ["and says nothing"]
-        runs.failures.append(f"exit status {done.returncode}: {last_words[0]}")
+        last_line = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        runs.failures.append(f"exit status {done.returncode}: {last_line[0]}")
         return
     try:
         results = [Result.from_json(line) for line in done.stdout.splitlines()]
     except ValueError as error:
-        runs.failures.append(f"a line that is no result: {error}")
+        runs.failures.append(f"a line is not a result: {error}")
         return
     names = [result.name for result in results]
     if len(set(names)) < len(names):
@@ -138,7 +138,7 @@ def run_script(script: Path, runs: Runs, minutes: float) -> None:
 
 
 def summarize(repetitions: Sequence[Sequence[Result]]) -> list[Row]:
-    """The lines of all repetitions by their names, in the order in which they first came."""
+    """The lines of all repetitions by their names, in the order of their first occurrence."""
     by_name: dict[str, list[Result]] = {}
     for results in repetitions:
         for result in results:
@@ -158,7 +158,7 @@ def _row(results: Sequence[Result]) -> Row:
 
 
 def render(all_runs: Sequence[Runs], *, command: str, repeats: int, usage: Usage, prose: str) -> str:
-    """The page."""
+    """The page as Markdown."""
     warning = usage.warning()
     return "\n".join(
         [
@@ -170,9 +170,9 @@ def render(all_runs: Sequence[Runs], *, command: str, repeats: int, usage: Usage
             command,
             "```",
             "",
-            "which runs each script in turn, several times. A ratio is a time divided by that of a yardstick of the",
+            "which runs each script in turn, several times. A ratio is a time divided by that of a baseline of the",
             "same run, or a share of the whole; lower is better. Times and ratios are medians over the repetitions,",
-            "with the least and the largest ratio in brackets.",
+            "with the smallest and largest ratio in brackets.",
             "",
             *(f"- {name}: {value}" for name, value in {**machine(), **versions()}.items()),
             f"- repetitions: {repeats}",
@@ -221,7 +221,7 @@ def _measured(middle: float | None, spread: tuple[float, float] | None, unit: st
 
 
 def machine() -> dict[str, str]:
-    """What was measured on; nothing that tells whose it is."""
+    """The hardware and system, without anything that identifies the owner."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
@@ -240,7 +240,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that makes a difference."""
+    """The versions of everything that affects the numbers."""
     found = {"Python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
         try:
@@ -251,10 +251,10 @@ def versions() -> dict[str, str]:
 
 
 def chosen_scripts(folder: Path, only: str | None) -> list[Path]:
-    """All scripts of a folder by their names, or those that are asked for; raises `ValueError` for an unknown one."""
+    """All scripts of a folder, or those named in `only`; raises `ValueError` for an unknown name."""
     scripts = {path.stem: path for path in sorted(folder.glob("[a-z]*.py")) if path.name != Path(__file__).name}
     if not scripts:
-        raise ValueError(f"--folder is {folder}, where there are no benchmarks")
+        raise ValueError(f"--folder is {folder}, which contains no benchmarks")
     names = list(scripts) if only is None else [name.strip() for name in only.split(",")]
     for name in names:
         if name not in scripts:
@@ -263,32 +263,32 @@ def chosen_scripts(folder: Path, only: str | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what is asked for; returns the exit status."""
+    """Run the benchmarks and return the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks/run", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="scripts to run, by name, separated by commas: push,train")
-    parser.add_argument("--repeats", type=positive, default=3, help="how often each script runs")
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long a script may take each time")
-    parser.add_argument("--out", type=Path, help="the file to write; standard output when not given")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the scripts are")
+    parser.add_argument("--repeats", type=positive, default=3, help="number of repetitions of each script")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of each repetition")
+    parser.add_argument("--out", type=Path, help="the file to write; standard output by default")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the scripts")
     options = parser.parse_args(arguments)
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
-        parser.error(f"--out is {options.out}, expected a file in a directory that is there")
+        parser.error(f"--out is {options.out}, expected a file in an existing directory")
     try:
         scripts = chosen_scripts(options.folder, options.only)
     except ValueError as error:
         parser.error(str(error))
     usage = Usage()
     all_runs = {script: Runs(f"python {options.folder.name}/{script.name} --json") for script in scripts}
-    is_whole = True
+    is_complete = True
     try:
-        for repeat in range(options.repeats):  # all scripts once, then all again: a busy hour then hits none thrice
+        for repeat in range(options.repeats):  # all scripts once, then again: a busy hour then affects all of them
             for script, runs in all_runs.items():
                 print(f"papa: {script.name}, {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
                 run_script(script, runs, options.minutes)
     except KeyboardInterrupt:
-        is_whole = False
+        is_complete = False
         for runs in all_runs.values():
-            runs.failures += [] if len(runs.results) == options.repeats else ["broken off"]
+            runs.failures += [] if len(runs.results) == options.repeats else ["interrupted"]
     prose = options.folder / PROSE
     page = render(
         list(all_runs.values()),
@@ -301,13 +301,13 @@ def main(arguments: Sequence[str]) -> int:
         print(page)
     else:
         write_atomically(options.out, page)
-    if not is_whole:
+    if not is_complete:
         return 130
     rows = [row for runs in all_runs.values() for row in summarize(runs.results)]
     return 0 if all(row.middle.ok for row in rows) and not any(runs.failures for runs in all_runs.values()) else 1
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a background job, unless asked for
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored in background jobs by default
         signal.signal(number, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

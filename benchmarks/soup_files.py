@@ -1,13 +1,13 @@
-"""What averaging four files costs, against moving the same bytes, and against what people write instead.
+"""The cost of averaging four files, against moving the same bytes, and against common scripts.
 
-The yardstick reads every byte of the four files through one small buffer and writes as many bytes as one file has; no
-averaging can do less. Everybody flushes the result to disk. Besides `papa.soup_files`:
+The baseline reads every byte of the four files through one small buffer and writes as many bytes as one file has; no
+averaging can do less. All contenders flush the result to disk. Besides `papa.soup_files`:
 
-- all at once: load every file with safetensors, average in a dict, save. What people write.
-- one after the other: add up one state dict after the other in a dict of float64 sums, divide and save, which is how
-  timm's script `avg_checkpoints.py` goes about it. The script is not part of the installed package.
+- all at once: load every file with safetensors, average in a dict, save. The usual script.
+- one after the other: add up one state dict after the other in a dict of float64 sums, divide and save, like the script
+  `avg_checkpoints.py` of timm, which is not part of the installed package.
 
-Memory is the peak of what the process held resident above what it held before.
+Memory is the peak resident memory of the process above that before the contender ran.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def flush(path: Path) -> None:
 
 
 def move_the_bytes(files: list[Path], out: Path) -> None:
-    """Read all files and write as many bytes as one has."""
+    """Read all files, and write as many bytes as one of them has."""
     buffer = memoryview(bytearray(BUFFER_BYTES))
     for file in files:
         with file.open("rb", buffering=0) as reader:
@@ -89,7 +89,7 @@ def average_one_after_the_other(files: list[Path], out: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, and check when asked to."""
+    """Run the benchmark."""
     options = parser(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +97,9 @@ def main() -> None:
         for number, file in enumerate(files):
             save_file(state(number), file)
         out = Path(folder) / "soup.safetensors"
-        yardstick = "moving the bytes"
+        baseline = "moving the bytes"
         contenders = {
-            yardstick: lambda: move_the_bytes(files, Path(folder) / "moved"),
+            baseline: lambda: move_the_bytes(files, Path(folder) / "moved"),
             "papa.soup_files": lambda: papa.soup_files(files, out, overwrite=True),
             "papa.soup_files, full digests": lambda: papa.soup_files(files, out, overwrite=True, full_digests=True),
             "all at once, in a dict": lambda: average_all_at_once(files, Path(folder) / "dict.safetensors"),
@@ -112,7 +112,7 @@ def main() -> None:
             Result(
                 name=name,
                 seconds=best,
-                ratio=best / seconds[yardstick],
+                ratio=best / seconds[baseline],
                 target=MOST_TIMES_MOVING_THE_BYTES if name == "papa.soup_files" else None,
             )
             for name, best in seconds.items()

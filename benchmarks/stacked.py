@@ -1,6 +1,6 @@
-"""How long ten logistic regressions with batch size 1 take, stacked, against the loop; and a larger network.
+"""The time of a step with the stacked engine against the loop: ten logistic regressions, and larger networks.
 
-Both engines take the same steps of the same members on the same images; one thread, as a CPU worker has.
+Both engines take the same steps of the same members on the same images; one thread, as in a CPU worker.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def training_of(make: Callable[[], nn.Module], *, image_size: int, batch_size: i
 
 
 def steps_of(training: Training, num_steps: int) -> Callable[[], None]:
-    """Takes so many steps with all that belongs to them, but for the end of an epoch."""
+    """A function that takes `num_steps` steps with averaging, but without the end of an epoch."""
     if training.engine is not None:
         training.engine.start_()
 
@@ -68,7 +68,7 @@ def steps_of(training: Training, num_steps: int) -> Callable[[], None]:
 def compare(
     name: str, make: Callable[[], nn.Module], *, rounds: int, target: float | None, **sizes: int
 ) -> list[Result]:
-    """Both engines' times, and how they compare."""
+    """The times of both engines, and their ratio."""
     trainings = training_of(make, **sizes)
     contenders = {
         f"{name}: {engine}": steps_of(training, sizes["num_steps"])

@@ -1,8 +1,8 @@
-"""What could make the default training run faster on this machine: each setting against the run as it ships.
+"""Settings that could make the default training run faster on this machine, each against the run as it ships.
 
-The network, data and optimizer of `papa run cifar10-vgg11 --budget mini`, one member, one thread. Each setting has a
-process of its own, since some can only be chosen before a process starts; they take turns, a few steps at a time. Time
-is the processor's, so that others who use the machine disturb less, and the best turn counts.
+The network, data and optimizer of `papa run cifar10-vgg11 --budget mini`, one member, one thread. Each setting has its
+own process, since some can only be set before a process starts; they take turns, a few steps at a time. Processor time
+is measured, which other processes disturb less, and the best turn counts.
 """
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ AS_SHIPPED = "as shipped"
 
 @dataclass(frozen=True)
 class Variant:
-    """A setting that is tried."""
+    """A setting to try."""
 
     change: Callable[[Training], object] = lambda training: None
-    """What is done once, before the first turn."""
+    """Called once, before the first turn."""
     train: dict[str, Any] = field(default_factory=dict)
-    """Options of the config's training."""
+    """Options of `config.train`."""
     keeps_memory: bool = True
     environment: dict[str, str] = field(default_factory=dict)
-    """What has to be said before the process starts."""
+    """Environment variables of the process."""
 
 
 def set_sgd(**options: bool) -> Callable[[Training], None]:
-    """Other ways to take an optimizer's step."""
+    """Another implementation of the optimizer step."""
     return lambda training: training.optimizers[0].param_groups[0].update(options)
 
 
 def compile_network(training: Training) -> None:
-    """The network through torch.compile."""
+    """Compile the network."""
     loss_of, compiled = training.loss_of, torch.compile(training.population[0])
     training.loss_of = lambda _, inputs, targets: loss_of(compiled, inputs, targets)  # type: ignore[method-assign]
 
 
 def set_eval_batch(size: int) -> Callable[[Training], None]:
-    """Other batches in evaluation."""
+    """Another batch size in evaluation."""
     return lambda training: setattr(training.batches, "eval_batch_size", size)
 
 
 def evaluate_in_inference_mode(training: Training) -> None:
-    """Stricter than without gradients, so torch may spare more."""
+    """Inference mode, which allows more than `no_grad`."""
     training.evaluate = torch.inference_mode()(training.evaluate)  # type: ignore[method-assign]
 
 
 def prepack(training: Training) -> None:
-    """Evaluate copies whose weights are in oneDNN's own order; the copy is made for each evaluation."""
+    """Evaluate copies with weights in the layout of oneDNN; each evaluation makes a copy."""
     evaluate = training.evaluate
 
     def packed(models: list[nn.Module], *args: Any) -> Any:
         copies = [mkldnn.to_mkldnn(copy.deepcopy(model).eval()) for model in models]
         return evaluate(copies, *args)
 
-    training.apply = lambda model, inputs: model(inputs.contiguous().to_mkldnn()).to_dense()
+    training.task.apply = lambda model, inputs: model(inputs.contiguous().to_mkldnn()).to_dense()
     training.evaluate = packed  # type: ignore[method-assign]
 
 
 OTHER_PRECISION = "float32" if fast_precision() == "bfloat16" else "bfloat16"
-"""The one that does not ship on this machine."""
+"""The precision that is not the default on this machine."""
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 STEPS = {
     AS_SHIPPED: Variant(),
@@ -111,11 +111,11 @@ EVALUATIONS = {
 WHAT = {"a step": STEPS, "an evaluation": EVALUATIONS}
 
 _training: list[Training] = []
-"""In a contender's process: what it trains."""
+"""The training of a contender, in its process."""
 
 
-def begin(what: str, name: str, root: Path) -> None:
-    """Become a contender."""
+def start(what: str, name: str, root: Path) -> None:
+    """Set up a contender in its process."""
     torch.set_num_threads(1)
     variant = WHAT[what][name]
     if variant.keeps_memory:
@@ -140,20 +140,20 @@ def take_turn(what: str) -> float:
 
 
 def start_contender(what: str, name: str, root: Path) -> Pool:
-    """A process that waits for its turns, and begins with the variables of its variant."""
+    """A process with the environment variables of its variant, which waits for its turns."""
     before, environment = dict(os.environ), WHAT[what][name].environment
     os.environ.update(environment)
     try:
-        # Importing torch anew takes longer than the steps, and is only needed where variables are set.
+        # Importing torch again takes longer than the steps, and is only needed where variables are set.
         context = multiprocessing.get_context("spawn" if environment else "fork")
-        return context.Pool(1, begin, (what, name, root))
+        return context.Pool(1, start, (what, name, root))
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
 def compare(what: str, names: list[str], root: Path, rounds: int) -> list[Result]:
-    """The best turn of each; one round goes first that is not counted."""
+    """The best turn of each contender; the first round is not counted."""
     with ExitStack() as stack:
         contenders = {name: stack.enter_context(start_contender(what, name, root)) for name in names}
         best = dict.fromkeys(names, float("inf"))
@@ -175,7 +175,7 @@ def compare(what: str, names: list[str], root: Path, rounds: int) -> list[Result
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.add_argument("--only", default="", help="settings to try, or parts of their names, by commas")
+    options_parser.add_argument("--only", default="", help="settings or parts of their names, separated by commas")
     options = options_parser.parse_args()
     torch.set_num_threads(1)
     wanted = options.only.split(",")

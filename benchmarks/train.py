@@ -1,10 +1,10 @@
-"""How fast a population trains: papa as it ships, against the script one would write.
+"""The training speed of a population: papa as it ships, against the usual script.
 
 Four ResNet-20, batches of 64 images of 32x32 pixels. The script is one process in float32 with a `DataLoader` of PIL
-transforms for each member (in the same process, or in one of its own), members in a loop, and averaging by state dicts
-every 10 steps. papa is one worker process per core, each of one thread, in bfloat16 where the processor has it, images
-augmented a batch at a time, with a draw from the default grid for each member.
-Every contender trains in fresh processes, so that none inherits another's threads or caches.
+transforms for each member (in the same process, or in a separate one), members in a loop, and averaging by state dicts
+every 10 steps. papa has one worker process per core with one thread each, in bfloat16 if the processor supports it, and
+augments a batch at a time, with a draw from the default grid for each member.
+Every contender trains in new processes, so that none inherits threads or caches.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ WARM_UP_STEPS = 5
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """Synthetic images of CIFAR's shape; speed does not depend on what they show."""
+    """Random images of the shape of CIFAR; the speed does not depend on their content."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (NUM_IMAGES, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return pixels, torch.randint(10, (NUM_IMAGES,), generator=generator)
 
 
 class Stopwatch(Callback):
-    """Times some steps after a warm-up, and ends the training."""
+    """Times a number of steps after a warm-up, and then ends the training."""
 
     class Done(Exception):  # noqa: N818
-        """The steps are over."""
+        """All steps were timed."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -60,7 +60,7 @@ class Stopwatch(Callback):
         self.parts = Parts()
 
     def on_step_begin(self, training: Training) -> None:
-        """Start after the warm-up."""
+        """Start the time after the warm-up."""
         if training.step == WARM_UP_STEPS:
             training.group.wait()
             training.seconds["average"] = 0.0
@@ -68,7 +68,7 @@ class Stopwatch(Callback):
             self.start = time.perf_counter()
 
     def on_step_complete(self, training: Training) -> None:
-        """Stop after the steps."""
+        """Stop the time and the training after the steps."""
         if training.step == WARM_UP_STEPS + self.num_steps:
             training.group.wait()
             self.seconds = time.perf_counter() - self.start
@@ -77,7 +77,7 @@ class Stopwatch(Callback):
 
 
 def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[str, float]]:
-    """Seconds for some steps of a population as recipes train it, and where they went in this process."""
+    """The seconds of `num_steps` steps of a population as in a recipe, and of their parts in this process."""
     pipeline = ImagePipeline(num_classes=10, mean=MEAN, std=STD, crop_padding=4, flip=True)
     watch = Stopwatch(num_steps)
     source = Arrays(*images())
@@ -116,7 +116,7 @@ def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[st
 
 
 class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """What the script reads: an image at a time, through PIL."""
+    """The data set of the script: one image at a time, through PIL."""
 
     def __init__(self) -> None:
         from torchvision import transforms
@@ -142,7 +142,7 @@ class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def train_script(num_steps: int, num_loaders: int) -> float:
-    """Seconds for some steps of the script one would write, with so many processes that load data for each member."""
+    """The seconds of `num_steps` steps of the script, with `num_loaders` data loading processes per member."""
     dataset = PilImages()
     loaders = [
         torch.utils.data.DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=num_loaders)
@@ -166,15 +166,15 @@ def train_script(num_steps: int, num_loaders: int) -> float:
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function called in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # which may start others
+    """The result of a function, called in a new process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # can start others
         return pool.submit(function, *arguments).result()
 
 
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.add_argument("--steps", type=positive, default=20, help="steps that are timed in each round")
+    options_parser.add_argument("--steps", type=positive, default=20, help="number of steps to time in each round")
     options_parser.set_defaults(rounds=3)
     options = options_parser.parse_args()
     push, steps = Push(alpha=0.99, every_steps=10), options.steps
@@ -186,7 +186,7 @@ def main() -> None:
         "the script, a loader process for each member": lambda: (in_new_process(train_script, steps, 1), {}),
     }
     close = ("independent, two workers", "papa, two workers")
-    """A percent apart or less: these run twice in a round, and more often than they are compared with others."""
+    """These differ by a percent or less, so that they run twice per round."""
     best: dict[str, float] = {}
     parts: dict[str, dict[str, float]] = {}
     again: list[dict[str, float]] = []
@@ -200,7 +200,7 @@ def main() -> None:
     loading = best["the script, a loader process for each member"]
     alone, together = (min(best[name], *(seconds[name] for seconds in again)) for name in close)
     spent = {name: parts["papa, one worker"][name] for name in ("data", "augmentation", "optimizer", "averaging")}
-    met = parts["papa, two workers"]["averaging"]
+    averaged = parts["papa, two workers"]["averaging"]
     num_images = NUM_MEMBERS * BATCH_SIZE * steps
     results = [
         *(
@@ -214,7 +214,9 @@ def main() -> None:
         Result(
             name="papa against independent", ratio=together / alone, target=1.01, note="best of twice as many rounds"
         ),
-        Result(name="two workers: share of averaging in the first, waiting for the other included", ratio=met / two),
+        Result(
+            name="two workers: share of averaging in the first, waiting for the other included", ratio=averaged / two
+        ),
         Result(name="share of data and augmentation", ratio=(spent["data"] + spent["augmentation"]) / one, target=0.08),
         Result(name="share of the optimizer", ratio=spent["optimizer"] / one),
         Result(name="share of averaging", ratio=spent["averaging"] / one, target=0.01),

@@ -1,8 +1,8 @@
-"""Where the time of a default training run goes: `papa run cifar10-vgg11 --budget mini`, one process of one thread.
+"""Where the time of a default training run goes: `papa run cifar10-vgg11 --budget mini`, one process with one thread.
 
-The run is the real one, checkpoints, soups and report included, but for its length: a few epochs stand for all, and
-what comes once, after training, is held against the length of the whole. Shares are of that whole, from the first step
-to the last file. A second, shorter run tells torch's profiler which operators take the time of a step.
+This is a complete run with checkpoints, soups and report, but only a few epochs: their time is extrapolated to all
+epochs, and the time after training is counted once. Shares are of the extrapolated total, from the first step to the
+last file. A second, shorter run with torch's profiler shows which operators take the time of a step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from _bench import Parts, Result, finish, parser, positive
 from papa.lab.config import Config
-from papa.lab.launch import execute
 from papa.lab.recipes.registry import find
 from papa.lab.recorder import Recorder
+from papa.lab.launch import RunSpec, execute
 from papa.process import configure_process
 from papa.training import Callback, Training
 
@@ -45,16 +45,16 @@ PARTS = (
 
 
 class Timed(Callback):
-    """Puts a stopwatch around every part of a training."""
+    """Times every part of a training."""
 
     def __init__(self) -> None:
         self.parts = Parts()
         self.start = self.end = 0.0
         self.at_end: dict[str, float] = {}
-        """The parts' seconds when the last step was over."""
+        """The seconds of the parts at the end of the last step."""
 
     def on_train_begin(self, training: Training) -> None:
-        """Wrap everything that has a name."""
+        """Wrap the functions of all parts."""
         timed = self.parts.timed
         training.batches.training_batch = timed("data", training.batches.training_batch)  # type: ignore[method-assign]
         training.batches.augments = [timed("augmentation", augment) for augment in training.batches.augments]
@@ -70,43 +70,40 @@ class Timed(Callback):
         self.start = time.perf_counter()
 
     def on_step_complete(self, training: Training) -> None:
-        """Note when the last step was over."""
+        """Record the end of the last step."""
         if training.step == training.length.num_steps:
             self.end, self.at_end = time.perf_counter(), dict(self.parts.seconds)
 
 
 class Profiled(Callback):
-    """Watches some steps with torch's profiler, after a warm-up."""
+    """Profiles a number of steps after a warm-up."""
 
     def __init__(self, *, first_step: int = 10, num_steps: int = 20) -> None:
         self.first_step, self.last_step = first_step, first_step + num_steps
         self.profiler = profile(activities=[ProfilerActivity.CPU])
 
     def on_step_begin(self, training: Training) -> None:
-        """Begin."""
+        """Start the profiler."""
         if training.step == self.first_step:
             self.profiler.start()
 
     def on_step_complete(self, training: Training) -> None:
-        """End."""
+        """Stop the profiler."""
         if training.step == self.last_step:
             self.profiler.stop()
 
 
 def run_with(callback: Callback, config: Config, num_epochs: int) -> None:
-    """The whole run, the way `papa run` does it, with so many epochs."""
-
-    @contextlib.contextmanager
-    def watch() -> Iterator[Callback]:
-        yield callback
+    """A complete run as in `papa run`, with `num_epochs` epochs."""
 
     with tempfile.TemporaryDirectory() as folder:
         shorter = replace(config, train=replace(config.train, epochs=num_epochs))
-        execute(shorter, Path(folder) / "run", workers=1, watch=watch)
+        make_callback = partial(contextlib.nullcontext, callback)
+        execute(RunSpec(config=shorter, path=Path(folder) / "run", workers=1, make_callback=make_callback))
 
 
 def shares(config: Config, num_epochs: int) -> list[Result]:
-    """The parts of a run of so many epochs, as shares of one that has all the epochs of the config."""
+    """The parts of a run, extrapolated from `num_epochs` epochs to all epochs of the config."""
     callback = Timed()
     backward = torch.Tensor.backward
     torch.Tensor.backward = callback.parts.timed("backward", backward)  # type: ignore[method-assign]
@@ -137,8 +134,8 @@ def shares(config: Config, num_epochs: int) -> list[Result]:
 
 
 def operators(config: Config) -> list[Result]:
-    """Which operators take the time of a step, by the time spent in themselves."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells standard error of every start and stop
+    """The operators that take the time of a step, by their own time."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs every start and stop
     callback = Profiled()
     run_with(callback, config, 1)
     events = sorted(callback.profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
@@ -154,13 +151,13 @@ def operators(config: Config) -> list[Result]:
 
 
 def config_for(root: Path) -> Config:
-    """The recipe at the mini budget, with images from there."""
+    """The recipe at the mini budget, with the images in `root`."""
     config = find(RECIPE).config("mini")
     return replace(config, data=replace(config.data, root=str(root)))
 
 
 def write_images(root: Path, *, num_train: int, num_test: int) -> None:
-    """Noise of CIFAR-10's shape, in class folders."""
+    """Write noise of the shape of CIFAR-10, in class folders."""
     random = np.random.default_rng(0)
     for part, count in (("train", num_train), ("test", num_test)):
         for number in range(count):
@@ -172,8 +169,8 @@ def write_images(root: Path, *, num_train: int, num_test: int) -> None:
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.add_argument("--epochs", type=positive, default=3, help="how many epochs stand for the whole run")
-    options_parser.add_argument("--data-root", type=Path, help="where CIFAR-10 is; noise of its shape when not given")
+    options_parser.add_argument("--epochs", type=positive, default=3, help="number of epochs to run")
+    options_parser.add_argument("--data-root", type=Path, help="folder of CIFAR-10; noise of its shape by default")
     options_parser.set_defaults(rounds=1)
     options = options_parser.parse_args()
     configure_process()

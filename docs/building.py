@@ -1,4 +1,4 @@
-"""What the documentation takes from the code: the commands' own help, and the examples of docstrings."""
+"""Hooks of the documentation: the help of all commands, and the examples of docstrings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMANDS_MARK = "<!-- every command -->"
 
 
 def on_page_markdown(markdown: str, **others: Any) -> str:
-    """Put every command's help where a page asks for it."""
+    """Insert the help of all commands into a page that contains the mark."""
     return markdown.replace(COMMANDS_MARK, _commands()) if COMMANDS_MARK in markdown else markdown
 
 
@@ -24,7 +24,7 @@ def _commands() -> str:
     for name, summary in COMMANDS.items():
         sections.append(f"## papa {name}\n\n{summary[0].upper()}{summary[1:]}.\n\n```text\n{_help([name])}```\n")
         if name == "run":
-            sections.append(f"Every option, with what it is for `digits`:\n\n```text\n{_help([name, 'digits'])}```\n")
+            sections.append(f"All options, with the defaults of `digits`:\n\n```text\n{_help([name, 'digits'])}```\n")
     return "\n".join(sections)
 
 
@@ -39,9 +39,9 @@ def _help(arguments: list[str]) -> str:
 
 
 class Examples(griffe.Extension):
-    """Shows the `Example:` of a docstring as code."""
+    """Renders the section `Example:` of a docstring as code."""
 
     def on_instance(self, *, obj: griffe.Object, **others: Any) -> None:
-        """Give the section the name the reader of docstrings knows."""
+        """Rename the section to what the docstring parser expects."""
         if obj.docstring is not None:
             obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")

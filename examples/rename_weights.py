@@ -1,4 +1,4 @@
-"""Give weights that another implementation saved the names that a network of timm has for them:
+"""Convert the weights of another implementation to the names of a timm network:
 
 python examples/rename_weights.py efficientnet-lite0.pth tf_efficientnet_lite0 lite0.safetensors
 
@@ -17,13 +17,13 @@ theirs = torch.load(source, map_location="cpu", weights_only=True)
 ours = timm.create_model(name, num_classes=1000).state_dict()
 
 
-def outlines(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size]]:
-    """What must agree: the last part of each name (weight, running_mean), and the shape."""
+def signatures(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Size]]:
+    """What must be equal in both: the last part of each name (weight, running_mean), and the shape."""
     return [(name.rpartition(".")[2], tensor.shape) for name, tensor in state.items()]
 
 
 for (their, found), (our, expected) in zip(
-    zip(theirs, outlines(theirs), strict=True), zip(ours, outlines(ours), strict=True), strict=True
+    zip(theirs, signatures(theirs), strict=True), zip(ours, signatures(ours), strict=True), strict=True
 ):
     if found != expected:
         sys.exit(f"{their} {tuple(found[1])} is not {our} {tuple(expected[1])}: the networks differ, nothing written")

@@ -1,4 +1,4 @@
-"""A population in a script of your own, one member on each rank:
+"""A population in your own script, one member per rank:
 
 torchrun --nproc-per-node 2 examples/torchrun.py
 """

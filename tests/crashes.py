@@ -1,4 +1,4 @@
-"""Killing real trainings at random moments; shared by the crash test and the soak."""
+"""Killing real runs at random times; shared by the crash test and the soak test."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"
 
 
 def options(num_epochs: int) -> list[str]:
-    """A small recipe."""
+    """Options of a small run."""
     return ["digits", *OPTIONS, "--train.epochs", str(num_epochs)]
 
 
 def small_config() -> Config:
-    """The same as a config, but for its number of epochs."""
+    """The same as a config, except for the number of epochs."""
     config = replace(find("digits").config(), members=3)
     return replace(config, train=replace(config.train, batch_size=32))
 
@@ -45,10 +45,10 @@ def _in_child(arguments: list[str]) -> None:
 
 
 def start(arguments: list[str]) -> BaseProcess:
-    """The command line in a process of its own.
+    """The command line in a separate process.
 
-    It is forked, to save the time that imports take, from a server that has only imported: a process that has once
-    run autograd, as that of the tests has, cannot be forked.
+    To save the time of imports it is forked, from a server that has only imported modules: a process that has run
+    autograd, such as that of the tests, cannot be forked.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -58,7 +58,7 @@ def start(arguments: list[str]) -> BaseProcess:
 
 
 def run_to_end(arguments: list[str]) -> int:
-    """Its exit code."""
+    """Run the command line in a separate process and return its exit code."""
     process = start(arguments)
     process.join()
     assert process.exitcode is not None
@@ -66,10 +66,10 @@ def run_to_end(arguments: list[str]) -> int:
 
 
 def kill_at(process: BaseProcess, path: Path, generator: random.Random, longest: float) -> bool:
-    """Kill it at a random context, every other time while it writes; whether it was still alive."""
+    """Kill a process at a random time, half of the times while it writes; returns whether it was still alive."""
     begin = time.monotonic()
-    context = begin + generator.uniform(0.0, longest)
-    while process.is_alive() and time.monotonic() < context:
+    end = begin + generator.uniform(0.0, longest)
+    while process.is_alive() and time.monotonic() < end:
         time.sleep(0.001)
     if generator.random() < 0.5:
         while process.is_alive() and not is_writing(path) and time.monotonic() < begin + 2 * longest:
@@ -83,12 +83,12 @@ def kill_at(process: BaseProcess, path: Path, generator: random.Random, longest:
 
 
 def is_writing(path: Path) -> bool:
-    """Whether a checkpoint is half written."""
+    """Whether a checkpoint is being written."""
     return any((path / "checkpoint").glob(".step-*.partial"))
 
 
 class Reader:
-    """Reads every checkpoint of a run as a resume would."""
+    """Reads every checkpoint of a run, as in a resume."""
 
     def __init__(self, config: Config) -> None:
         training = build(config)
@@ -99,7 +99,7 @@ class Reader:
         }
 
     def read_all(self, path: Path) -> int:
-        """How many there are; raises when one cannot be read."""
+        """The number of checkpoints; raises if one cannot be read."""
         found = checkpoints(RunDirectory(path).checkpoints)
         for _, checkpoint in found:
             dict(load_checkpoint(checkpoint, self.expected, num_members=self.num_members).members)
@@ -107,7 +107,7 @@ class Reader:
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """The files of two finished runs that are not the same, bit for bit."""
+    """The files of two finished runs that are not bitwise equal."""
     names = ["soup.safetensors", "greedy.safetensors"]
     names += [f"members/{file.name}" for file in sorted((first / "members").iterdir())]
     for name in names:
@@ -118,7 +118,7 @@ def differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def metrics_of(path: Path) -> list[dict[str, Any]]:
-    """A run's metrics without what is never the same: how long things took."""
+    """The metrics of a run without durations, which always differ."""
     return [
         {key: value for key, value in event.items() if key != "seconds"} for event in RunDirectory(path).read_metrics()
     ]

@@ -21,6 +21,7 @@ from papa.lab.launch_many import execute_all
 from papa.lab.recipes.build import images_for
 from papa.lab.recipes.tables import TABLES
 from papa.lab.reproduce import Request, entries_of, jobs_for
+from papa.lab.launch import RunSpec
 
 
 def write_folders(root: Path) -> None:
@@ -57,10 +58,14 @@ def main(data_root: str, out: Path) -> int:
     configs = {job.path: job.config for of_table in jobs.values() for job in of_table}
     roots = made_up_roots(configs.values(), out / "made-up")
     runs = [
-        (replace(config, data=replace(config.data, root=roots.get(config.data.name, config.data.root))), path)
+        RunSpec(
+            config=replace(config, data=replace(config.data, root=roots.get(config.data.name, config.data.root))),
+            path=path,
+            resume=True,
+        )
         for path, config in configs.items()
     ]
-    outcomes = execute_all(runs, num_parallel=usable_cores(), resume=True)
+    outcomes = execute_all(runs, num_parallel=usable_cores())
     num_rows = num_quoted = num_failed = 0
     for request in requests:
         found = [(job, outcomes.results[job.path]) for job in jobs[request.table.name] if job.path in outcomes.results]

@@ -1,4 +1,4 @@
-"""The command that runs all benchmarks: what it makes of what scripts say, and of scripts that fail."""
+"""The command that runs all benchmarks: its table, and what it does about scripts that fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _module(name: str) -> ModuleType:
 
 
 def write_script(folder: Path, name: str, *repetitions: str) -> None:
-    """A script that prints other lines each time it runs."""
+    """A script that prints different lines each time it runs."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(
         "import sys\n"
@@ -61,9 +61,7 @@ def line(name: str, **values: float | None) -> str:
     return f'{{"name": "{name}"{numbers}}}'
 
 
-def test_the_table_has_medians_and_the_spread(
-    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_medians_and_ranges(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
     write_script(
         folder,
@@ -80,7 +78,7 @@ def test_the_table_has_medians_and_the_spread(
     assert "tiny.py, 3 of 3" in capsys.readouterr().err
 
 
-def test_the_page_knows_machine_and_versions(run: ModuleType, tmp_path: Path) -> None:
+def test_the_page_lists_machine_and_versions(run: ModuleType, tmp_path: Path) -> None:
     write_script(tmp_path / "scripts", "tiny", line("push", ratio=1.0))
     assert run.main(["--folder", str(tmp_path / "scripts"), "--repeats", "1", "--out", str(tmp_path / "out.md")]) == 0
     page = (tmp_path / "out.md").read_text()
@@ -96,30 +94,30 @@ def test_memory_is_judged_by_megabytes(run: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("output", "failure"),
     [
-        ("this is a table", "a line that is no result"),
+        ("this is a table", "a line is not a result"),
         ('{"ratio": 1.0}', "expected an object with a name"),
         ('{"name": "push", "ratio": "fast"}', "expected a number or null"),
-        ('{"name": "push", "ratio": NaN}', "NaN is no number"),
+        ('{"name": "push", "ratio": NaN}', "NaN is not a number"),
         ('{"name": "one"}\n{"name": "one"}', "two results with the name one"),
     ],
 )
-def test_one_that_fails_is_told_and_the_others_run(run: ModuleType, tmp_path: Path, said: str, told: str) -> None:
+def test_a_failed_script_is_reported(run: ModuleType, tmp_path: Path, output: str, failure: str) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
-    write_script(folder, "a_broken", said)
+    write_script(folder, "a_broken", output)
     (folder / "b_raises.py").write_text("raise SystemExit('no | disk')\n")
     (folder / "c_silent.py").write_text("")
     write_script(folder, "d_good", line("push", ratio=1.0, target=1.4))
     assert run.main(["--folder", str(folder), "--repeats", "1", "--out", str(out)]) == 1
     page = out.read_text()
-    assert told in page
+    assert failure in page
     assert "**FAILED**: exit status 1: no \\| disk" in page
     assert "**FAILED**: no results" in page
     assert cells_of(page, "push")[-1] == "ok"
 
 
-def test_a_repetition_that_fails_leaves_the_others(run: ModuleType, tmp_path: Path) -> None:
+def test_a_failed_repetition_keeps_the_others(run: ModuleType, tmp_path: Path) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
     write_script(folder, "tiny", line("push", ratio=1.0), "oh", line("push", ratio=3.0) + "\n" + line("new", ratio=2))
     assert run.main(["--folder", str(folder), "--repeats", "3", "--out", str(out)]) == 1
@@ -129,7 +127,7 @@ def test_a_repetition_that_fails_leaves_the_others(run: ModuleType, tmp_path: Pa
     assert page.count("**FAILED**") == 1
 
 
-def test_only_some(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_runs_the_named_scripts(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "scripts"
     for name in ("push", "train", "soup"):
         write_script(folder, name, line(f"line of {name}", ratio=1.0))
@@ -142,7 +140,7 @@ def test_only_some(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "did you mean train?" in capsys.readouterr().err
 
 
-def test_what_was_written_by_hand_survives(run: ModuleType, tmp_path: Path) -> None:
+def test_text_written_by_hand_is_kept(run: ModuleType, tmp_path: Path) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
     write_script(folder, "tiny", line("push", ratio=1.0), line("push", ratio=1.0))
     (folder / run.PROSE).write_text("## Where the time goes\n\nIn convolutions.\n")
@@ -151,15 +149,15 @@ def test_what_was_written_by_hand_survives(run: ModuleType, tmp_path: Path) -> N
         assert out.read_text().endswith("|\n\n## Where the time goes\n\nIn convolutions.\n")
 
 
-def test_a_machine_that_is_not_quiet_is_told(run: ModuleType) -> None:
+def test_a_busy_machine_is_reported(run: ModuleType) -> None:
     usage = run.Usage()
     usage.load = 3.0
     assert "load average was 3.00 before the first script" in usage.warning()
     usage.load, usage.busy = 0.0, None
-    assert usage.warning() is None, "nothing is known of others"
+    assert usage.warning() is None, "the load of other processes is unknown"
 
 
-def test_results_come_back_as_they_were(bench: ModuleType) -> None:
+def test_results_survive_json(bench: ModuleType) -> None:
     for result in (
         bench.Result(name="a", seconds=0.1, ratio=1.2, target=1.4),
         bench.Result(name="b", megabytes=3.0, target=2.0, note="on a Tuesday"),
@@ -168,7 +166,7 @@ def test_results_come_back_as_they_were(bench: ModuleType) -> None:
         assert bench.Result.from_json(result.as_json()) == result
 
 
-def test_parts_count_what_they_call_only_once(bench: ModuleType) -> None:
+def test_nested_parts_are_counted_once(bench: ModuleType) -> None:
     parts = bench.Parts()
     inner = parts.timed("inner", lambda: sum(range(20_000)))
     outer = parts.timed("outer", lambda: inner() + inner())
@@ -176,10 +174,10 @@ def test_parts_count_what_they_call_only_once(bench: ModuleType) -> None:
     assert outer() == 2 * sum(range(20_000))
     elapsed = time.perf_counter() - start
     assert parts.seconds.keys() == {"inner", "outer"}
-    assert 0.0 < sum(parts.seconds.values()) <= elapsed, "else the inner calls are counted twice"
+    assert 0.0 < sum(parts.seconds.values()) <= elapsed, "otherwise the inner calls are counted twice"
 
 
-def test_where_time_goes_has_a_stopwatch_around_every_part() -> None:
+def test_where_time_goes_times_every_part() -> None:
     timed = _module("where_time_goes").Timed()
     backward = torch.Tensor.backward
     torch.Tensor.backward = timed.parts.timed("backward", backward)  # type: ignore[method-assign]
@@ -209,13 +207,13 @@ def test_the_command_finds_the_scripts_of_the_repository(run: ModuleType) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--folder", "empty"], "--folder is empty, where there are no benchmarks"),
-        (["--folder", "scripts", "--out", "nowhere/out.md"], "expected a file in a directory that is there"),
-        (["--folder", "scripts", "--out", "empty"], "expected a file in a directory that is there"),
+        (["--folder", "empty"], "--folder is empty, which contains no benchmarks"),
+        (["--folder", "scripts", "--out", "nowhere/out.md"], "expected a file in an existing directory"),
+        (["--folder", "scripts", "--out", "empty"], "expected a file in an existing directory"),
         (["--folder", "scripts", "--repeats", "0"], "0 is less than 1"),
     ],
 )
-def test_what_cannot_end_well_is_not_begun(
+def test_wrong_options_are_refused_before_anything_runs(
     run: ModuleType,
     arguments: list[str],
     message: str,
@@ -233,7 +231,7 @@ def test_what_cannot_end_well_is_not_begun(
     assert not (tmp_path / "scripts" / "tiny.seen").exists()
 
 
-def test_a_script_that_hangs_is_ended_and_told(run: ModuleType, tmp_path: Path) -> None:
+def test_a_script_that_hangs_is_ended_and_reported(run: ModuleType, tmp_path: Path) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
     folder.mkdir()
     (folder / "slow.py").write_text("import time\ntime.sleep(600)\n")
@@ -241,7 +239,7 @@ def test_a_script_that_hangs_is_ended_and_told(run: ModuleType, tmp_path: Path) 
     assert "**FAILED**: not done after 0.01 minutes" in out.read_text()
 
 
-def test_what_was_measured_before_an_interruption_is_kept(
+def test_results_before_an_interruption_are_kept(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
@@ -258,11 +256,11 @@ def test_what_was_measured_before_an_interruption_is_kept(
     assert run.main(["--folder", str(folder), "--repeats", "1", "--out", str(out)]) == 130
     page = out.read_text()
     assert cells_of(page, "push")[2] == "1.500 [1.500, 1.500]"
-    assert "**FAILED**: broken off" in page
+    assert "**FAILED**: interrupted" in page
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_background_job_can_be_ended_too_and_keeps_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_background_job_can_be_interrupted_and_keeps_its_results(number: signal.Signals, tmp_path: Path) -> None:
     folder, out, is_waiting = tmp_path / "scripts", tmp_path / "out.md", tmp_path / "waiting"
     write_script(folder, "a_tiny", line("push", ratio=1.5))
     (folder / "b_later.py").write_text(

@@ -1,4 +1,4 @@
-"""What a newcomer would write, on networks that papa did not make."""
+"""The usual training loop with networks of other libraries, and the scripts in `examples/`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import papa
+from papa.lab.models import make_model
 
 
 def test_a_torchvision_network() -> None:
@@ -78,18 +79,16 @@ def rename(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 def test_renaming_weights(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
-    theirs = timm.create_model("resnet10t", num_classes=1000).state_dict()
-    foreign = {f"{number}.{name.rpartition('.')[2]}": value for number, (name, value) in enumerate(theirs.items())}
+    original = timm.create_model("resnet10t", num_classes=1000).state_dict()
+    foreign = {f"{number}.{name.rpartition('.')[2]}": value for number, (name, value) in enumerate(original.items())}
     foreign["0.weight"] = foreign["0.weight"].contiguous(memory_format=torch.channels_last)
-    torch.save(foreign, tmp_path / "theirs.pth")
-    assert rename(tmp_path / "theirs.pth", tmp_path / "ours.safetensors").returncode == 0
-    net = papa.lab.models.make_model(
-        "timm:resnet10t", num_classes=1000, image_size=64, weights=tmp_path / "ours.safetensors"
-    )
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in net.state_dict().items())
+    torch.save(foreign, tmp_path / "original.pth")
+    assert rename(tmp_path / "original.pth", tmp_path / "ours.safetensors").returncode == 0
+    net = make_model("timm:resnet10t", num_classes=1000, image_size=64, weights=tmp_path / "ours.safetensors")
+    assert all(torch.equal(tensor, original[name]) for name, tensor in net.state_dict().items())
 
-    torch.save({**foreign, "0.weight": torch.zeros(3)}, tmp_path / "theirs.pth")
-    refused = rename(tmp_path / "theirs.pth", tmp_path / "none.safetensors")
+    torch.save({**foreign, "0.weight": torch.zeros(3)}, tmp_path / "original.pth")
+    refused = rename(tmp_path / "original.pth", tmp_path / "none.safetensors")
     assert refused.returncode == 1
     assert "nothing written" in refused.stderr
     assert not (tmp_path / "none.safetensors").exists()

@@ -1,4 +1,4 @@
-"""`python -m papa` is `papa`."""
+"""`python -m papa` runs the command `papa`."""
 
 from papa.cli import main
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from papa.cli import main
+from papa.cli.main import COMMANDS
 from papa.cli.run import config_to_resume
 from papa.lab.config import Config
 from papa.lab.recipes import find
@@ -20,13 +21,19 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("papa 0.")
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "run", "resume", "compare"])
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    assert f"usage: papa {command}" in capsys.readouterr().out
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main([command, "--help"])
+    except SystemExit as error:  # of tyro
+        code = error.code
+    assert code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: papa {command}" in shown
+    assert f"\n  papa {command}" in shown.replace("│", "").split("examples:")[1]
 
 
-def test_every_option_of_a_recipe_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_recipe_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "digits", "--help"])
     assert caught.value.code == 0
@@ -42,7 +49,7 @@ def test_ls_names_every_recipe_and_its_table(capsys: pytest.CaptureFixture[str])
     assert "cifar100_res_gradual" in shown
 
 
-def test_show_prints_a_config_that_json_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "cifar100-resnet18"]) == 0
     full = json.loads(capsys.readouterr().out)
     assert (full["members"], full["train"]["epochs"], full["average"]["alpha"]) == (10, 300, 0.99)
@@ -50,7 +57,7 @@ def test_show_prints_a_config_that_json_reads(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["train"]["epochs"] < 300
 
 
-def test_run_prints_the_table_and_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_a_table_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert main(["run", "digits", *SHORT, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
@@ -71,7 +78,7 @@ def test_run_prints_the_table_and_where_the_files_are(tmp_path: Path, capsys: py
     assert main(["run", "digits", "--members", "2", "--out", str(out), "--resume"]) == 0
 
 
-def test_what_no_option_names_is_taken_from_the_run_that_is_there(tmp_path: Path) -> None:
+def test_resume_keeps_the_options_of_the_run_that_are_not_given(tmp_path: Path) -> None:
     recipe = find("cifar10-vgg11")
     mini = recipe.config("mini")
     there = replace(mini, seed=7)
@@ -85,9 +92,7 @@ def test_what_no_option_names_is_taken_from_the_run_that_is_there(tmp_path: Path
     assert asked("--budget", "smoke").train.epochs == recipe.config("smoke").train.epochs != mini.train.epochs
 
 
-def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_skips_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", "digits", *SHORT, "--methods", "independent,papa", "--out", str(tmp_path)]
     assert main([*arguments, "--seeds", "1"]) == 0
     first = (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns
@@ -100,7 +105,7 @@ def test_compare_puts_methods_side_by_side_and_skips_what_is_done(
     assert "papa, seed 2" in (tmp_path / "report.html").read_text()
 
 
-def test_runs_side_by_side_give_what_one_after_the_other_gives(
+def test_parallel_runs_give_the_same_result_as_sequential_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["compare", "digits", *SHORT, "--methods", "independent,papa-all", "--seeds", "1"]
@@ -132,12 +137,11 @@ def test_runs_side_by_side_give_what_one_after_the_other_gives(
         (["compare", "digits", "--parallel", "0"], "--parallel is 0, expected at least 1"),
         (
             ["compare", "digits", "--parallel", "2", "--workers", "2"],
-            "there are --workers and --parallel, expected one of",
+            "--workers and --parallel are both set, expected one of",
         ),
         (["run", "digits", "--engine", "stack"], "--train.engine is stack: did you mean stacked?"),
         (["show", "digits", "more"], "takes a recipe and a budget"),
         (["ls", "digits"], "takes no arguments"),
-        (["resume"], "the directory of a run is missing"),
         (["resume", "nowhere"], "nowhere holds no run of papa"),
         (["run", "digits", "--keep", "0"], "--keep is 0, expected at least 1"),
         (["compare", "digits", "--keep", "0"], "--keep is 0, expected at least 1"),
@@ -154,7 +158,7 @@ def test_runs_side_by_side_give_what_one_after_the_other_gives(
         (["run", "digits", "--out="], "--out is empty: is a variable not set?"),
     ],
 )
-def test_mistakes_get_one_readable_message_and_code_2(
+def test_wrong_usage_gets_one_readable_message_and_code_2(
     arguments: list[str],
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -169,6 +173,13 @@ def test_mistakes_get_one_readable_message_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_resume_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["resume"])
+    assert caught.value.code == 2
+    assert "DIR" in capsys.readouterr().err
+
+
 def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "digits", "--train.epoch", "3"])
@@ -176,41 +187,41 @@ def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[st
     assert "--train.epochs" in capsys.readouterr().err
 
 
-def test_a_comparison_goes_on_with_options_that_make_no_difference(tmp_path: Path) -> None:
+def test_a_comparison_continues_with_options_that_its_runs_do_not_use(tmp_path: Path) -> None:
     asked = ["compare", "digits", "--train.epochs", "1", "--members", "2", "--workers", "1", "--out", str(tmp_path)]
     assert main([*asked, "--methods", "independent"]) == 0
     before = (tmp_path / "independent-seed1" / "result.json").read_bytes()
     assert main([*asked, "--methods", "independent,papa", "--average.every-steps", "7"]) == 0
     assert (tmp_path / "papa-seed1" / "result.json").exists()
-    assert (tmp_path / "independent-seed1" / "result.json").read_bytes() == before, "it looks at no such option"
+    assert (tmp_path / "independent-seed1" / "result.json").read_bytes() == before, (
+        "independent does not use that option"
+    )
     elsewhere = [*asked, "--methods", "independent", "--seeds", "1,2", "--data.root", str(tmp_path / "moved")]
-    assert main(elsewhere) == 2, "where data was is a part of what a run did"
-    assert (tmp_path / "independent-seed2" / "result.json").exists(), "but no reason to stop the others"
+    assert main(elsewhere) == 2, "the directory of the data is part of the configuration"
+    assert (tmp_path / "independent-seed2" / "result.json").exists(), "but the other runs continue"
 
 
-def test_a_comparison_takes_no_runs_of_another_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_refuses_runs_of_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["compare", "digits", "--methods", "papa", "--train.epochs", "1", "--workers", "1", "--out", str(tmp_path)]
     assert main([*asked, "--members", "2"]) == 0
     assert main([*asked, "--members", "3", "--seeds", "2,1"]) == 2
-    told = capsys.readouterr().err
-    assert "members is 2, asked for 3" in told
-    assert "choose another --out, or run all again with --overwrite" in told
+    error = capsys.readouterr().err
+    assert "members is 2, asked for 3" in error
+    assert "choose another --out, or replace all runs with --overwrite" in error
     assert not (tmp_path / "papa-seed2").exists()
 
 
-def test_a_comparison_does_not_move_into_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_does_not_use_the_directory_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--members", "2", "--train.epochs", "1", "--workers", "1", "--out", str(tmp_path)]
     assert main(["run", "digits", "--average.every-steps", "500", *short]) == 0
-    assert "training was over before averaging was due" in capsys.readouterr().out
+    assert "training ended before the first averaging was due" in capsys.readouterr().out
     before = (tmp_path / "report.html").read_bytes()
     assert main(["compare", "digits", *short]) == 2
-    assert "holds a run by itself: choose another --out for several" in capsys.readouterr().err
+    assert "is the directory of a single run: choose another --out for a comparison" in capsys.readouterr().err
     assert (tmp_path / "report.html").read_bytes() == before
 
 
-def test_a_home_directory_behind_an_equals_sign_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_after_an_equals_sign_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     short = ["--members", "2", "--train.epochs", "1", "--workers", "1", "--out=~/runs/mine"]

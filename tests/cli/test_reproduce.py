@@ -50,8 +50,7 @@ def results_in(out: Path) -> list[dict[str, object]]:
 
 
 def rows_of_every_kind() -> list[tuple[str, str]]:
-    """One row for each set of options that rows change and each part of a result that they look at;
-    `tests/every_row.py` runs all of them."""
+    """One row for each set of changed options and each part of a result; `tests/every_row.py` runs all rows."""
     found: dict[tuple[frozenset[str], str], tuple[str, str]] = {}
     for table in TABLES.values():
         for row in table.rows:
@@ -74,17 +73,17 @@ def test_rows_of_every_kind_run(
     lines = [line for line in shown.splitlines() if line.startswith(picked.title)]
     assert len(lines) == len(found.columns)
     differences = [line.split()[-1] for line in lines if line.split()[-1][0] in "+-"]
-    assert len(differences) == len(picked.paper), "every number of the paper has one of ours beside it"
+    assert len(differences) == len(picked.paper), "each number of the paper has one of ours"
     assert result["method"] == picked.change["method"]
     (report,) = tmp_path.glob("*.html")
     page = report.read_text()
     assert picked.title in page
     assert all(html.escape(line.split()[-1]) in page for line in lines)
-    curves = 3 if result["method"] == "papa" else 5  # merges have two of their own
+    curves = 3 if result["method"] == "papa" else 5  # merges have two more
     assert page.count("<svg") == (curves if found.kind == "figure" else 0)
 
 
-def test_rows_and_tables_share_runs_and_what_is_done_is_not_run_again(
+def test_rows_and_tables_share_runs_and_finished_runs_are_not_run_again(
     data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert reproduce("table:ablation", "papa-all,papa-2", data_root, tmp_path, "--seeds", "1,2") == 0
@@ -98,7 +97,7 @@ def test_rows_and_tables_share_runs_and_what_is_done_is_not_run_again(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/seed*/result.json")} == files
 
 
-def test_rows_side_by_side_give_what_one_after_the_other_gives(
+def test_parallel_rows_give_the_same_result_as_sequential_ones(
     data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = ("table:comparing2", "papa-none-p3,papa-all-none-p3")
@@ -108,7 +107,7 @@ def test_rows_side_by_side_give_what_one_after_the_other_gives(
     assert capsys.readouterr().out == one.replace(str(tmp_path / "one"), str(tmp_path / "two"))
 
 
-def test_a_row_that_fails_is_named_and_the_others_are_shown(
+def test_a_failed_row_is_named_and_the_others_are_shown(
     data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = find_table("comparing2")
@@ -116,7 +115,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_shown(
     request = Request(table=table, rows=rows, budget="smoke", data_root=str(data_root))
     first, second = jobs_for(request, tmp_path)
     (first.path / "checkpoint").mkdir(parents=True)
-    (first.path / "soup.safetensors").write_text("somebody else's")
+    (first.path / "soup.safetensors").write_text("not from papa")
     arguments = ("table:comparing2", "papa-none-p3,papa-all-none-p3", data_root, tmp_path)
     assert reproduce(*arguments) == 2
     shown = capsys.readouterr()
@@ -131,7 +130,7 @@ def test_a_row_that_fails_is_named_and_the_others_are_shown(
 
 
 @pytest.mark.parametrize("command", ["compare", "reproduce"])
-def test_a_signal_saves_and_the_same_command_goes_on(
+def test_a_signal_saves_and_the_same_command_continues(
     command: str, data_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = {
@@ -142,16 +141,16 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     if command == "reproduce":
         arguments += ["--data-root", str(data_root)]
 
-    def ask_once_one_trains() -> None:
+    def send_signal_when_one_trains() -> None:
         while not any(file.stat().st_size for file in tmp_path.rglob("metrics.jsonl")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    asker = threading.Thread(target=ask_once_one_trains, daemon=True)
-    asker.start()
+    sender = threading.Thread(target=send_signal_when_one_trains, daemon=True)
+    sender.start()
     assert main(arguments) == STOPPED
-    asker.join()
-    assert "of 4 runs done, and saved; the same command without --overwrite goes on" in capsys.readouterr().err
+    sender.join()
+    assert "of 4 runs done; continue with the same command, without --overwrite" in capsys.readouterr().err
     assert main(arguments) == 0
     assert len(list(tmp_path.rglob("result.json"))) == 4
     assert all(len(list(path.iterdir())) == 1 for path in tmp_path.rglob("checkpoint"))
@@ -162,7 +161,7 @@ def test_quoted_rows_need_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "92.48" in capsys.readouterr().out
 
 
-def test_it_lists_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_table_all_tables_and_figures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce"]) == 0
     shown = capsys.readouterr().out
     assert "table:ablation_gradual" in shown
@@ -182,18 +181,20 @@ def test_it_lists_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> 
         (["table:comparing2", "--rows", "quoted-esgd", "--keep", "0"], "--keep is 0, expected at least 1"),
     ],
 )
-def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_gets_one_readable_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_missing_data_is_told_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_is_an_error_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce("table:image_seg1", "papa-all", tmp_path / "nowhere", tmp_path / "out") == 2
     assert "nowhere" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_configurations_that_differ_have_directories_that_differ(tmp_path: Path) -> None:
+def test_different_configurations_have_different_directories(tmp_path: Path) -> None:
     table = find_table("ablation_gradual")
     jobs = jobs_for(Request(table=table, rows=table.rows), tmp_path)
     assert len({job.path for job in jobs}) == len(table.rows)
@@ -201,7 +202,7 @@ def test_configurations_that_differ_have_directories_that_differ(tmp_path: Path)
     assert not {job.path for job in jobs} & {job.path for job in mini}
 
 
-def test_a_table_is_found_by_its_label_too() -> None:
+def test_a_table_is_found_by_its_label() -> None:
     assert find_table("ablation1") is find_table("table:ablation1") is find_table("tab:ablation1")
     with pytest.raises(ConfigError):
         find_table("")

@@ -252,7 +252,7 @@ def test_progress_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) ->
         assert in_a_session("run", "digits", *options, stderr=full, stdout=subprocess.DEVNULL).wait() == 0
         assert RunDirectory(tmp_path / "run").is_finished
         said = in_a_session("ls", stdout=full, stderr=subprocess.PIPE)
-        assert "cannot write what there is to say: No space left on device" in said.communicate()[1]
+        assert "cannot write the output: No space left on device" in said.communicate()[1]
         assert said.returncode == 2
 
 

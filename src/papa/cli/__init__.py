@@ -1,4 +1,4 @@
-"""The command `papa`: one file per command."""
+"""The command `papa`: one module per command."""
 
 from papa.cli.main import main
 

@@ -1,39 +1,35 @@
-"""`papa compare RECIPE`: several methods and seeds, side by side."""
+"""`papa compare RECIPE`: train several methods and seeds and compare them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from papa.checkpoint import write_atomically
-from papa.cli.arguments import ManyOptions, parse, speaks, split_names, split_numbers, take_recipe
-from papa.cli.progress import Progress
-from papa.cli.run import NEVER_AVERAGED
+from papa.cli.arguments import parse, split_names, split_numbers, take_recipe
+from papa.cli.execution import ParallelOptions, is_main_process, run_title
+from papa.cli.run import print_details
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.config import METHODS, Config
-from papa.lab.launch import CallbackFactory, check_alike
-from papa.lab.launch_many import Outcomes, execute_all
+from papa.lab.launch import check_alike
+from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import Recipe
-from papa.lab.report import compare_page, compare_rows, details_table, paper_rows, with_gap_closed
+from papa.lab.report import compare_page, compare_rows, paper_rows, with_gap_closed
 from papa.lab.report.reading import read_events
 from papa.lab.runs import RunDirectory
-from papa.process import configure_process
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
-Trains a recipe with several methods and seeds, prints them side by side and writes one report over all.
-Runs that are already there are not run again; broken ones are continued.
-On SIGINT (Ctrl-C) or SIGTERM the runs under way save, and it leaves with code 75: the same command goes on.
-A run that fails does not stop the others; it is named at the end. Where a run is there already with other options,
-nothing is trained: it could not be compared.
---budget full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores,
-smoke takes seconds.
+Trains a recipe with several methods and seeds, prints a table and writes one report about all of them.
+Finished runs are not run again; stopped ones are resumed. An existing run with other options is an error.
+On SIGINT (Ctrl-C) or SIGTERM the active runs save, and it exits with code 75: the same command continues.
+A run that fails does not stop the others; it is named at the end.
+--budget full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores, smoke takes seconds.
 
 examples:
   papa compare digits
@@ -44,78 +40,40 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(ManyOptions):
+class CompareOptions(ParallelOptions):
     """Options of `papa compare`."""
 
     config: Annotated[Config, tyro.conf.arg(name="")]
     methods: str = "independent,papa,papa-all,papa-2"
-    """Which methods, separated by commas."""
+    """Methods, separated by commas."""
     seeds: str = "1"
-    """Which seeds, separated by commas."""
+    """Seeds, separated by commas."""
     out: Path | None = None
-    """Where the runs go, a directory for each; by default runs/compare-RECIPE[-BUDGET]."""
+    """Directory of the runs, one subdirectory each; by default runs/compare-RECIPE[-BUDGET]."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Run again what is there."""
+    """Replace existing runs."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train several methods and seeds, side by side."""
+    """Train several methods and seeds and compare them."""
     recipe, rest = take_recipe(arguments, USAGE)
-    if recipe is None:
-        return 0
     options, out = parse_options(recipe, rest)
     if RunDirectory(out).config.exists():
-        raise RunError(f"{out} holds a run by itself: choose another --out for several")
+        raise RunError(f"{out} is the directory of a single run: choose another --out for a comparison")
+    options.check()
     jobs = jobs_of(options, out)
     if not options.overwrite:
-        _check_alike(jobs)
-    configure_process()
-    outcomes = execute_all(
-        jobs,
-        num_parallel=options.parallel,
-        workers=options.workers,
-        overwrite=options.overwrite,
-        resume=not options.overwrite,
-        saving=options.saving,
-        make_callback=partial(_watch, display=options.parallel == 1),
-    )
-    if outcomes.results and speaks():
-        _show(outcomes, out)
+        _check_existing(jobs)
+    runs = [(run_title(config), config, path) for config, path in jobs]
+    outcomes = options.execute(runs, overwrite=options.overwrite)
+    if outcomes.results and is_main_process():
+        _print_comparison(outcomes, out)
     outcomes.check()
     return 0
 
 
-def _check_alike(jobs: Sequence[tuple[Config, Path]]) -> None:
-    """Refuse to train anything where a run that would be taken as it is, is of another configuration."""
-    for config, path in jobs:
-        try:
-            check_alike(config, path)
-        except RunError as error:
-            raise RunError(f"{error}\nchoose another --out, or run all again with --overwrite") from error
-
-
-def _watch(config: Config, _: Path, *, display: bool) -> CallbackFactory:
-    return partial(Progress, f"{config.recipe} {config.method} seed {config.seed}", display=display)
-
-
-def _show(outcomes: Outcomes, out: Path) -> None:
-    """Print the methods side by side, and write one report over all."""
-    results = list(outcomes.results.values())
-    metrics = [read_events(path / "metrics.jsonl") for path in outcomes.results]
-    write_atomically(out / "report.html", compare_page(results, metrics))
-    print_table(*with_gap_closed(results, [*compare_rows(results), *paper_rows(results)]))
-    head, details = details_table(results)
-    if details:
-        print()
-        print_table(head, details)
-    for result in results:
-        if result["method"] != "independent" and not result["num_averagings"]:
-            print(f"{result['method']}, seed {result['seed']}: {NEVER_AVERAGED}")
-    print(f"report: {out / 'report.html'}")
-
-
 def parse_options(recipe: Recipe, arguments: Sequence[str]) -> tuple[CompareOptions, Path]:
-    """The options after the recipe's name, and where the runs go."""
+    """The options that follow the recipe, and the directory of the runs."""
     options, name = parse(lambda config: CompareOptions(config=config), recipe, arguments, command="compare")
     for argument in arguments:
         if argument.split("=")[0] in ("--method", "--seed"):
@@ -124,7 +82,7 @@ def parse_options(recipe: Recipe, arguments: Sequence[str]) -> tuple[CompareOpti
 
 
 def jobs_of(options: CompareOptions, out: Path) -> list[tuple[Config, Path]]:
-    """Every run with its place: each method with each seed."""
+    """The config and directory of each run: each method with each seed."""
     methods = split_names("--methods", options.methods, list(METHODS))
     seeds = split_numbers("--seeds", options.seeds)
     return [
@@ -132,3 +90,21 @@ def jobs_of(options: CompareOptions, out: Path) -> list[tuple[Config, Path]]:
         for method in methods
         for seed in seeds
     ]
+
+
+def _check_existing(jobs: Sequence[tuple[Config, Path]]) -> None:
+    """Raise before anything is trained where an existing run has another configuration."""
+    for config, path in jobs:
+        try:
+            check_alike(config, path)
+        except RunError as error:
+            raise RunError(f"{error}\nchoose another --out, or replace all runs with --overwrite") from error
+
+
+def _print_comparison(outcomes: Outcomes, out: Path) -> None:
+    results = list(outcomes.results.values())
+    metrics = [read_events(path / "metrics.jsonl") for path in outcomes.results]
+    write_atomically(out / "report.html", compare_page(results, metrics))
+    print_table(*with_gap_closed(results, [*compare_rows(results), *paper_rows(results)]))
+    print_details(results)
+    print(f"report: {out / 'report.html'}")

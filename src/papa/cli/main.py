@@ -1,4 +1,4 @@
-"""Finding the command, and turning errors into one readable message."""
+"""The entry point: loads the module of a command, and turns errors into one readable message."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from papa._version import __version__
 from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
+from papa.lab.packages import missing_package
 
 COMMANDS = {
     "ls": "list the recipes",
-    "show": "show a recipe's configuration",
+    "show": "show the configuration of a recipe",
     "run": "train one population",
-    "resume": "continue a run that was stopped",
-    "compare": "train several methods and seeds, side by side",
+    "resume": "continue a stopped run",
+    "compare": "train several methods and seeds and compare them",
     "reproduce": "run a table or figure of the paper",
     "watch": "follow a run from another terminal",
-    "report": "write the page, table or figures of runs that are there",
-    "soup": "average checkpoints that lie in files",
+    "report": "write the page, table or figures of existing runs",
+    "soup": "average checkpoint files into one network",
     "diff": "compare two checkpoints",
-    "plan": "what averaging between machines will cost",
+    "plan": "estimate the cost of averaging between machines",
 }
 
-HELP = """papa trains a population of networks and hands back one that generalises nearly like the ensemble.
+HELP = """papa trains a population of networks and averages them into one that is nearly as good as their ensemble.
 
 usage: papa COMMAND ...
 
 {commands}
+
+`papa COMMAND --help` explains a command.
 
 examples:
   papa compare digits
@@ -41,60 +42,65 @@ examples:
   papa run digits --help
   papa soup a.safetensors b.safetensors -o soup.safetensors
 
-exit codes: 0 all went well; 2 used wrongly, or could not go on; 75 stopped by SIGINT, SIGTERM or SIGHUP, and saved;
-130, 143 and 129 ended at once by a second one, or by the first where there is nothing to save
+exit codes: 0 success; 2 wrong usage or failure; 75 stopped by SIGINT, SIGTERM or SIGHUP, with the run saved;
+130, 143 or 129 ended by a second signal, or by the first one when there was nothing to save
 """
 
 STOPPED = 75
-"""What the system calls a temporary failure: try again, with `papa resume`."""
+"""EX_TEMPFAIL, a temporary failure: `papa resume` continues the run."""
+RED, YELLOW = 31, 33
 
 
-def _at_home(argument: str) -> str:
-    """`--out=~/runs` as a shell would have it, which leaves `~` alone behind an equals sign."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code, see `HELP`."""
+    arguments = [_expand_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    try:
+        code = _run_command(arguments)
+        sys.stdout.flush()
+        return code
+    except StoppedError as error:
+        _print_error(error, color=YELLOW)
+        return STOPPED
+    except (PapaError, ModuleNotFoundError) as error:
+        message = error if isinstance(error, PapaError) else missing_package(error)
+        if message is None:
+            raise
+        _print_error(message)
+        return 2
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
+        _discard_output()
+        return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        _discard_output()
+        _print_error(f"cannot write the output: {error.strerror}")
+        return 2
+    except KeyboardInterrupt:
+        _print_error("interrupted", color=None)
+        return 130
+
+
+def _expand_home(argument: str) -> str:
+    """Expand `~` in `--out=~/runs`, which a shell leaves alone after an equals sign."""
     name, equals, value = argument.partition("=")
     is_option = name.startswith("-") and equals and value.startswith("~/")
     return f"{name}={os.path.expanduser(value)}" if is_option else argument
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit code, see `HELP`."""
-    arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
-    try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
-        return code
-    except StoppedError as error:
-        _say(str(error), style="yellow")
-        return STOPPED
-    except PapaError as error:
-        _say(str(error), style="red")
-        return 2
-    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
-        _hush()
-        return 0
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
-            raise
-        _hush()
-        _say(f"cannot write what there is to say: {error.strerror}", style="red")
-        return 2
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
+def _print_error(message: object, *, color: int | None = RED) -> None:
+    with contextlib.suppress(OSError):  # standard error may be closed or full
+        is_colored = color is not None and sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        text = f"papa: {message}"
+        print(f"\033[{color}m{text}\033[0m" if is_colored else text, file=sys.stderr, flush=True)
 
 
-def _say(words: str, *, style: str | None = None) -> None:
-    """On standard error, where somebody may listen."""
-    with contextlib.suppress(OSError):
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"papa: {words}", markup=False, style=style)
-
-
-def _hush() -> None:
-    """Let what is still to be written go nowhere, so that ending does not fail on it."""
+def _discard_output() -> None:
+    """Send buffered output nowhere, so that the interpreter can flush it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _run_command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         listing = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
@@ -104,10 +110,13 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"papa {__version__}")
         return 0
     name, *rest = arguments
-    if "--out=" in rest or any(pair in (("--out", ""), ("-o", "")) for pair in itertools.pairwise(rest)):
-        raise ConfigError("--out is empty: is a variable not set?")
     if name not in COMMANDS:
         raise ConfigError(f"there is no command {name}: {did_you_mean(name, COMMANDS)}")
+    if "--out=" in rest or any(pair in (("--out", ""), ("-o", "")) for pair in itertools.pairwise(rest)):
+        raise ConfigError("--out is empty: is a variable not set?")
     module = importlib.import_module(f"papa.cli.{name}")
+    if hasattr(module, "USAGE") and rest[:1] in (["-h"], ["--help"]):
+        print(module.USAGE, end="")
+        return 0
     code: int = module.main(rest)
     return code

@@ -1,4 +1,4 @@
-"""`papa show RECIPE`: its configuration."""
+"""`papa show RECIPE`: print the configuration of a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from papa.errors import ConfigError
 
 USAGE = """usage: papa show RECIPE [--budget full|mini|smoke]
 
-Shows a recipe's configuration as JSON; every entry is an option of `papa run RECIPE`, such as --train.epochs.
+Prints the configuration of a recipe as JSON. Each entry is an option of `papa run RECIPE`, such as --train.epochs.
 
 examples:
   papa show digits
@@ -19,10 +19,8 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show a recipe's configuration."""
+    """Print the configuration of a recipe."""
     recipe, rest = take_recipe(arguments, USAGE)
-    if recipe is None:
-        return 0
     budget, rest = take_budget(rest)
     if rest:
         raise ConfigError(f"papa show takes a recipe and a budget, found {' '.join(rest)}")

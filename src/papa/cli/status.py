@@ -1,23 +1,24 @@
-"""Where a run stands: as a line for files, and as a picture for terminals."""
+"""The status of a run, as one line of text and as a display for terminals."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-MOST_MEMBERS = 12
-"""How many members a display shows one by one."""
+MAX_MEMBERS = 12
+"""Number of members that are shown one by one."""
 
 
 @dataclass
 class RunStatus:
-    """What is known of a run at some moment."""
+    """What is known about a run."""
 
     title: str
     step: int = 0
@@ -28,117 +29,111 @@ class RunStatus:
     scores: Sequence[float | None] = ()
     distances: Sequence[float | None] = ()
     ensemble: float | None = None
+    average_soup: float | None = None
     seconds_left: float | None = None
-    notes: list[str] = field(default_factory=list)
-    """What went wrong on the way."""
-    halt: str | None = None
-    """Why nothing moves, and what to do about it."""
+    warnings: list[str] = field(default_factory=list)
+    interruption: str | None = None
+    """Why the run does not continue, and how to continue it."""
 
     @property
     def share(self) -> float:
-        """How much of training is done, 0 to 1."""
+        """The share of training that is done, 0 to 1."""
         if self.num_steps:
             return min(1.0, self.step / self.num_steps)
         return min(1.0, self.epoch / self.num_epochs) if self.num_epochs else 0.0
 
 
-def status_line(standing: RunStatus) -> str:
+def status_line(status: RunStatus) -> str:
     """One line, for files and pipes.
 
     Example:
         >>> status_line(RunStatus("digits", epoch=2, num_epochs=4, losses=[0.5, 0.75], scores=[90.0, 92.0]))
         'digits: epoch 2/4, losses 0.5000 0.7500, mean score 91.00'
     """
-    parts = [f"epoch {standing.epoch}" + (f"/{standing.num_epochs}" if standing.num_epochs else "")]
-    if standing.losses:
-        shown = " ".join(map(_number, standing.losses[:MOST_MEMBERS]))
-        parts.append(f"losses {shown}" + (" ..." if len(standing.losses) > MOST_MEMBERS else ""))
+    parts = [_progress("epoch", status.epoch, status.num_epochs)]
+    if status.losses:
+        shown = " ".join(_number(loss, 4) for loss in status.losses[:MAX_MEMBERS])
+        parts.append(f"losses {shown}" + (" ..." if len(status.losses) > MAX_MEMBERS else ""))
     for name, value, digits in (
-        ("mean score", _mean(standing.scores), 2),
-        ("ensemble", standing.ensemble, 2),
-        ("mean distance", _mean(standing.distances), 4),
+        ("mean score", _mean(status.scores), 2),
+        ("ensemble", status.ensemble, 2),
+        ("average soup", status.average_soup, 2),
+        ("mean distance", _mean(status.distances), 4),
     ):
         if value is not None:
             parts.append(f"{name} {value:.{digits}f}")
-    if standing.seconds_left:
-        parts.append(f"{duration(standing.seconds_left)} left")
-    if standing.halt:
-        parts.append(standing.halt)
-    return f"{standing.title}: {', '.join(parts)}"
+    if status.seconds_left:
+        parts.append(_time_left(status.seconds_left))
+    if status.interruption:
+        parts.append(status.interruption)
+    return f"{status.title}: {', '.join(parts)}"
 
 
-def status_view(standing: RunStatus) -> RenderableType:
-    """A bar, and a table of members."""
-    words = f"epoch {standing.epoch}" + (f"/{standing.num_epochs}" if standing.num_epochs else "")
-    if standing.step:
-        words += f"  step {standing.step}" + (f"/{standing.num_steps}" if standing.num_steps else "")
-    if standing.seconds_left is not None:
-        words += f"  {duration(standing.seconds_left)} left"
+def status_view(status: RunStatus) -> RenderableType:
+    """A progress bar and a table of members, for terminals."""
+    text = _progress("epoch", status.epoch, status.num_epochs)
+    if status.step:
+        text += f"  {_progress('step', status.step, status.num_steps)}"
+    if status.seconds_left is not None:
+        text += f"  {_time_left(status.seconds_left)}"
     bar = Table.grid(padding=(0, 2))
-    bar.add_row(ProgressBar(total=1.0, completed=standing.share, width=24), Text(words))
-    parts: list[RenderableType] = [Text(standing.title, style="bold"), bar]
-    if standing.losses:
-        parts.append(_members_table(standing))
-    notes = [*standing.notes[-3:], *([standing.halt] if standing.halt else [])]
-    parts += [Text(note, style="yellow") for note in notes]
-    return Group(*parts)
+    bar.add_row(ProgressBar(total=1.0, completed=status.share, width=24), Text(text))
+    parts: list[RenderableType] = [Text(status.title, style="bold"), bar]
+    if status.losses:
+        parts.append(_members_table(status))
+    warnings = [*status.warnings[-3:], *([status.interruption] if status.interruption else [])]
+    return Group(*parts, *(Text(warning, style="yellow") for warning in warnings))
 
 
-def _members_table(standing: RunStatus) -> Table:
+def _members_table(status: RunStatus) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("member", "loss", "score", "distance"):
         table.add_column(name, justify="right")
-    columns = (standing.losses, standing.scores, standing.distances)
-    for member in range(min(len(standing.losses), MOST_MEMBERS)):
-        cells = (_number(column[member], digits) if member < len(column) else "" for column, digits in _digits(columns))
+    columns = ((status.losses, 4), (status.scores, 2), (status.distances, 4))
+    for member in range(min(len(status.losses), MAX_MEMBERS)):
+        cells = (_number(values[member], digits) if member < len(values) else "" for values, digits in columns)
         table.add_row(str(member), *cells)
-    if len(standing.losses) > MOST_MEMBERS:
-        table.add_row("...", "", "", "")
-    means = (("" if (mean := _mean(column)) is None else _number(mean, digits)) for column, digits in _digits(columns))
-    table.add_row("mean", *means, style="bold")
-    if standing.ensemble is not None:
-        table.add_row("ensemble", "", _number(standing.ensemble, 2), "", style="bold")
+    if len(status.losses) > MAX_MEMBERS:
+        table.add_row("...")
+    means = ((_mean(values), digits) for values, digits in columns)
+    table.add_row("mean", *("" if mean is None else _number(mean, digits) for mean, digits in means), style="bold")
+    for name, score in (("ensemble", status.ensemble), ("average soup", status.average_soup)):
+        if score is not None:
+            table.add_row(name, "", _number(score, 2), style="bold")
     return table
 
 
-def _digits(columns: Sequence[Sequence[float | None]]) -> list[tuple[Sequence[float | None], int]]:
-    return list(zip(columns, (4, 2, 4), strict=True))
+def _progress(name: str, count: int, total: int | None) -> str:
+    return f"{name} {count}/{total}" if total else f"{name} {count}"
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def _time_left(seconds: float) -> str:
+    return f"{timedelta(seconds=max(0, round(seconds)))} left"
+
+
+def _number(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else None
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    Example:
-        >>> duration(3725.2)
-        '1:02:05'
-    """
-    whole = max(0, round(seconds))
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    finite = [value for value in values if value is not None]
+    return sum(finite) / len(finite) if finite else None
 
 
 class Clock:
-    """Guesses how long a training will take from the steps it took since it was first looked at."""
+    """Estimates the remaining time from the progress since the first call."""
 
     def __init__(self) -> None:
         self._first: tuple[float, float] | None = None
 
     def seconds_left(self, share: float) -> float | None:
-        """How long the rest takes when it goes on as it went; None before anything was seen to move.
+        """The remaining time at the pace so far; None before there was progress.
 
         Args:
-            share: how much is done, 0 to 1.
+            share: the share of training that is done, 0 to 1.
         """
         now = time.monotonic()
         if self._first is None or share < self._first[1]:
             self._first = (now, share)
-        started, begun = self._first
-        return (now - started) * (1.0 - share) / (share - begun) if share > begun else None
+        start, first_share = self._first
+        return (now - start) * (1.0 - share) / (share - first_share) if share > first_share else None

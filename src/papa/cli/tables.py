@@ -8,18 +8,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH_OF_FILES = 160
-"""How wide a table may be where no terminal limits it."""
+FILE_WIDTH = 160
+"""Width of a table that is not printed to a terminal."""
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table without lines; only its last column may wrap, and no cell is read as markup."""
+    """Print a table without lines; only its last column wraps, and no cell is read as markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(head, start=1):
         table.add_column(Text(column), no_wrap=number < len(head), overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*map(Text, row))
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH_OF_FILES)
+        console.width = FILE_WIDTH
     console.print(table)

@@ -21,53 +21,42 @@ from papa.lab.report.fields import number, numbers, part, printable, text
 from papa.lab.report.reading import is_run, parse_events, read_run
 from papa.lab.runs import RunDirectory
 
-USAGE = """usage: papa watch DIR [--once] [--every SECONDS]
-
-Follows a run from another terminal until it has finished: members' losses, scores and distances, and the time left.
-A directory that is not there yet is waited for, and so is a run that was broken off, until it is resumed. Stop with
-Ctrl-C; the run goes on.
-
-  --once            show where the run stands, and stop
-  --every SECONDS   how often to look, 1 by default
+DESCRIPTION = """Follows a run from another terminal until it has finished: losses, scores and distances of the members,
+scores of the ensemble and the average soup, and the remaining time. Waits for a directory that does not exist yet, and
+for a stopped run to be resumed. Ctrl-C stops watching; the run continues.
 
 examples:
   papa watch runs/digits-papa-seed1
-  papa watch runs/digits-papa-seed1 --once
-"""
+  papa watch runs/digits-papa-seed1 --once"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     """Options of `papa watch`."""
 
-    directory: Annotated[Path, tyro.conf.Positional]
-    """The run."""
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Directory of the run."""
     once: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show where the run stands, and stop."""
+    """Print the current status and exit."""
     every: float = 1.0
-    """How often to look, in seconds."""
+    """Seconds between updates."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Follow a run until it has finished."""
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
     options = parse_options(arguments)
     if not options.every > 0:
-        raise ConfigError(f"--every is {options.every}, expected seconds, more than 0")
+        raise ConfigError(f"--every is {options.every}, expected more than 0 seconds")
     try:
         _watch(options)
-    except KeyboardInterrupt:  # the way out
+    except KeyboardInterrupt:  # how a user stops watching
         return 0
     return 0
 
 
 def parse_options(arguments: Sequence[str]) -> WatchOptions:
-    """The options, checked by tyro, which exits with 2 and a message when they are wrong."""
-    if not any(not argument.startswith("-") for argument in arguments):
-        raise ConfigError(f"a directory is missing\n{USAGE}".rstrip())
-    return tyro.cli(WatchOptions, prog="papa watch", args=list(arguments))
+    """The options, parsed by tyro, which exits with code 2 and a message when they are wrong."""
+    return tyro.cli(WatchOptions, prog="papa watch", description=DESCRIPTION, args=list(arguments))
 
 
 def _watch(options: WatchOptions) -> None:
@@ -79,17 +68,17 @@ def _watch(options: WatchOptions) -> None:
         if options.once:
             return
     console = Console(highlight=False)
-    live = Live(console=console, get_renderable=lambda: status_view(follower.standing), transient=not options.once)
+    live = Live(console=console, get_renderable=lambda: status_view(follower.status), transient=not options.once)
     shown: tuple[int, str | None] | None = None
     try:
         while not run.is_finished:
-            follower.look()
-            if follower.has_begun and console.is_terminal and not live.is_started:
+            follower.read()
+            status = follower.status
+            if follower.has_started and console.is_terminal and not live.is_started:
                 live.start()
-            stands = (follower.standing.epoch, follower.standing.halt)
-            if follower.has_begun and not console.is_terminal and stands != shown:
-                shown = stands
-                print(status_line(follower.standing), *follower.standing.notes, sep="\n", flush=True)
+            elif follower.has_started and not console.is_terminal and (status.epoch, status.interruption) != shown:
+                shown = (status.epoch, status.interruption)
+                print(status_line(status), *status.warnings, sep="\n", flush=True)
             if options.once:
                 return
             time.sleep(options.every)
@@ -101,86 +90,81 @@ def _watch(options: WatchOptions) -> None:
 
 
 def _check_holds_no_runs(path: Path) -> None:
-    inside = [child for child in sorted(path.iterdir()) if is_run(child)] if path.is_dir() else []
+    inside = [child for child in path.iterdir() if is_run(child)] if path.is_dir() else []
     if inside:
         newest = max(inside, key=lambda child: child.stat().st_mtime)
-        raise ConfigError(f"{path} holds {len(inside)} runs: watch one of them, such as {newest}")
+        raise ConfigError(f"{path} contains {len(inside)} runs: watch one of them, such as {newest}")
 
 
 class Follower:
-    """Reads what a run adds to its metrics, and knows where it stands.
+    """Reads the lines that a run appends to its metrics, and keeps its status.
 
-    Lines that are half written are read when they are whole; a file that was replaced, as a resumed run does, is read
-    anew.
+    An incomplete line is read when it is complete. A file that was replaced, as by a resumed run, is read again.
 
     Args:
-        run: the run, there or not.
+        run: the directory of the run, which may not exist yet.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
-        self.standing = RunStatus(str(run.path))
+        self.status = RunStatus(str(run.path))
         self._clock = Clock()
-        self._begin()
-
-    def _begin(self) -> None:
         self._file: tuple[int, int] | None = None
         self._offset = 0
-        self._rest = b""
 
     @property
-    def has_begun(self) -> bool:
-        """Whether anything is known of the run."""
-        return self.standing.num_epochs is not None
+    def has_started(self) -> bool:
+        """Whether the configuration of the run was read."""
+        return self.status.num_epochs is not None
 
-    def look(self) -> None:
+    def read(self) -> None:
         """Read what is new."""
         if not self.run.config.exists():
             return
-        if not self.has_begun:
+        if not self.has_started:
             self._read_config()
         for event in parse_events(self._new_lines()):
-            self._take(event)
-        is_halted = self.run.is_left_alone
-        self.standing.halt = f"nobody is training it: papa resume {self.run.path} goes on" if is_halted else None
-        self.standing.seconds_left = None if is_halted else self._clock.seconds_left(self.standing.share)
+            self._update(event)
+        is_stopped = self.run.is_left_alone
+        self.status.interruption = f"not running: continue it with papa resume {self.run.path}" if is_stopped else None
+        self.status.seconds_left = None if is_stopped else self._clock.seconds_left(self.status.share)
 
     def _read_config(self) -> None:
         config = read_run(self.run.path).result.get("config")
-        told = (part(config, key) for key in ("recipe", "method"))
-        self.standing.title = printable(" ".join([*map(text, told), f"seed {text(part(config, 'seed'))}"]))
-        self.standing.num_epochs = int(number(part(config, "train", "epochs")) or 0)
+        recipe, method, seed = (text(part(config, key)) for key in ("recipe", "method", "seed"))
+        self.status.title = printable(f"{recipe} {method} seed {seed}")
+        self.status.num_epochs = int(number(part(config, "train", "epochs")) or 0)
 
     def _new_lines(self) -> list[bytes]:
-        """The whole lines added since last time."""
+        """The complete lines since the last call."""
         try:
             with self.run.metrics.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
-                    self._begin()
-                    self._file = (status.st_dev, status.st_ino)
-                    self.standing.epoch, self.standing.step, self.standing.notes = 0, 0, []
+                stat = os.fstat(file.fileno())
+                if self._file != (stat.st_dev, stat.st_ino) or stat.st_size < self._offset:
+                    self._file, self._offset = (stat.st_dev, stat.st_ino), 0
+                    self.status.epoch, self.status.step, self.status.warnings = 0, 0, []
                 file.seek(self._offset)
                 added = file.read()
         except FileNotFoundError:
             return []
         except OSError as error:
             raise RunError(f"cannot read {self.run.metrics}: {error.strerror or error}") from error
-        self._offset += len(added)
-        *lines, self._rest = (self._rest + added).split(b"\n")
-        return lines
+        lines = added[: added.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        return lines.splitlines()
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        standing, step = self.standing, number(event.get("step"))
-        standing.step = standing.step if step is None else max(standing.step, int(step))
-        if event.get("event") == "epoch" and (epoch := number(event.get("epoch"))):
-            standing.epoch = int(epoch)
-            if standing.num_epochs and step:
-                standing.num_steps = round(step / epoch * standing.num_epochs)
-            standing.losses, standing.scores = numbers(event.get("losses")), numbers(event.get("validation"))
-            standing.distances = numbers(event.get("distances"))
-            standing.ensemble = number(event.get("validation_ensemble"))
-        elif event.get("event") == "nonfinite":
-            standing.notes.append(f"step {text(event.get('step'))}: member {text(event.get('member'))} fell sick")
-        elif event.get("event") == "checkpoint-failed":
-            standing.notes.append(f"step {text(event.get('step'))}: no checkpoint could be written")
+    def _update(self, event: Mapping[str, Any]) -> None:
+        status, kind, step = self.status, event.get("event"), number(event.get("step"))
+        status.step = status.step if step is None else max(status.step, int(step))
+        if kind == "epoch" and (epoch := number(event.get("epoch"))):
+            status.epoch = int(epoch)
+            if status.num_epochs and step:
+                status.num_steps = round(step / epoch * status.num_epochs)
+            status.losses, status.scores = numbers(event.get("losses")), numbers(event.get("validation"))
+            status.distances = numbers(event.get("distances"))
+            status.ensemble = number(event.get("validation_ensemble"))
+            status.average_soup = number(event.get("validation_average_soup"))
+        elif kind == "nonfinite":
+            status.warnings.append(f"step {text(event.get('step'))}: member {text(event.get('member'))} was unhealthy")
+        elif kind == "checkpoint-failed":
+            status.warnings.append(f"step {text(event.get('step'))}: the checkpoint could not be written")

@@ -164,7 +164,7 @@ def line_between(
         row = (1 - t) * soup_row(size, pair[:1]) + t * soup_row(size, pair[1:])
         return average_soup(training.population, row, after=after)
 
-    return curve_of(network, batches, loss=training.loss, metric=training.metric, apply=training.apply)
+    return curve_of(network, batches, loss=training.task.loss, metric=training.task.metric, apply=training.task.apply)
 
 
 def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:

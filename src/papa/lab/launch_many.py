@@ -1,156 +1,134 @@
-"""Executing several configs, one after the other or side by side."""
+"""Executing several runs, one after the other or in parallel."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.group import Group, rank_of_torchrun, start_workers
-from papa.lab.config import Config
-from papa.lab.launch import CallbackFactory, Saving, execute
+from papa.lab.packages import missing_package
+from papa.lab.launch import RunSpec, execute
 from papa.lab.signals import watching_signals
+
+Outcome: TypeAlias = "dict[str, Any] | PapaError"
+"""The result of a run, or the error that ended it."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What came of several runs, by their directories."""
+    """The outcomes of several runs, by their directories."""
 
     results: Mapping[Path, dict[str, Any]]
-    """What the `result.json` of each that came to its end holds."""
+    """The contents of `result.json` of each run that finished."""
     errors: Mapping[Path, PapaError]
-    """Why the others did not."""
+    """The error of each run that failed."""
 
     def check(self) -> None:
-        """Raise a `RunError` that names the runs that failed, if any did; where all failed for one reason, that one."""
+        """Raise a `RunError` that names the failed runs, if any; when all failed for the same reason, raise that."""
+        if not self.errors:
+            return
         paths_by_reason: dict[str, list[str]] = {}
         for path, error in self.errors.items():
             paths_by_reason.setdefault(str(error), []).append(str(path))
-        if not self.errors:
-            return
         if not self.results and len(paths_by_reason) == 1:
             raise next(iter(self.errors.values()))
         listing = "\n".join(f"  {', '.join(paths)}: {reason}" for reason, paths in paths_by_reason.items())
         raise RunError(
-            f"{len(self.errors)} of {len(self.results) + len(self.errors)} runs failed; the others are done and kept. "
-            f"When the causes are cured, the same command without --overwrite runs what is missing:\n{listing}"
+            f"{len(self.errors)} of {len(self.results) + len(self.errors)} runs failed; the others are complete. "
+            f"Fix the causes, then run the same command without --overwrite to run what is missing:\n{listing}"
         )
 
 
-def execute_all(
-    jobs: Sequence[tuple[Config, Path]],
-    *,
-    num_parallel: int = 1,
-    workers: int | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    saving: Saving = Saving(),  # noqa: B008
-    make_callback: Callable[[Config, Path], CallbackFactory] | None = None,
-) -> Outcomes:
-    """Run several configs, one after the other or side by side; those of one directory are one run.
+def execute_all(specs: Sequence[RunSpec], *, num_parallel: int = 1) -> Outcomes:
+    """Execute several runs, one after the other or in parallel; specs with the same directory are one run.
 
-    A run that fails does not keep the others from running. On SIGINT or SIGTERM the runs under way save, no other is
-    begun, and `StoppedError` is raised; with `resume` all can be continued.
+    A run that fails does not stop the others. On SIGINT or SIGTERM the active runs save, no other run starts, and
+    `StoppedError` is raised; with `resume=True` in the specs, a second call continues.
 
     Args:
-        jobs: what to run, and the directory of each.
-        num_parallel: how many processes of one thread run side by side; each takes the next config when it is done
-            with one. 1 for this process alone.
-        workers: as for `execute`; None where runs are side by side.
-        overwrite: as for `execute`.
-        resume: as for `execute`.
-        saving: as for `execute`.
-        make_callback: makes what looks on, from a config and its directory; as for `execute`.
+        specs: the runs.
+        num_parallel: the number of processes, each with one thread and one run at a time; 1 for this process.
     """
-    _check_parallel(num_parallel, workers)
-    saving.check()
-    for config, _ in jobs:
-        config.check()
-    configs = {path: config for config, path in jobs}
-    runs = [
-        (config, path, None if make_callback is None else make_callback(config, path))
-        for path, config in configs.items()
-    ]
+    unique: dict[Path, RunSpec] = {}
+    for spec in specs:
+        check_parallel(num_parallel, spec.workers)
+        spec.config.check()
+        spec.checkpoints.check()
+        unique.setdefault(spec.path, spec)
+    runs = list(unique.values())
     context = multiprocessing.get_context("spawn")
     stop = context.RawValue("i", 0)
-    execute_one = partial(execute, overwrite=overwrite, resume=resume, saving=saving, stop=stop)
     with watching_signals(stop):
         if num_parallel == 1 or len(runs) < 2:
-            found = _outcomes(execute_one, runs, range(len(runs)), stop, workers)
+            outcomes = _execute_each(runs, range(len(runs)), stop)
         else:
             num_workers = min(num_parallel, len(runs))
-            num_taken = context.Value("i", 0)
-            found = start_workers(_take_runs, num_workers, num_workers, execute_one, runs, num_taken, stop)
-    if len(found) < len(runs) or any(isinstance(outcome, StoppedError) for outcome in found.values()):
-        num_done = sum(isinstance(outcome, dict) for outcome in found.values())
+            outcomes = start_workers(_execute_next, num_workers, num_workers, runs, context.Value("i", 0), stop)
+    if len(outcomes) < len(runs) or any(isinstance(outcome, StoppedError) for outcome in outcomes.values()):
+        num_done = sum(isinstance(outcome, dict) for outcome in outcomes.values())
         raise StoppedError(
-            f"stopped with {num_done} of {len(runs)} runs done, and saved; the same command without --overwrite goes on"
+            f"stopped and saved with {num_done} of {len(runs)} runs done; continue with the same command, without "
+            "--overwrite"
         )
-    by_path = [(runs[number][1], outcome) for number, outcome in sorted(found.items())]
+    by_path = [(runs[index].path, outcome) for index, outcome in sorted(outcomes.items())]
     return Outcomes(
         results={path: outcome for path, outcome in by_path if isinstance(outcome, dict)},
         errors={path: outcome for path, outcome in by_path if not isinstance(outcome, dict)},
     )
 
 
-def _check_parallel(num_parallel: int, workers: int | None) -> None:
+def check_parallel(num_parallel: int, workers: int | None) -> None:
+    """Raise a `ConfigError` unless runs of `workers` workers can be executed by `num_parallel` processes."""
     if num_parallel < 1:
         raise ConfigError(f"--parallel is {num_parallel}, expected at least 1")
     if num_parallel == 1:
         return
     if workers is not None:
-        raise ConfigError("there are --workers and --parallel, expected one of them: runs side by side have one worker")
+        raise ConfigError("--workers and --parallel are both set, expected one of them: parallel runs have one worker")
     if rank_of_torchrun() is not None:
-        raise ConfigError(f"--parallel is {num_parallel}, but torchrun says how many processes there are: leave it out")
+        raise ConfigError(f"--parallel is {num_parallel}, but torchrun sets the number of processes: remove --parallel")
 
 
-def _take_runs(
-    group: Group,
-    execute_one: Callable[..., dict[str, Any]],
-    runs: Sequence[tuple[Config, Path, CallbackFactory | None]],
-    num_taken: Any,
-    stop: Any,
-) -> dict[int, dict[str, Any] | PapaError]:
-    """What each of the processes side by side does: take a run that nobody took, until there is none."""
+def _execute_next(group: Group, runs: Sequence[RunSpec], num_taken: Any, stop: Any) -> dict[int, Outcome]:
+    """The job of each parallel process: execute the next run that no process has taken, until none is left."""
 
-    def numbers() -> Iterator[int]:
+    def indices() -> Iterator[int]:
         while True:
             with num_taken.get_lock():
-                number = num_taken.value
+                index = num_taken.value
                 num_taken.value += 1
-            if number >= len(runs):
+            if index >= len(runs):
                 return
-            yield number
+            yield index
 
-    found = _outcomes(execute_one, runs, numbers(), stop, 1)
-    return {number: outcome for part in group.gather([found]) for number, outcome in part.items()}
+    outcomes = _execute_each([replace(spec, workers=1) for spec in runs], indices(), stop)
+    return {index: outcome for part in group.gather([outcomes]) for index, outcome in part.items()}
 
 
-def _outcomes(
-    execute_one: Callable[..., dict[str, Any]],
-    runs: Sequence[tuple[Config, Path, CallbackFactory | None]],
-    numbers: Iterable[int],
-    stop: Any,
-    workers: int | None,
-) -> dict[int, dict[str, Any] | PapaError]:
-    """The result or the error of each run that was begun, by its number; none is begun when it is time to stop."""
-    found: dict[int, dict[str, Any] | PapaError] = {}
-    for number in numbers:
+def _execute_each(runs: Sequence[RunSpec], indices: Iterable[int], stop: Any) -> dict[int, Outcome]:
+    """The outcome of each run that was started, by its index; no run starts after a signal."""
+    outcomes: dict[int, Outcome] = {}
+    for index in indices:
         if stop.value:
             break
-        config, path, make_callback = runs[number]
         try:
-            found[number] = execute_one(config, path, workers=workers, make_callback=make_callback)
+            outcomes[index] = execute(runs[index], stop=stop)
         except Exception as error:
             if rank_of_torchrun() is not None:
                 raise  # the other processes may not have failed, and wait for this one
-            told = error if isinstance(error, PapaError) else RunError(traceback.format_exc())
-            found[number] = type(told)(*told.args)  # without the traceback, which refers to all that the run held
-        gc.collect()  # a training refers to itself: its data would stay in memory while others run
-    return found
+            outcomes[index] = _without_traceback(error)
+        gc.collect()  # a training has reference cycles: its data would stay in memory during the next run
+    return outcomes
+
+
+def _without_traceback(error: Exception) -> PapaError:
+    """The same error without its traceback, which keeps everything the run held in memory."""
+    if isinstance(error, PapaError):
+        return type(error)(*error.args)
+    return missing_package(error) or RunError(traceback.format_exc())

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from papa.data import Arrays
+from papa.lab.packages import missing_package
 from papa.streams import stream
 
 NUM_TRAIN = 300
@@ -16,8 +17,10 @@ def load_digits() -> tuple[Arrays, Arrays]:
 
     The split is a fixed shuffle, so that every seed and method is tested on the same images.
     """
-    import sklearn.datasets  # takes longer to import than all of papa, and nothing else here needs it
-
+    try:
+        import sklearn.datasets  # slow to import, and nothing else here needs it
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from error
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     pixels = torch.from_numpy(np.rint(images * (255.0 / 16.0)).astype(np.uint8)).reshape(-1, 1, 8, 8)
     targets = torch.from_numpy(labels.astype(np.int64))

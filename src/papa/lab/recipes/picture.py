@@ -14,12 +14,12 @@ from papa.training import Training
 @torch.no_grad()
 def prediction_picture(training: Training, network: nn.Module) -> bytes | None:
     """A test tile with many classes, its labels and the network's prediction, as PNG; None for other tasks."""
-    tiles, metric = training.data.test, training.metric
+    tiles, metric = training.data.test, training.task.metric
     if not isinstance(tiles, Tiles) or not isinstance(metric, F1):
         return None
     most_classes = max(range(len(tiles)), key=lambda place: len(torch.unique(tiles.planes[place][3])))
     images, labels = tiles.batch(torch.tensor([most_classes]))
     with evaluating(network):
-        scores = training.apply(network, training.batches.prepare(images.to(training.device)))
+        scores = training.task.apply(network, training.batches.prepare(images.to(training.device)))
     prediction = scores[0].argmax(dim=0).cpu()
     return side_by_side(images[0], labels[0], prediction, classes=metric.classes)

@@ -1,0 +1,31 @@
+"""Optional packages, and the extra of papa that installs each."""
+
+from __future__ import annotations
+
+from papa.errors import ConfigError
+
+EXTRAS = {
+    "rich": "cli",
+    "tyro": "cli",
+    "PIL": "lab",
+    "scipy": "lab",
+    "sklearn": "lab",
+    "timm": "lab",
+    "torchvision": "lab",
+    "jinja2": "report",
+    "matplotlib": "report",
+    "tensorboard": "tensorboard",
+}
+
+
+def missing_package(error: BaseException) -> ConfigError | None:
+    """An error that says what to install; None where the given error is not about an optional package.
+
+    Example:
+        >>> str(missing_package(ModuleNotFoundError(name="sklearn.datasets")))
+        "the package sklearn is not installed: pip install 'papa-torch[lab]'"
+    """
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package not in EXTRAS:
+        return None
+    return ConfigError(f"the package {package} is not installed: pip install 'papa-torch[{EXTRAS[package]}]'")

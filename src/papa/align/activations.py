@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,7 +39,6 @@ class ActivationObjective:
     ) -> None:
         if symmetries.graph is None:
             raise PapaError('symmetries written by hand have no graph: match by weights, with by="weights"')
-        _check_shape(symmetries.graph, batches)
         # A correlation matrix has the reference's units along dim 0 and the network's along dim 1.
         groups = [
             replace(group, axes=tuple(replace(axis, dim=1) for axis in group.activations))
@@ -95,18 +94,6 @@ class ActivationComparison(Comparison):
         return float(self.tensors[name].diagonal()[self._covered[name]].sum())
 
 
-def _check_shape(graph: ExportedGraph, batches: Sequence[Tensor]) -> None:
-    for node in graph.module.graph.nodes:
-        if node.op != "placeholder" or node.target in graph.tensors or node.target in graph.constants:
-            continue
-        expected, found = tuple(node.meta["val"].shape), tuple(batches[0].shape)
-        if expected != found:
-            raise DataError(
-                f"batches have inputs of shape {found}, but the symmetries were derived with an example of shape "
-                f"{expected}: derive them with a batch of the same shape"
-            )
-
-
 def _correlations(
     graph: ExportedGraph,
     networks: Sequence[Mapping[str, Tensor]],
@@ -156,7 +143,7 @@ def _run_side_by_side(
     """Run the graph with every network's tensors, node by node, so that only activations still needed are in memory."""
     runs = [fx.Interpreter(graph.module) for _ in networks]
     for run, network in zip(runs, networks, strict=True):
-        run.args_iter = iter(_arguments(graph, network, batch))
+        run.args_iter = _arguments(graph, network, batch)
     for node in graph.module.graph.nodes:
         for run in runs:
             run.env[node] = run.run_node(node)
@@ -167,15 +154,22 @@ def _run_side_by_side(
                 del run.env[used]
 
 
-def _arguments(graph: ExportedGraph, network: Mapping[str, Tensor], batch: Tensor) -> list[Tensor]:
-    found = []
+def _arguments(graph: ExportedGraph, network: Mapping[str, Tensor], batch: Tensor) -> Iterator[Tensor]:
+    """The value of each placeholder of the graph."""
     for node in graph.module.graph.nodes:
-        if node.op == "placeholder" and node.target in graph.tensors:
-            found.append(network[graph.tensors[node.target]].detach().cpu())
-        elif node.op == "placeholder":
-            constant = graph.constants.get(node.target)
-            found.append(batch.cpu().clone() if constant is None else constant)
-    return found
+        if node.op != "placeholder":
+            return
+        if node.target in graph.tensors:
+            yield network[graph.tensors[node.target]].detach().cpu()
+        elif node.target in graph.constants:
+            yield graph.constants[node.target]
+        elif node.meta["val"].shape == batch.shape:
+            yield batch.cpu().clone()
+        else:
+            raise DataError(
+                f"batches have inputs of shape {tuple(batch.shape)}, but the symmetries were derived with an example "
+                f"of shape {tuple(node.meta['val'].shape)}: derive them with a batch of the same shape"
+            )
 
 
 def _correlation(first: Tensor, second: Tensor, product: Tensor, count: int) -> Tensor:

@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from papa.align.propagation import Labelled, LabelPropagation, OperatorRule, StateTensor
+from papa.align.propagation import Labelled, LabelPropagation, OperatorRule, StateTensor, is_parameter
 from papa.align.unit_labels import as_rows, compact, joint_shape, tidy, varies
-
-
-def is_parameter(value: Any) -> bool:
-    """Whether a value is a parameter of the network, unchanged."""
-    return isinstance(value, StateTensor) and value.is_parameter
 
 
 def argument(args: list[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
@@ -90,8 +85,8 @@ def layer_norm(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: 
     dims = list(range(labels.dim() - len(args[1]), labels.dim()))
     if any(varies(labels, dim) for dim in dims):
         graph.constraints.add_sets(as_rows(compact(labels)[0], dims))
-    for position in (2, 3) if "layer_norm" in str(node.target) else (2,):
-        affine = argument(args, kwargs, position, ("weight", "bias")[position - 2])
+    for position, name in enumerate(["weight", "bias"] if "layer_norm" in str(node.target) else ["weight"], start=2):
+        affine = argument(args, kwargs, position, name)
         if affine is not None:
             graph.constraints.join(labels, graph.labels(affine))
     return Labelled(labels)

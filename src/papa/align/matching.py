@@ -38,14 +38,7 @@ class Alignment:
 
 
 class Matcher:
-    """Matches networks of one architecture, whose symmetries it derives once.
-
-    Args:
-        batches: as for `align_`.
-        by: as for `align_`.
-        symmetries: as for `align_`.
-        seed: as for `align_`.
-    """
+    """Matches networks of one architecture, whose symmetries it derives once; for its arguments see `align_`."""
 
     def __init__(
         self, batches: Any = None, *, by: str | None = None, symmetries: Symmetries | None = None, seed: int = 0

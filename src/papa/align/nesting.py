@@ -52,16 +52,12 @@ def nested_groups(symmetries: Symmetries) -> list[NestedGroup]:
                 key = tuple(tuple(part.flatten().tolist()) for part in columns)
                 parts.setdefault(key, {})[block] = inner, columns
                 alone.pop(inner.name, None)
-        complete = [blocks for blocks in parts.values() if len(blocks) == outer.size]
-        found.append(
-            NestedGroup(
-                outer,
-                tuple(
-                    BlockPart(tuple(blocks[block][0] for block in range(outer.size)), blocks[0][1])
-                    for blocks in complete
-                ),
-            )
-        )
+        complete = [
+            BlockPart(tuple(blocks[block][0] for block in range(outer.size)), blocks[0][1])
+            for blocks in parts.values()
+            if len(blocks) == outer.size
+        ]
+        found.append(NestedGroup(outer, tuple(complete)))
     return found + [NestedGroup(inner) for inner in alone.values()]
 
 

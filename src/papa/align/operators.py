@@ -95,11 +95,11 @@ def spatial(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dic
     labels, output = graph.labels(args[0]), node.meta["val"]
     if not isinstance(output, Tensor):
         raise NotImplementedError
-    dims = next(int(letter) for letter in str(node.target) if letter in "123")
+    num_spatial = next(int(letter) for letter in str(node.target) if letter in "123")
     first = labels
-    for dim in range(labels.dim() - dims, labels.dim()):
+    for dim in range(-num_spatial, 0):
         first = first.narrow(dim, 0, 1)
-    if any(varies(labels, labels.dim() - 1 - dim) for dim in range(dims)):
+    if any(varies(labels, -1 - dim) for dim in range(num_spatial)):
         graph.constraints.join(labels, first)
     return Labelled(tidy(_with_new_constants(graph, node, first.expand(output.shape))))
 
@@ -165,11 +165,6 @@ def new_tensor(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: 
     return node.target(torch.zeros(like.shape, dtype=like.dtype), *args[1:], **kwargs)
 
 
-def no_result(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A check without a result."""
-    return None
-
-
 OPERATOR_RULES: dict[str, OperatorRule] = {
     **dict.fromkeys(MOVES.split(), move),
     **dict.fromkeys(POINTWISE.split(), pointwise),
@@ -179,7 +174,7 @@ OPERATOR_RULES: dict[str, OperatorRule] = {
     **dict.fromkeys(["softmax", "log_softmax", "_softmax", "_log_softmax"], softmax),
     **dict.fromkeys(["pad", "constant_pad_nd"], pad),
     **dict.fromkeys(["new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"], new_tensor),
-    "_assert_tensor_metadata": no_result,
+    "_assert_tensor_metadata": lambda *_: None,
     **LAYERS,
 }
 """The rule of each operator, by the operator's name."""

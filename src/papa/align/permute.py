@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -105,7 +106,8 @@ def _checked(permutation: Permutation, group: UnitGroup) -> Tensor:
         or not torch.equal(order.sort().values.long(), torch.arange(group.size))
     ):
         raise PapaError(
-            f"group '{group.name}' was given {_short(order)}, expected each of 0 to {group.size - 1} exactly once"
+            f"group '{group.name}' was given {reprlib.repr(order.tolist())}, expected each of 0 to {group.size - 1} "
+            "exactly once"
         )
     return order.long()
 
@@ -123,8 +125,3 @@ def inverse(permutation: Permutation) -> Tensor:
 def inverses(permutations: dict[str, Tensor]) -> dict[str, Tensor]:
     """The permutations that undo those of several groups, for `permute_all_`: the inverse of each, the last first."""
     return {name: inverse(order) for name, order in reversed(permutations.items())}
-
-
-def _short(order: Tensor) -> str:
-    values = order.flatten().tolist()
-    return str(values) if len(values) <= 8 else f"{str(values[:8])[:-1]}, ...] ({len(values)} numbers)"

@@ -85,11 +85,8 @@ class LabelPropagation(fx.Interpreter):
         name = operator_name(node)
         if name == "getitem":
             return args[0][args[1]]
-        traced = [
-            value
-            for value in pytree.tree_leaves((args, kwargs))
-            if isinstance(value, Labelled) or (isinstance(value, StateTensor) and value.is_parameter)
-        ]
+        flat = pytree.tree_leaves((args, kwargs))
+        traced = [value for value in flat if isinstance(value, Labelled) or is_parameter(value)]
         if not traced:
             assert callable(node.target)
             args, kwargs = pytree.tree_map(
@@ -136,6 +133,11 @@ class LabelPropagation(fx.Interpreter):
         if value.name not in self.elements:
             self.elements[value.name] = self.constraints.new_units(value.tensor.numel()).view(value.tensor.shape)
         return tidy(self.elements[value.name])
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether a value is a parameter of the network, unchanged."""
+    return isinstance(value, StateTensor) and value.is_parameter
 
 
 def operator_name(node: fx.Node) -> str:

@@ -45,16 +45,8 @@ def anneal_(comparison: WeightComparison, groups: list[NestedGroup], permutation
 
         <reference, P network> + temperature * entropy(P)
 
-    with all others fixed, while the temperature falls. The result is kept if it is a gain.
-
-    Args:
-        comparison: permuted in place; its total never decreases.
-        groups: the groups to permute.
-        permutations: composed in place with the permutations that were made.
-        seed: of the order of groups in each round.
-
-    Returns:
-        The number of rounds.
+    with all others fixed, while the temperature falls. The result is kept if it is a gain. Arguments and result are
+    those of `coordinate_ascent_`.
     """
     soft, visits = _SoftPermutations(comparison, groups), with_inner(groups)
     for round_, temperature in enumerate(torch.logspace(0, 1, NUM_ROUNDS, COLDEST / HOTTEST).tolist()):

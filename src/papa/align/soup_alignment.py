@@ -108,13 +108,7 @@ class _Soup:
 
 
 class _GrowingSoups:
-    """A context in which members are permuted to join soups; on exit, every member is restored.
-
-    Args:
-        pot: the network that holds the mean of one soup at a time.
-        matcher: how members are matched.
-        repair_batches: batches on which soups are repaired; None for no REPAIR.
-    """
+    """A context in which members are permuted to join soups, one soup at a time; on exit, they are restored."""
 
     def __init__(self, pot: Pot, matcher: Matcher, repair_batches: Sequence[Any] | None) -> None:
         self.pot = pot
@@ -138,11 +132,11 @@ class _GrowingSoups:
         """The soup with one more member, aligned to it."""
         self._average(soup)
         networks, subjects = [self.pot.network, self._local.get(member)], ["the soup", f"member {member}"]
-        (found,) = gather_or_raise(
+        (alignment,) = gather_or_raise(
             self.pot.group,
-            lambda: [self._matcher.match_to_first(networks, subjects)[0].permutations] if member in self._local else [],
+            lambda: self._matcher.match_to_first(networks, subjects) if member in self._local else [],
         )
-        permutations = {**soup.permutations, member: found}
+        permutations = {**soup.permutations, member: alignment.permutations}
         self._arrange(permutations)
         return _Soup([*soup.members, member], permutations, soup.statistics + self._statistics(member))
 

@@ -87,17 +87,17 @@ def matching_results(rounds: int) -> list[Result]:
     """Matching two networks in one pass over the data, against one pass for each group."""
     batches = [torch.randn(32, 3, 32, 32)]
     reference, model = models.resnet18(width=WIDTH), models.resnet18(width=WIDTH)
-    groups = papa.symmetries(model, batches[0])
+    symmetries = papa.symmetries(model, batches[0])
 
     def by_layer() -> None:
         twin = copy.deepcopy(model)
         for group in groups:
-            papa.align_(twin, reference, batches, groups=replace(groups, groups=(group,)))
+            papa.align_(twin, reference, batches, symmetries=replace(symmetries, groups=(group,)))
 
     names = ("ResNet-18 matched in one pass for each group", "ResNet-18 matched in one pass")
     contenders = {
         names[0]: by_layer,
-        names[1]: lambda: papa.align_(copy.deepcopy(model), reference, batches, groups=groups),
+        names[1]: lambda: papa.align_(copy.deepcopy(model), reference, batches, symmetries=symmetries),
     }
     seconds = best_times(contenders, rounds=rounds)
     return [

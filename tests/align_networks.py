@@ -1,4 +1,4 @@
-"""The networks that every way of matching must handle."""
+"""The networks that every matching criterion must handle."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def same(first: nn.Module, second: nn.Module, tolerance: float = 0.0) -> bool:
     return all(bool(((a - b).abs() <= tolerance).all()) for a, b in pairs)
 
 
-def random_permutations(groups: Symmetries) -> dict[str, Tensor]:
-    return {group.name: torch.randperm(group.size) for group in groups}
+def random_permutations(symmetries: Symmetries) -> dict[str, Tensor]:
+    return {group.name: torch.randperm(group.size) for group in symmetries}

@@ -104,11 +104,11 @@ def align(group: Group) -> dict[str, Any]:
         population = Population(members, fresh(group))
         groups = groups or symmetries(members[0], batches[0])
         soups = aligned_soups(
-            population, lambda net: float(net[0].weight.detach().mean()), batches, by=by, groups=groups
+            population, lambda net: float(net[0].weight.detach().mean()), batches, by=by, symmetries=groups
         )
         states += [soups.average.state_dict(), soups.greedy.network.state_dict()]
         Averager(
-            population, Push(alpha=0.5, every_steps=1), merge_hooks=AlignMerges(batches, by=by, groups=groups)
+            population, Push(alpha=0.5, every_steps=1), merge_hooks=AlignMerges(batches, by=by, symmetries=groups)
         ).step()
         states += group.gather([net.state_dict() for net in population])
     return {"states": states}
@@ -217,7 +217,7 @@ def disagree_on_scores(group: Group) -> Any:
     batches = [torch.ones(8, 4)]
     chosen = [greedy_soup(population, score).members]
     groups = symmetries(population[0], batches[0])
-    chosen += [aligned_soups(population, score, batches, by="weights", groups=groups).greedy.members]
+    chosen += [aligned_soups(population, score, batches, by="weights", symmetries=groups).greedy.members]
     return group.gather([chosen] * len(group.share(SIZE)))
 
 

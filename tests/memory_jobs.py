@@ -87,10 +87,12 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
         "greedy soup, repaired": lambda: greedy_soup(population, score, after=repaired),
         "evaluation and ensemble": lambda: training.evaluate_population(training.data.validation),
         "REPAIR": lambda: merged(RepairMerges(lambda member: batches)),
-        "alignment by activations": lambda: align_all_(population, batches, groups=groups),
-        "alignment by weights": lambda: merged(AlignMerges(batches[0], by="weights", groups=groups)),
-        "aligned soups": lambda: aligned_soups(population, score, batches, groups=groups, repair_batches=batches),
-        "aligned soups by weights": lambda: aligned_soups(population, score, batches[0], by="weights", groups=groups),
+        "alignment by activations": lambda: align_all_(population, batches, symmetries=groups),
+        "alignment by weights": lambda: merged(AlignMerges(batches[0], by="weights", symmetries=groups)),
+        "aligned soups": lambda: aligned_soups(population, score, batches, symmetries=groups, repair_batches=batches),
+        "aligned soups by weights": lambda: aligned_soups(
+            population, score, batches[0], by="weights", symmetries=groups
+        ),
         "deriving symmetries": lambda: symmetries(population[0], batches[0]),
         "analysis": lambda: analyse(training),
         "checkpoint in the foreground": save,

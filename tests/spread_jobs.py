@@ -222,12 +222,12 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
         after=lambda net, row: repair_(net, population, batches, row),
     ).network.state_dict()
     for rule in (MergePairs(every_steps=1), MergeAll(every_steps=1)):
-        hooks = [AlignMerges(batches, groups=groups), RepairMerges(lambda member: batches)]
+        hooks = [AlignMerges(batches, symmetries=groups), RepairMerges(lambda member: batches)]
         Averager(population, rule, merge_hooks=hooks).step()
         found[type(rule).__name__] = group.gather([copy.deepcopy(net.state_dict()) for net in population])
         for index, member in enumerate(population.members):
             population[index].load_state_dict(make_matchable(member).state_dict())
-    alignments = align_all_(population, batches, groups=groups)
+    alignments = align_all_(population, batches, symmetries=groups)
     found["aligned"] = group.gather([net.state_dict() for net in population])
     found["alignments"] = group.gather([(one.before, one.after, one.permutations) for one in alignments])
     return found
@@ -276,9 +276,9 @@ def one_sick(group: Group) -> dict[str, str]:
         measure=False,
         on_nonfinite=None,
     )
-    soups = partial(aligned_soups, population, lambda net: 1.0, batches, groups=groups)
+    soups = partial(aligned_soups, population, lambda net: 1.0, batches, symmetries=groups)
     return {
-        "align": message_of(lambda: align_all_(population, batches, groups=groups)),
+        "align": message_of(lambda: align_all_(population, batches, symmetries=groups)),
         "soups": message_of(soups),
         "merge": message_of(merge.step),
         "repair": message_of(lambda: repair_(population[0], population, batches)),

@@ -22,7 +22,7 @@ def make_inputs() -> list[Tensor]:
 
 
 def trained(seed: int) -> nn.Module:
-    """A network that knows the data, trained on its own."""
+    """A network that was trained on the data independently."""
     torch.manual_seed(seed)
     net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -53,7 +53,7 @@ def test_every_point_is_the_weighted_average_of_both(nets: list[nn.Module]) -> N
         assert loss == pytest.approx(expected.loss, rel=1e-5)
 
 
-def test_the_ends_are_the_networks_and_neither_is_changed(nets: list[nn.Module]) -> None:
+def test_the_ends_are_the_networks_and_both_are_unchanged(nets: list[nn.Module]) -> None:
     before = [snapshot(net) for net in nets]
     curves = interpolation_curves(*nets, make_batches(), make_inputs(), num_points=3)
     for net, state in zip(nets, before, strict=True):
@@ -65,7 +65,7 @@ def test_the_ends_are_the_networks_and_neither_is_changed(nets: list[nn.Module])
         assert curves[name].losses[-1] == pytest.approx(ends[1].loss, rel=1e-5)
 
 
-def test_alignment_and_repair_lower_the_barrier_between_networks_trained_apart(nets: list[nn.Module]) -> None:
+def test_alignment_and_repair_lower_the_barrier_between_independent_networks(nets: list[nn.Module]) -> None:
     curves = interpolation_curves(*nets, make_batches(), make_inputs())
     assert list(curves) == ["plain", "aligned", "repaired", "aligned and repaired"]
     barriers = {name: curve.barrier for name, curve in curves.items()}
@@ -83,13 +83,13 @@ def test_a_repaired_point_is_a_repaired_average(nets: list[nn.Module]) -> None:
     assert curves["repaired"].losses[1] == pytest.approx(evaluate(expected, make_batches()).loss, rel=1e-6)
 
 
-def test_what_is_done_to_each_point_is_told_its_weights(nets: list[nn.Module]) -> None:
+def test_after_is_called_with_the_weights_of_each_point(nets: list[nn.Module]) -> None:
     seen: list[list[float]] = []
     interpolate(*nets, make_batches(), num_points=3, after=lambda network, row: seen.append(row.tolist()))
     assert seen == [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]
 
 
-def test_the_barrier_is_the_highest_rise_above_the_line_between_both_ends() -> None:
+def test_the_barrier_is_the_largest_rise_above_the_line_between_both_ends() -> None:
     curve = Curve((0.0, 0.5, 1.0), (90.0, 40.0, 80.0), (0.2, 1.3, 0.4))
     assert curve.barrier == pytest.approx(1.0)
     assert Curve((0.0, 0.5, 1.0), (0.0,) * 3, (0.2, 0.1, 0.4)).barrier == 0.0
@@ -101,21 +101,21 @@ def test_the_barrier_is_the_highest_rise_above_the_line_between_both_ends() -> N
     }
 
 
-def test_the_line_back_is_the_same_line(nets: list[nn.Module]) -> None:
+def test_the_reversed_line_has_the_same_losses(nets: list[nn.Module]) -> None:
     there = interpolate(*nets, make_batches(), num_points=5)
     back = interpolate(*reversed(nets), make_batches(), num_points=5)
     for one, other in itertools.zip_longest(there.losses, reversed(back.losses)):
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_bad_input_is_named(nets: list[nn.Module]) -> None:
+def test_invalid_arguments_are_refused(nets: list[nn.Module]) -> None:
     with pytest.raises(DataError, match="num_points is 1, expected at least 2"):
         interpolate(*nets, make_batches(), num_points=1)
     with pytest.raises(DataError, match="the data is empty"):
         interpolate(*nets, [])
 
 
-def test_batches_that_can_be_read_once_are_kept() -> None:
+def test_an_iterator_of_batches_is_kept() -> None:
     first, second = (nn.Linear(4, 2) for _ in range(2))
     batches = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(2)]
     assert interpolate(first, second, iter(batches)) == interpolate(first, second, batches)

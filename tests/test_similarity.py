@@ -22,7 +22,7 @@ def make_batches() -> list[torch.Tensor]:
     return [torch.randn(size, 2, 6, 6, generator=generator) for size in (5, 9)]
 
 
-def test_it_is_the_mean_over_examples_of_their_cosines() -> None:
+def test_similarity_is_the_mean_cosine_over_examples() -> None:
     nets, batches = make_nets(), make_batches()
     found = feature_similarity(nets, batches, layers=["2", "4"])
     for net in nets:
@@ -37,7 +37,7 @@ def test_it_is_the_mean_over_examples_of_their_cosines() -> None:
                 torch.testing.assert_close(found[name][first, second], torch.stack(cosines).mean())
 
 
-def test_a_network_is_like_itself_and_similarity_is_symmetric() -> None:
+def test_similarity_is_symmetric_and_1_for_a_network_with_itself() -> None:
     nets = [*make_nets(), make_nets()[0]]
     for matrix in feature_similarity(nets, make_batches()).values():
         torch.testing.assert_close(matrix, matrix.T)
@@ -46,7 +46,7 @@ def test_a_network_is_like_itself_and_similarity_is_symmetric() -> None:
         assert matrix.abs().max() <= 1 + 1e-9
 
 
-def test_everything_is_left_as_found() -> None:
+def test_networks_are_unchanged() -> None:
     nets = make_nets()
     nets[0].train()
     before = [copy.deepcopy(net.state_dict()) for net in nets]
@@ -63,18 +63,18 @@ def test_the_papers_layers_of_a_resnet() -> None:
     assert list(feature_similarity(nets, [torch.randn(4, 3, 32, 32)], layers=layers)) == layers
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_arguments_are_refused() -> None:
     nets = make_nets()
     with pytest.raises(DataError, match="there is no network whose features could be compared"):
         feature_similarity([], make_batches())
     with pytest.raises(DataError, match="there is no layer '4' in network 1"):
         feature_similarity([nets[0], nets[1][:4]], make_batches(), layers=["4"])
-    with pytest.raises(DataError, match="layer '4' gives 3 numbers for an example in network 0 and 2 in network 1"):
+    with pytest.raises(DataError, match="layer '4' has 3 outputs per example in network 0 and 2 in network 1"):
         feature_similarity([nets[0], nn.Sequential(*nets[1][:4], nn.Linear(64, 2))], make_batches(), layers=["4"])
-    sick = copy.deepcopy(nets[1])
-    sick[0].weight.data[0] = float("nan")
-    with pytest.raises(DataError, match="layer '0' of network 1 gives values that are not finite"):
-        feature_similarity([nets[0], sick], make_batches(), layers=["0"])
+    diverged = copy.deepcopy(nets[1])
+    diverged[0].weight.data[0] = float("nan")
+    with pytest.raises(DataError, match="layer '0' of network 1 has outputs that are not finite"):
+        feature_similarity([nets[0], diverged], make_batches(), layers=["0"])
     with pytest.raises(DataError, match="there is no layer '5' in network 0"):
         feature_similarity(nets, make_batches(), layers=["5"])
     with pytest.raises(DataError, match="there was no batch to compare features on"):

@@ -1,4 +1,4 @@
-"""The straight line between two networks: how good is what lies on it?"""
+"""Linear interpolation between two networks, and the loss barrier between them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,47 @@ from papa.soup import After, average_soup
 
 @dataclass(frozen=True)
 class Curve:
-    """Scores and losses on the straight line between two networks."""
+    """Scores and losses of the networks on a straight line between two networks."""
 
     coefficients: tuple[float, ...]
-    """How much of the second network there is, from 0 to 1."""
+    """The weight of the second network, from 0 to 1."""
     scores: tuple[float, ...]
-    """The score at each, higher is better."""
+    """The score at each coefficient, higher is better."""
     losses: tuple[float, ...]
-    """The loss at each, lower is better."""
+    """The loss at each coefficient, lower is better."""
 
     @property
     def barrier(self) -> float:
-        """How far the loss rises above the line between the losses at both ends, at most; 0 for a line without one."""
+        """The largest rise of the loss above the line between the losses at both ends; 0 if it never rises."""
         first, last = self.losses[0], self.losses[-1]
         return max(loss - ((1 - t) * first + t * last) for t, loss in zip(self.coefficients, self.losses, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The curve as plain values."""
         return {
             "coefficients": list(self.coefficients),
             "score": list(self.scores),
             "loss": list(self.losses),
             "barrier": self.barrier,
         }
+
+
+def curve_of(
+    network: Callable[[float], nn.Module],
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = F.cross_entropy,
+    metric: Metric = accuracy,
+    apply: Apply = call,
+    num_points: int = 11,
+) -> Curve:
+    """Score the networks that `network` returns for coefficients from 0 to 1; see `interpolate`."""
+    if num_points < 2:
+        raise DataError(f"num_points is {num_points}, expected at least 2: both ends of the line")
+    batches = rereadable(batches)
+    coefficients = tuple(number / (num_points - 1) for number in range(num_points))
+    points = [evaluate(network(t), batches, loss=loss, metric=metric, apply=apply) for t in coefficients]
+    return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
 
 
 def interpolate(
@@ -69,57 +87,24 @@ def interpolate(
         >>> curve.barrier >= 0
         True
 
-    To see the line with its units matched, align a copy of the second to the first before; with REPAIR, pass
+    To match units first, align a copy of the second network to the first. For REPAIR, pass
     `after=lambda network, weights: papa.repair_(network, [first, second], inputs, weights)`.
 
     Args:
-        first: where the line begins; not changed.
-        second: where it ends, a network of the same architecture; not changed.
+        first: the network at t = 0, unchanged.
+        second: the network at t = 1, of the same architecture, unchanged.
         batches: pairs of inputs and targets.
         loss: the mean loss of a batch.
         metric: the mean score of a batch, or counts that add up over batches; higher is better.
-        apply: how a network gives its outputs.
-        num_points: how many networks are scored, both ends among them.
+        apply: computes a network's outputs.
+        num_points: the number of networks to score, both ends included.
         after: called with each network and its two weights before it is scored, for instance to repair it.
-
-    Returns:
-        Scores and losses along the line.
     """
-    return curve_of(
-        lambda t: average_soup([first, second], [1 - t, t], after=after),
-        batches,
-        loss=loss,
-        metric=metric,
-        apply=apply,
-        num_points=num_points,
-    )
 
+    def network(t: float) -> nn.Module:
+        return average_soup([first, second], [1 - t, t], after=after)
 
-def curve_of(
-    network: Callable[[float], nn.Module],
-    batches: Sequence[Batch],
-    *,
-    loss: Loss = F.cross_entropy,
-    metric: Metric = accuracy,
-    apply: Apply = call,
-    num_points: int = 11,
-) -> Curve:
-    """Score networks on a line, one after the other.
-
-    Args:
-        network: makes the network at a coefficient from 0 to 1.
-        batches: pairs of inputs and targets.
-        loss: the mean loss of a batch.
-        metric: the mean score of a batch, or counts that add up over batches; higher is better.
-        apply: how a network gives its outputs.
-        num_points: how many networks are scored, both ends among them.
-    """
-    if num_points < 2:
-        raise DataError(f"num_points is {num_points}, expected at least 2: both ends of the line")
-    batches = rereadable(batches)
-    coefficients = tuple(number / (num_points - 1) for number in range(num_points))
-    points = [evaluate(network(t), batches, loss=loss, metric=metric, apply=apply) for t in coefficients]
-    return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
+    return curve_of(network, batches, loss=loss, metric=metric, apply=apply, num_points=num_points)
 
 
 def interpolation_curves(
@@ -128,14 +113,11 @@ def interpolation_curves(
     batches: Sequence[Batch],
     inputs: Sequence[Any],
     *,
-    loss: Loss = F.cross_entropy,
-    metric: Metric = accuracy,
-    apply: Apply = call,
-    num_points: int = 11,
-    groups: Symmetries | None = None,
+    symmetries: Symmetries | None = None,
     align: bool = True,
+    **scoring: Any,
 ) -> dict[str, Curve]:
-    """The line between two networks four times: as it is, with units matched, with REPAIR, and with both.
+    """The line between two networks, four times: plain, with units matched, with REPAIR, and with both.
 
     Example:
         >>> import torch
@@ -146,31 +128,27 @@ def interpolation_curves(
         ['plain', 'aligned', 'repaired', 'aligned and repaired']
 
     Args:
-        first: where the line begins; not changed.
-        second: where it ends; not changed: a copy is aligned to the first, by activations.
+        first: the network at one end, unchanged.
+        second: the network at the other end, unchanged; a copy is aligned to the first, by activations.
         batches: pairs of inputs and targets, to score on.
-        inputs: batches of inputs of one shape, to align and repair by; never those scored on.
-        loss: the mean loss of a batch.
-        metric: the mean score of a batch, or counts that add up over batches; higher is better.
-        apply: how a network gives its outputs.
-        num_points: how many networks are scored on each line.
-        groups: what `symmetries` gave for this architecture, when known already.
-        align: leave out the two lines with units matched when False, as for networks whose graph cannot be had.
+        inputs: batches of inputs of one shape, to align and repair with; never those scored on.
+        symmetries: the result of `papa.symmetries` for this architecture; None to derive them.
+        align: False to leave out the two lines with units matched, as for networks that cannot be exported.
+        scoring: `loss`, `metric`, `apply` and `num_points`, as for `interpolate`.
     """
-    aligned = copy.deepcopy(second)
+    ends = {"": second}
     if align:
-        align_(aligned, first, inputs, by="activations", groups=groups)
+        ends["aligned"] = copy.deepcopy(second)
+        align_(ends["aligned"], first, inputs, by="activations", symmetries=symmetries)
 
     def repair_between(end: nn.Module) -> After:
-        moments = [layer_statistics(network, inputs) for network in (first, end)]
+        statistics = [layer_statistics(network, inputs) for network in (first, end)]
 
         def repair(network: nn.Module, weights: Tensor) -> None:
-            repair_toward_(network, goals_of(moments, weights), inputs)
+            repair_toward_(network, goals_of(statistics, weights), inputs)
 
         return repair
 
-    ends = {"": second, "aligned": aligned} if align else {"": second}
-    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "apply": apply, "num_points": num_points}
     plain = {name or "plain": interpolate(first, end, batches, **scoring) for name, end in ends.items()}
     repaired = {
         f"{name} and repaired" if name else "repaired": interpolate(

@@ -1,4 +1,4 @@
-"""What members share: how alike their features are, layer by layer."""
+"""How similar the features of several networks are, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from papa.inputs import inputs_of, num_examples, outputs_of
 from papa.repair.statistics import repairable_layers
 
 Features: TypeAlias = dict[str, Tensor]
-"""What each layer says about each example, by the layer's name."""
+"""The output of each layer, by the layer's name: one normalised row per example."""
 Gather: TypeAlias = Callable[[list[Features]], list[Features]]
-"""Turns the features of the networks held here into those of the networks held anywhere."""
+"""Turns the features of the networks on this process into those of all networks."""
 
 
 @torch.no_grad()
@@ -28,13 +28,12 @@ def feature_similarity(
     *,
     gather: Gather = list,
 ) -> dict[str, Tensor]:
-    """The cosine similarity of features between networks, for each of some layers.
+    """The cosine similarity of features between networks, for each layer.
 
         similarity[layer][j, k] = mean over examples of cos(features_j, features_k)
 
-    where an example's features are all numbers of the layer's output for it. Networks that were trained apart have
-    their units in different orders, so that their features look less alike than they are. Pass a soup as one more
-    network to compare members with it.
+    The features of an example are all numbers of the layer's output for it. The units of independently trained
+    networks have different orders, so align them first. Pass a soup as one more network to compare members with it.
 
     Example:
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
@@ -46,10 +45,10 @@ def feature_similarity(
         models: networks of one architecture, compared in evaluation mode and left as found.
         batches: inputs, or tuples whose first entry is the inputs.
         layers: names of submodules; None for every convolution and linear layer.
-        gather: turns the features of networks held here into those of all, where several processes hold them.
+        gather: turns the features of the networks on this process into those of all networks.
 
     Returns:
-        A symmetric matrix in float64 for each layer, in the order the layers were named or built.
+        A symmetric matrix in float64 for each layer, in the order of `layers`.
     """
     if not models:
         raise DataError("there is no network whose features could be compared, expected at least one")
@@ -70,8 +69,8 @@ def feature_similarity(
             features = gather([_features(model, inputs, names) for model in models])
             for name in names:
                 _check(name, [its[name] for its in features])
-                together = torch.stack([its[name] for its in features])
-                products = torch.einsum("jnd,knd->jk", together, together).cpu()
+                rows = torch.stack([its[name] for its in features])
+                products = torch.einsum("jnd,knd->jk", rows, rows).cpu()
                 totals[name] = totals[name] + products if name in totals else products
             num_seen += num_examples(inputs)
     if not num_seen:
@@ -83,20 +82,19 @@ def _check(name: str, features: Sequence[Tensor]) -> None:
     for number, found in enumerate(features):
         if found.shape != features[0].shape:
             raise DataError(
-                f"layer '{name}' gives {features[0].shape[1]} numbers for an example in network 0 and {found.shape[1]} "
-                f"in network {number}: only networks of one architecture can be compared"
+                f"layer '{name}' has {features[0].shape[1]} outputs per example in network 0 and {found.shape[1]} in "
+                f"network {number}: only networks of one architecture can be compared"
             )
         if not bool(torch.isfinite(found).all()):
-            raise DataError(f"layer '{name}' of network {number} gives values that are not finite: leave it out")
+            raise DataError(f"layer '{name}' of network {number} has outputs that are not finite: leave it out")
 
 
-def _features(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """What each layer says about each example, as rows of length 1."""
-    found: dict[str, Tensor] = {}
+def _features(model: nn.Module, inputs: Tensor, names: Sequence[str]) -> Features:
+    found: Features = {}
 
     def keep(name: str, output: Any) -> None:
         if not isinstance(output, Tensor) or len(output) != len(inputs):
-            raise DataError(f"layer '{name}' does not give one tensor with a row for each example: name another layer")
+            raise DataError(f"layer '{name}' does not return one tensor with a row per example: name another layer")
         found[name] = nn.functional.normalize(output.reshape(len(output), -1).double(), dim=1)
 
     with contextlib.ExitStack() as hooks:

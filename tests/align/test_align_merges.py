@@ -1,4 +1,4 @@
-"""Alignment before mixes, and in soups: cadence, optimizers, several processes."""
+"""Alignment before merges, and in soups: cadence, optimizers, several processes."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_members_are_aligned_to_the_first_and_then_merged(by: str) -> None:
     assert same(nets[0], average_soup(expected), tolerance=1e-6)
 
 
-def test_permuted_twins_merge_into_themselves() -> None:
+def test_merging_permuted_copies_returns_the_original() -> None:
     model, *_ = members()
-    groups = symmetries(model, batches()[0])
+    found = symmetries(model, batches()[0])
     nets = [copy.deepcopy(model) for _ in range(SIZE)]
     for net in nets[1:]:
-        permute_all_(net, groups, random_permutations(groups))
+        permute_all_(net, found, random_permutations(found))
     Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=AlignMerges(batches())).step()
     assert all(same(net, model, tolerance=1e-6) for net in nets)
 
 
-def test_alignment_has_a_cadence_of_its_own() -> None:
+def test_alignment_can_be_less_frequent_than_averaging() -> None:
     align = AlignMerges(batches(), every_steps=7)
     averager = Averager(Population(members()), Push(alpha=0.9, every_steps=2), merge_hooks=align)
     aligned_at = []
@@ -62,7 +62,7 @@ def test_alignment_has_a_cadence_of_its_own() -> None:
     assert aligned_at == [8, 14, 22, 28]  # the first push at or after every seventh step
 
 
-def test_momentum_moves_with_its_parameters() -> None:
+def test_momentum_is_permuted_with_its_parameters() -> None:
     nets, inputs = [net.double() for net in members()], batches()[0].double()
 
     def optimizers_of(some: list[nn.Sequential]) -> list[torch.optim.SGD]:
@@ -92,7 +92,7 @@ def test_momentum_moves_with_its_parameters() -> None:
         assert torch.allclose(net(inputs), twin(inputs), rtol=0, atol=1e-12)
 
 
-def test_aligned_and_repaired_around_one_merge() -> None:
+def test_alignment_and_repair_combine_in_one_merge() -> None:
     nets = members()
     expected = copy.deepcopy(nets)
     for net in expected[1:]:
@@ -100,21 +100,21 @@ def test_aligned_and_repaired_around_one_merge() -> None:
     child = average_soup(expected)
     repair_(child, expected, batches())
     given = batches()
-    around = chain(AlignMerges(given), RepairMerges(lambda member: given))
-    Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=around).step()
+    hooks = chain(AlignMerges(given), RepairMerges(lambda member: given))
+    Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=hooks).step()
     assert all(same(net, child, tolerance=1e-5) for net in nets)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(MixingError, match="every_steps is 0"):
         AlignMerges(batches(), every_steps=0)
     nets = members()
     align = AlignMerges(batches(), optimizers=[torch.optim.SGD(nets[0].parameters(), lr=0.1)])
-    with pytest.raises(PapaError, match="1 optimizers for 3 members"):
+    with pytest.raises(PapaError, match="1 optimizers for 3 networks"):
         align.align_(Population(nets))
 
 
-def test_two_processes_align_as_one_does() -> None:
+def test_two_processes_align_like_one() -> None:
     expected = group_jobs.align_alone()
     assert group_jobs.same(start_workers(group_jobs.align_shared, 2, group_jobs.SIZE), expected)
 
@@ -123,7 +123,7 @@ def first_weight(net: nn.Sequential) -> float:
     return float(net[0].weight.detach().square().mean())
 
 
-def slow_average(nets: list[nn.Sequential], order: list[int], given: list[torch.Tensor]) -> nn.Module:
+def reference_average(nets: list[nn.Sequential], order: list[int], given: list[torch.Tensor]) -> nn.Module:
     soup, number = copy.deepcopy(nets[order[0]]), 1
     for member in order[1:]:
         newcomer = copy.deepcopy(nets[member])
@@ -134,24 +134,24 @@ def slow_average(nets: list[nn.Sequential], order: list[int], given: list[torch.
 
 
 @pytest.mark.parametrize("as_population", [True, False])
-def test_each_joins_the_average_soup_once_aligned_to_it(as_population: bool) -> None:
+def test_each_member_is_aligned_to_the_average_soup_before_it_joins(as_population: bool) -> None:
     nets = members()
     before = copy.deepcopy(nets)
     order = sorted(range(SIZE), key=lambda index: -first_weight(nets[index]))
     soups = aligned_soups(Population(nets) if as_population else nets, first_weight, batches())
-    assert same(soups.average, slow_average(before, order, batches()), tolerance=1e-6)
+    assert same(soups.average, reference_average(before, order, batches()), tolerance=1e-6)
     assert all(same(net, old) for net, old in zip(nets, before, strict=True))
 
 
-def test_the_greedy_soup_tries_aligned_members_and_never_scores_below_the_best() -> None:
+def test_the_greedy_soup_tries_aligned_members_and_scores_at_least_the_best() -> None:
     (model, other, _), given = members(), batches()
-    groups = symmetries(model, given[0])
+    found = symmetries(model, given[0])
     twin = copy.deepcopy(model)
-    permute_all_(twin, groups, random_permutations(groups))
+    permute_all_(twin, found, random_permutations(found))
     nets = [other, model, twin]
 
     def score(net: nn.Sequential) -> float:
-        """How near a network is to `model` in function."""
+        """The negative difference between the outputs of a network and of `model`."""
         return -float((net(given[0]) - model(given[0])).abs().max().detach().round(decimals=4))
 
     soups = aligned_soups(nets, score, given)
@@ -159,7 +159,7 @@ def test_the_greedy_soup_tries_aligned_members_and_never_scores_below_the_best()
     assert same(soups.greedy.network, model, tolerance=1e-6)
     assert soups.greedy.score >= max(soups.greedy.member_scores)
     assert [trial.members for trial in soups.greedy.trials] == [(1, 2), (1, 2, 0)]
-    assert greedy_soup(nets, score).members == (1,)  # nothing joins as it is
+    assert greedy_soup(nets, score).members == (1,)  # without alignment, no member joins
 
 
 def test_soups_are_repaired_toward_their_aligned_members() -> None:
@@ -173,6 +173,6 @@ def test_soups_are_repaired_toward_their_aligned_members() -> None:
     assert same(soups.average, expected, tolerance=1e-5)
 
 
-def test_a_soup_of_nothing_is_refused() -> None:
+def test_an_empty_soup_is_refused() -> None:
     with pytest.raises(SoupError, match="at least one network"):
         aligned_soups([], first_weight, batches())

@@ -1,4 +1,4 @@
-"""Matching two networks: what every way must do, and what each refuses."""
+"""Matching two networks: what every criterion must do, and what each refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
 from papa import Population
-from papa.align import Group, Slot, Symmetries, align_, inverse, permute_, permute_all_, symmetries
-from papa.align.matching import WAYS, checked_inputs
+from papa.align import Symmetries, TensorAxis, UnitGroup, align_, inverse, permute_, permute_all_, symmetries
+from papa.align.matching import CRITERIA, checked_inputs
 from papa.align.sinkhorn import sinkhorn
 from papa.errors import DataError, MemberError, PapaError
 
@@ -28,56 +28,56 @@ def case(request: pytest.FixtureRequest) -> Case:
     return model, symmetries(model, batches[0]), batches
 
 
-@pytest.mark.parametrize("by", WAYS)
-def test_a_network_matches_itself_as_it_is(case: Case, by: str) -> None:
-    model, groups, batches = case
+@pytest.mark.parametrize("by", CRITERIA)
+def test_a_network_is_aligned_with_itself_without_permutations(case: Case, by: str) -> None:
+    model, found, batches = case
     twin = copy.deepcopy(model)
-    alignment = align_(twin, model, batches, by=by, groups=groups)
+    alignment = align_(twin, model, batches, by=by, symmetries=found)
     assert same(twin, model)
     assert alignment.before == alignment.after
     assert by == "activations" or alignment.after == pytest.approx(1.0)
     assert all(torch.equal(order, torch.arange(len(order))) for order in alignment.permutations.values())
 
 
-@pytest.mark.parametrize("by", WAYS)
-def test_planted_permutations_are_recovered(case: Case, by: str) -> None:
+@pytest.mark.parametrize("by", CRITERIA)
+def test_random_permutations_are_recovered(case: Case, by: str) -> None:
     torch.manual_seed(1)
-    model, groups, batches = case
+    model, found, batches = case
     twin = copy.deepcopy(model)
-    permute_all_(twin, groups, random_permutations(groups))
+    permute_all_(twin, found, random_permutations(found))
     noisy_(twin, 1e-3)
     assert not same(twin, model, tolerance=0.01)
-    alignment = align_(twin, model, [(batch, None) for batch in batches], by=by, groups=groups)
+    alignment = align_(twin, model, [(batch, None) for batch in batches], by=by, symmetries=found)
     assert same(twin, model, tolerance=0.01)
     assert alignment.before < alignment.after
 
 
-@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize("by", CRITERIA)
 @torch.no_grad()
-def test_it_never_gets_worse_keeps_the_function_and_can_be_undone(case: Case, by: str) -> None:
+def test_similarity_never_decreases_the_function_is_kept_and_it_can_be_undone(case: Case, by: str) -> None:
     torch.manual_seed(2)
-    model, groups, batches = case
+    model, found, batches = case
     other = copy.deepcopy(model).double()
     for tensor in other.parameters():
         tensor.copy_(torch.randn_like(tensor) * (tensor.std() if tensor.numel() > 1 else 1.0))
     inputs, kept = batches[0].double(), copy.deepcopy(other)
     double = [batch.double() for batch in batches]
-    alignment = align_(other, copy.deepcopy(model).double(), double, by=by, groups=groups)
+    alignment = align_(other, copy.deepcopy(model).double(), double, by=by, symmetries=found)
     assert alignment.after >= alignment.before
     expected = kept(inputs)
     assert (other(inputs) - expected).abs().max() < 1e-9 * expected.abs().max()
     undo = {name: inverse(order) for name, order in reversed(alignment.permutations.items())}
-    permute_all_(other, groups, undo)
+    permute_all_(other, found, undo)
     assert same(other, kept)
 
 
-def likeness_of_weights(model: nn.Module, reference: nn.Module) -> float:
+def weight_similarity(model: nn.Module, reference: nn.Module) -> float:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    alike = [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() for a, b in pairs]
-    return sum(alike[:3]) / 3  # the last bias has no hidden unit
+    cosines = [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() for a, b in pairs]
+    return sum(cosines[:3]) / 3  # the last bias has no hidden unit
 
 
-def likeness_of_activations(model: nn.Sequential, reference: nn.Sequential, inputs: Tensor) -> float:
+def activation_similarity(model: nn.Sequential, reference: nn.Sequential, inputs: Tensor) -> float:
     total = 0.0
     for depth in (1, 2):
         theirs, mine = (net[:depth](inputs).T for net in (reference, model))
@@ -85,24 +85,24 @@ def likeness_of_activations(model: nn.Sequential, reference: nn.Sequential, inpu
     return total / 10
 
 
-@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize("by", CRITERIA)
 @torch.no_grad()
-def test_one_hidden_layer_is_matched_as_well_as_can_be(by: str) -> None:
+def test_one_hidden_layer_gets_the_best_of_all_permutations(by: str) -> None:
     torch.manual_seed(1)
     model, reference = mlp(4, 5, 2).double(), mlp(4, 5, 2).double()
     batches = [torch.randn(9, 4, dtype=torch.float64) for _ in range(3)]
     (group,) = symmetries(model, batches[0])
 
-    def likeness(order: tuple[int, ...]) -> float:
+    def similarity(order: tuple[int, ...]) -> float:
         twin = copy.deepcopy(model)
         permute_(twin, group, order)
         if by == "activations":
-            return likeness_of_activations(twin, reference, torch.cat(batches))
-        return likeness_of_weights(twin, reference)
+            return activation_similarity(twin, reference, torch.cat(batches))
+        return weight_similarity(twin, reference)
 
-    best = max(likeness(order) for order in itertools.permutations(range(5)))
+    best = max(similarity(order) for order in itertools.permutations(range(5)))
     assert align_(model, reference, batches, by=by).after == pytest.approx(best, abs=1e-9)
-    assert likeness((0, 1, 2, 3, 4)) == pytest.approx(best, abs=1e-9)
+    assert similarity((0, 1, 2, 3, 4)) == pytest.approx(best, abs=1e-9)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
@@ -119,11 +119,11 @@ def test_soft_permutations_are_doubly_stochastic_and_harden_as_they_cool(tempera
 def test_activations_are_the_default_for_batches_and_weights_for_an_example() -> None:
     torch.manual_seed(0)
     model, reference, batch = mlp(), mlp(), torch.randn(16, 5)
-    found = [
+    results = [
         align_(copy.deepcopy(model), reference, batches, by=by).after
         for batches, by in (([batch], None), ([batch], "activations"), (batch, None), (batch, "weights"))
     ]
-    assert found[0] == found[1] != found[2] == found[3]
+    assert results[0] == results[1] != results[2] == results[3]
 
 
 def test_members_of_a_population_stay_in_its_matrix() -> None:
@@ -133,15 +133,15 @@ def test_members_of_a_population_stay_in_its_matrix() -> None:
     assert [tensor.data_ptr() for tensor in population[1].parameters()] == pointers
 
 
-def test_frozen_symmetries_leave_everything_as_it_is() -> None:
+def test_empty_symmetries_change_nothing() -> None:
     model, reference = mlp(), mlp()
     before = copy.deepcopy(model)
-    assert align_(model, reference, groups=Symmetries(())).permutations == {}
+    assert align_(model, reference, symmetries=Symmetries(())).permutations == {}
     assert same(model, before)
 
 
 class Refusals:
-    """Networks that must be as they were whatever is asked of them."""
+    """Networks that must be unchanged after an error."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -172,13 +172,13 @@ def test_bad_batches_are_refused(nets: Refusals, batches: list[Tensor], message:
 
 
 def test_batches_of_another_shape_than_the_symmetries_are_refused(nets: Refusals) -> None:
-    groups = symmetries(nets.model, torch.randn(2, 4))
+    found = symmetries(nets.model, torch.randn(2, 4))
     with pytest.raises(DataError, match=r"shape \(3, 4\), but the symmetries were derived .* shape \(2, 4\)"):
-        align_(nets.model, nets.reference, [torch.randn(3, 4)], groups=groups)
+        align_(nets.model, nets.reference, [torch.randn(3, 4)], symmetries=found)
     assert same(nets.model, nets.before)
 
 
-@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize("by", CRITERIA)
 def test_weights_that_are_not_finite_are_refused(nets: Refusals, by: str) -> None:
     with torch.no_grad():
         nets.reference[0].weight[0, 0] = float("nan")
@@ -206,19 +206,19 @@ def test_networks_that_differ_are_refused(nets: Refusals) -> None:
     assert same(nets.model, nets.before)
 
 
-def test_what_is_missing_or_unknown_is_said(nets: Refusals) -> None:
-    with pytest.raises(PapaError, match="aligning by weights needs `batches`, if only one"):
+def test_missing_or_unknown_arguments_are_named(nets: Refusals) -> None:
+    with pytest.raises(PapaError, match="aligning by weights needs `batches`: one batch, from which"):
         align_(nets.model, nets.reference)
     by_hand = Symmetries(symmetries(nets.model, torch.randn(2, 4)).groups)
     with pytest.raises(PapaError, match="aligning by activations needs `batches`"):
-        align_(nets.model, nets.reference, by="activations", groups=by_hand)
+        align_(nets.model, nets.reference, by="activations", symmetries=by_hand)
     with pytest.raises(PapaError, match=r'have no graph: match by weights, with by="weights"'):
-        align_(nets.model, nets.reference, [torch.randn(2, 4)], groups=by_hand)
+        align_(nets.model, nets.reference, [torch.randn(2, 4)], symmetries=by_hand)
     with pytest.raises(PapaError, match=r"cannot be matched by 'weight': did you mean weights\?"):
         align_(nets.model, nets.reference, torch.randn(2, 4), by="weight")
-    alien = Symmetries((Group("hidden", 8, (Slot("first.weight", 0, torch.arange(8)[:, None]),)),))
+    foreign = Symmetries((UnitGroup("hidden", 8, (TensorAxis("first.weight", 0, torch.arange(8)[:, None]),)),))
     with pytest.raises(MemberError, match=r"the network has no 'first.weight'"):
-        align_(nets.model, nets.reference, groups=alien)
+        align_(nets.model, nets.reference, symmetries=foreign)
     assert same(nets.model, nets.before)
 
 

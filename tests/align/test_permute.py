@@ -1,4 +1,4 @@
-"""Permuting: inverses, optimizer state, and what is refused."""
+"""Permuting: inverses, optimizer state, and refused arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_a_permutation_then_its_inverse_is_the_identity(name: str) -> None:
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
     model = noisy_(build(), 0.05)
-    groups = symmetries(model, torch.randn(shape))
-    twin, orders = copy.deepcopy(model), random_permutations(groups)
-    permute_all_(twin, groups, orders)
+    found = symmetries(model, torch.randn(shape))
+    twin, orders = copy.deepcopy(model), random_permutations(found)
+    permute_all_(twin, found, orders)
     assert not same(twin, model)
-    permute_all_(twin, groups, {name: inverse(order) for name, order in reversed(orders.items())})
+    permute_all_(twin, found, {name: inverse(order) for name, order in reversed(orders.items())})
     assert same(twin, model)
 
 
@@ -41,7 +41,7 @@ def train_(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Ten
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("moves_state", [True, False])
-def test_training_goes_on_as_it_would_have_when_the_optimizers_state_moves_too(kind: str, moves_state: bool) -> None:
+def test_training_continues_as_before_if_the_optimizer_state_is_permuted_too(kind: str, moves_state: bool) -> None:
     torch.manual_seed(0)
     model, inputs = mlp().double(), torch.randn(16, 5, dtype=torch.float64)
     optimizer = OPTIMIZERS[kind](model)
@@ -49,17 +49,17 @@ def test_training_goes_on_as_it_would_have_when_the_optimizers_state_moves_too(k
     twin = copy.deepcopy(model)
     twin_optimizer = OPTIMIZERS[kind](twin)
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    groups = symmetries(model, inputs)
-    orders = random_permutations(groups)
-    permute_all_(twin, groups, orders, optimizer=twin_optimizer if moves_state else None)
+    found = symmetries(model, inputs)
+    orders = random_permutations(found)
+    permute_all_(twin, found, orders, optimizer=twin_optimizer if moves_state else None)
     train_(model, optimizer, inputs, num_steps=3)
     train_(twin, twin_optimizer, inputs, num_steps=3)
-    permute_all_(model, groups, orders)
+    permute_all_(model, found, orders)
     assert same(twin, model, tolerance=1e-12) == moves_state
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [0, 1, 3], [0.0, 1.0, 2.0]])
-def test_what_is_no_permutation_is_refused(order: list[int]) -> None:
+def test_invalid_permutations_are_refused(order: list[int]) -> None:
     model = mlp(4, 3, 2)
     before = copy.deepcopy(model)
     (group,) = symmetries(model, torch.randn(2, 4))
@@ -68,17 +68,17 @@ def test_what_is_no_permutation_is_refused(order: list[int]) -> None:
     assert same(model, before)
 
 
-def test_an_unknown_group_is_refused_and_nothing_is_changed() -> None:
+def test_an_unknown_group_is_refused_and_the_network_unchanged() -> None:
     model = mlp(4, 3, 3, 2)
-    before, groups = copy.deepcopy(model), symmetries(model, torch.randn(2, 4))
+    before, found = copy.deepcopy(model), symmetries(model, torch.randn(2, 4))
     with pytest.raises(PapaError, match=r"no group '0.wait': did you mean 0.weight\?"):
-        permute_all_(model, groups, {"2.weight": [2, 1, 0], "0.wait": [2, 1, 0]})
+        permute_all_(model, found, {"2.weight": [2, 1, 0], "0.wait": [2, 1, 0]})
     assert same(model, before)
 
 
 def test_symmetries_of_another_network_are_refused() -> None:
     (group,) = symmetries(mlp(4, 8, 2), torch.randn(2, 4))
-    with pytest.raises(MemberError, match=r"'0.weight' of shape \(6, 4\), expected more than 7 along axis 0"):
+    with pytest.raises(MemberError, match=r"'0.weight' of shape \(6, 4\), expected more than 7 along dim 0"):
         permute_(mlp(4, 6, 2), group, torch.randperm(8))
     with pytest.raises(MemberError, match=r"has no '0.weight'"):
         permute_(nn.Linear(4, 8), group, torch.randperm(8))

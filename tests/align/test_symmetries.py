@@ -1,8 +1,10 @@
-"""Which units are exchangeable: exact for every architecture, frozen where nothing is known."""
+"""Deriving symmetries: exact for every architecture, frozen where an operator is unknown."""
 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +14,9 @@ import torchvision
 from torch import Tensor, nn
 
 from helpers import Attention
-from papa.align import Symmetries, align_, permute_all_, prove, symmetries
-from papa.align.derive import proved_
-from papa.align.groups import Group, Slot
-from papa.align.permute import permute_slot_
+from papa.align import Symmetries, TensorAxis, UnitGroup, align_, permute_all_, symmetries, verify
+from papa.align.permute import permute_axis_
+from papa.align.verification import verified_groups
 from papa.errors import PapaError
 from papa.lab import models
 
@@ -107,11 +108,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "shared": (Shared, (2, 4), 1),
     "gated": (Gated, (1, 3, 6, 6), 1),
 }
-"""What builds it, the shape of its inputs, and how many groups it has, not counting those inside of blocks."""
+"""The function that builds it, the shape of its inputs, and the number of groups that are not inside blocks."""
 
 
-def scrambled(model: nn.Module) -> nn.Module:
-    """A float64 copy with weights that hide nothing."""
+def randomised(model: nn.Module) -> nn.Module:
+    """A float64 copy with random weights, in which no structure hides an error."""
     twin = copy.deepcopy(model).double().eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -130,30 +131,30 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
-def test_permuting_every_group_is_exact_and_leaving_one_tensor_out_is_not(name: str) -> None:
+def test_permuting_every_group_keeps_outputs_and_omitting_one_tensor_does_not(name: str) -> None:
     build, shape, num_groups = NETWORKS[name]
     torch.manual_seed(0)
     model = build().eval()
     found = symmetries(model, torch.randn(shape))
     assert sum(not group.is_inner for group in found) == num_groups
 
-    twin, inputs = scrambled(model), torch.randn(shape, dtype=torch.float64)
+    twin, inputs = randomised(model), torch.randn(shape, dtype=torch.float64)
     expected = twin(inputs)
     permute_all_(twin, found, {group.name: torch.randperm(group.size) for group in found})
     assert relative_error(twin(inputs), expected) < 1e-9
 
-    several = [group for group in found if len(group.slots) > 1]
+    several = [group for group in found if len(group.axes) > 1]
     tensors = dict((*twin.named_parameters(), *twin.named_buffers()))
     for group in (several[0], several[len(several) // 2]):
-        kept = tensors[group.slots[-1].tensor].clone()
-        permute_slot_(tensors[group.slots[-1].tensor], group.slots[-1], torch.arange(group.size).roll(1))
+        kept = tensors[group.axes[-1].tensor].clone()
+        permute_axis_(tensors[group.axes[-1].tensor], group.axes[-1], torch.arange(group.size).roll(1))
         assert relative_error(twin(inputs), expected) > 1e-9
-        tensors[group.slots[-1].tensor].copy_(kept)
+        tensors[group.axes[-1].tensor].copy_(kept)
 
 
-def test_running_statistics_move_with_their_channel() -> None:
+def test_running_statistics_are_permuted_with_their_channel() -> None:
     (first, _) = symmetries(mlp(), torch.randn(2, 4))
-    assert {(slot.tensor, slot.axis) for slot in first.slots} == {
+    assert {(axis.tensor, axis.dim) for axis in first.axes} == {
         ("0.weight", 0),
         ("0.bias", 0),
         ("1.weight", 0),
@@ -164,14 +165,14 @@ def test_running_statistics_move_with_their_channel() -> None:
     }
 
 
-def test_heads_are_blocks_and_units_move_inside_them() -> None:
+def test_attention_heads_are_blocks_with_groups_inside() -> None:
     found = symmetries(Attention(), torch.randn(2, 5, 6))
     assert sorted(group.size for group in found if not group.is_inner) == [4, 16, 16]
     inner = [group.size for group in found if group.is_inner]
     assert inner == [4] * 8  # query-key pairs and values of four heads
 
 
-def test_constants_that_vary_keep_units_apart() -> None:
+def test_units_with_different_constants_are_not_exchangeable() -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -184,7 +185,7 @@ def test_constants_that_vary_keep_units_apart() -> None:
     assert sorted(group.size for group in symmetries(Positions(), torch.randn(2, 3))) == [2, 3]
 
 
-def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> None:
+def test_an_unsupported_operator_freezes_what_it_touches_and_is_named() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,12 +194,12 @@ def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> No
         def forward(self, inputs: Tensor) -> Tensor:
             return self.three(self.two(self.one(inputs).cumsum(1)).relu())
 
-    with pytest.warns(UserWarning, match="operator cumsum has no rule"):
+    with pytest.warns(UserWarning, match="operator cumsum is not supported"):
         (group,) = symmetries(Odd(), torch.randn(2, 3))
     assert group.name == "two.weight"
 
 
-def test_units_of_different_nonlinearities_are_kept_apart() -> None:
+def test_units_with_different_nonlinearities_are_not_exchangeable() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -211,27 +212,27 @@ def test_units_of_different_nonlinearities_are_kept_apart() -> None:
     assert sorted(group.size for group in symmetries(Halves(), torch.randn(2, 3))) == [3, 5]
 
 
-def test_outputs_and_inputs_stay() -> None:
+def test_inputs_and_outputs_stay_in_place() -> None:
     assert len(symmetries(nn.Linear(4, 4), torch.randn(2, 4))) == 0
 
 
-def test_a_group_that_is_wrong_is_dropped_and_named() -> None:
+def test_a_wrong_group_is_dropped_and_named() -> None:
     model = mlp().eval()
     right = symmetries(model, torch.randn(2, 4))
-    wrong = Group("made up", 2, (Slot("0.weight", 1, torch.tensor([[0], [1]])),))
-    with pytest.warns(UserWarning, match="2 units at 'made up' changes the network's outputs"):
-        kept = proved_(model, (torch.randn(2, 4),), (wrong, *right))
+    wrong = UnitGroup("wrong", 2, (TensorAxis("0.weight", 1, torch.tensor([[0], [1]])),))
+    with pytest.warns(UserWarning, match="2 units at 'wrong' changes the network's outputs"):
+        kept = verified_groups(model, torch.randn(2, 4), (wrong, *right))
     assert kept == right.groups
 
 
-def test_a_network_that_diverged_has_the_symmetries_of_any_other() -> None:
+def test_a_diverged_network_has_the_same_symmetries() -> None:
     model = mlp()
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
     assert [group.size for group in symmetries(model, torch.randn(2, 4))] == [8, 6]
 
 
-def test_the_network_is_left_as_found() -> None:
+def test_the_network_is_unchanged() -> None:
     model = mlp().train()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     symmetries(model, torch.zeros(2, 4))
@@ -246,7 +247,7 @@ def test_a_network_that_cannot_be_exported_says_why() -> None:
             return inputs if inputs.sum() > 0 else -inputs
 
     line = r"because of test_symmetries.py:\d+, `return inputs if inputs.sum\(\) > 0 else -inputs`"
-    with pytest.raises(PapaError, match=rf"Branching cannot be exported {line} .* Write out its groups by hand"):
+    with pytest.raises(PapaError, match=rf"Branching cannot be exported {line} .* Write its groups by hand"):
         symmetries(Branching(), torch.randn(2, 3))
 
 
@@ -262,22 +263,22 @@ class Unexportable(nn.Module):
         return self.after(hidden if hidden.sum() > 0 else hidden + 0.0)
 
 
-def by_hand(*places: tuple[str, int], name: str = "hidden", size: int = 6) -> Group:
-    return Group(name, size, tuple(Slot(tensor, axis, torch.arange(size)[:, None]) for tensor, axis in places))
+def group_of(*axes: tuple[str, int], name: str = "hidden", size: int = 6) -> UnitGroup:
+    return UnitGroup(name, size, tuple(TensorAxis(tensor, dim, torch.arange(size)[:, None]) for tensor, dim in axes))
 
 
-RIGHT = by_hand(("before.weight", 0), ("before.bias", 0), ("after.weight", 1))
+RIGHT = group_of(("before.weight", 0), ("before.bias", 0), ("after.weight", 1))
 
 
-def test_groups_written_by_hand_are_proved_and_match_a_network_that_cannot_be_exported() -> None:
+def test_groups_written_by_hand_are_verified_and_align_a_network_that_cannot_be_exported() -> None:
     torch.manual_seed(0)
     reference, model, inputs = Unexportable(), Unexportable(), torch.randn(3, 4)
-    wrong = by_hand(("before.weight", 0), ("after.weight", 1), name="no bias")
+    wrong = group_of(("before.weight", 0), ("after.weight", 1), name="no bias")
     with pytest.warns(UserWarning, match="6 units at 'no bias' changes the network's outputs"):
-        found = prove(model, Symmetries((RIGHT, wrong)), inputs)
+        found = verify(model, Symmetries((RIGHT, wrong)), inputs)
     assert [group.name for group in found] == ["hidden"]
     expected = model(inputs)
-    alignment = align_(model, reference, groups=found)
+    alignment = align_(model, reference, symmetries=found)
     assert alignment.after > alignment.before
     assert torch.allclose(model(inputs), expected, atol=1e-6)
 
@@ -285,16 +286,16 @@ def test_groups_written_by_hand_are_proved_and_match_a_network_that_cannot_be_ex
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ((by_hand(("first.weight", 0)),), "the network has no 'first.weight'"),
-        ((by_hand(("before.weight", 0), size=7),), r"'before.weight' of shape \(6, 4\), expected more than 6"),
+        ((group_of(("first.weight", 0)),), "the network has no 'first.weight'"),
+        ((group_of(("before.weight", 0), size=7),), r"'before.weight' of shape \(6, 4\), expected more than 6"),
         ((RIGHT, RIGHT), "two groups named 'hidden'"),
-        ((Group("odd", 5, RIGHT.slots),), r"group 'odd' has \(6, 1\) indices at 'before.weight'"),
-        ((Group("odd", 2, (Slot("before.bias", 0, torch.zeros(2, 1).long()),)),), "none of them twice"),
+        ((UnitGroup("odd", 5, RIGHT.axes),), r"group 'odd' has indices of shape \(6, 1\) at 'before.weight'"),
+        ((UnitGroup("odd", 2, (TensorAxis("before.bias", 0, torch.zeros(2, 1).long()),)),), "none of them twice"),
     ],
 )
-def test_groups_written_by_hand_that_do_not_fit_are_refused(groups: tuple[Group, ...], message: str) -> None:
+def test_invalid_groups_written_by_hand_are_refused(groups: tuple[UnitGroup, ...], message: str) -> None:
     with pytest.raises(PapaError, match=message):
-        prove(Unexportable(), Symmetries(groups), torch.randn(3, 4))
+        verify(Unexportable(), Symmetries(groups), torch.randn(3, 4))
 
 
 def test_an_unknown_group_is_named() -> None:
@@ -302,16 +303,16 @@ def test_an_unknown_group_is_named() -> None:
         Symmetries(())["heat"]
 
 
-def test_groups_are_told_by_name_a_line_each() -> None:
+def test_symmetries_print_one_line_per_group() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     assert str(symmetries(net, torch.randn(3, 4))).splitlines() == [
-        "0.weight: 8 units in 0.weight (axis 0), 0.bias (axis 0), 2.weight (axis 1)",
-        "2.weight: 6 units in 2.weight (axis 0), 2.bias (axis 0), 4.weight (axis 1)",
+        "0.weight: 8 units in 0.weight (dim 0), 0.bias (dim 0), 2.weight (dim 1)",
+        "2.weight: 6 units in 2.weight (dim 0), 2.bias (dim 0), 4.weight (dim 1)",
     ]
 
 
 class Positions(nn.Module):
-    """A table of positions of which as many rows are used as there are words."""
+    """A table of positions with more rows than there are words."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -326,11 +327,19 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("start", [0, 2, 5])
-def test_rows_that_are_cut_off_go_along_with_the_others(start: int) -> None:
+def test_rows_that_are_not_used_are_permuted_with_the_others(start: int) -> None:
     (group,) = symmetries(Positions(start), torch.randn(2, 7, 5))
-    assert {(slot.tensor, slot.axis) for slot in group.slots} == {
+    assert {(axis.tensor, axis.dim) for axis in group.axes} == {
         ("words.weight", 0),
         ("words.bias", 0),
         ("head.weight", 1),
         ("positions", 2),
     }
+
+
+def test_scipy_is_imported_when_called_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys, papa; assert not any(name.split('.')[0] == 'scipy' for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    with pytest.raises(PapaError, match=r"alignment needs scipy, .* pip install 'papa-torch\[align\]'"):
+        symmetries(mlp(), torch.randn(2, 4))

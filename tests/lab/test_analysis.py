@@ -21,13 +21,13 @@ def trained(rule: object = Independent(), **changes: object) -> Training:
 
 
 @pytest.fixture(scope="module")
-def apart() -> Training:
+def independent() -> Training:
     return trained()
 
 
-def test_members_that_were_merged_are_more_alike(apart: Training) -> None:
+def test_merged_members_are_more_similar(independent: Training) -> None:
     merged = trained(MergeAll(every_steps=5))
-    first, second = (analyse(training, num_align_batches=3) for training in (apart, merged))
+    first, second = (analyse(training, num_align_batches=3) for training in (independent, merged))
     assert first is not None
     assert second is not None
     for one, other in zip(first.similarity.members, second.similarity.members, strict=True):
@@ -35,10 +35,10 @@ def test_members_that_were_merged_are_more_alike(apart: Training) -> None:
     assert first.curves["plain"].barrier > second.curves["plain"].barrier
 
 
-def test_matching_units_makes_features_more_alike_and_changes_no_member(apart: Training) -> None:
-    before = [snapshot(net) for net in apart.population]
-    analysis = analyse(apart, num_align_batches=3)
-    for net, state in zip(apart.population, before, strict=True):
+def test_matching_units_increases_similarity_and_changes_no_member(independent: Training) -> None:
+    before = [snapshot(net) for net in independent.population]
+    analysis = analyse(independent, num_align_batches=3)
+    for net, state in zip(independent.population, before, strict=True):
         assert_same_bits(snapshot(net), state)
     assert analysis is not None
     assert analysis.matched_similarity is not None
@@ -47,10 +47,10 @@ def test_matching_units_makes_features_more_alike_and_changes_no_member(apart: T
     assert analysis.matched_similarity.members[-1] == pytest.approx(analysis.similarity.members[-1], abs=1e-6)
 
 
-def test_it_is_the_mean_over_pairs_and_over_members(apart: Training) -> None:
-    analysis = analyse(apart, num_members=2, num_align_batches=3)
-    networks = [*list(apart.population)[:2], average_soup(list(apart.population)[:2])]
-    expected = feature_similarity(networks, apart.batches.plain(5))
+def test_similarity_is_the_mean_over_pairs_and_over_members(independent: Training) -> None:
+    analysis = analyse(independent, num_members=2, num_align_batches=3)
+    networks = [*list(independent.population)[:2], average_soup(list(independent.population)[:2])]
+    expected = feature_similarity(networks, independent.batches.plain(5))
     assert analysis is not None
     assert analysis.similarity.layers == ("0", "3")
     for number, matrix in enumerate(expected.values()):
@@ -58,8 +58,8 @@ def test_it_is_the_mean_over_pairs_and_over_members(apart: Training) -> None:
         assert analysis.similarity.soup[number] == pytest.approx(float((matrix[2, 0] + matrix[2, 1]) / 2))
 
 
-def test_the_result_holds_similarity_and_four_curves(apart: Training) -> None:
-    result = finalize(apart, analysis=True, num_align_batches=3).to_json()
+def test_the_result_holds_similarity_and_four_curves(independent: Training) -> None:
+    result = finalize(independent, analysis=True, num_align_batches=3).to_json()
     assert result["similarity"].keys() == {"layers", "members", "soup", "matched", "plain"}
     assert result["similarity"]["matched"]
     assert result["interpolation"]["pair"] == [0, 1]
@@ -67,11 +67,11 @@ def test_the_result_holds_similarity_and_four_curves(apart: Training) -> None:
     assert names == ["plain", "aligned", "repaired", "aligned and repaired"]
     for curve in result["interpolation"]["curves"]:
         assert len(curve["coefficients"]) == len(curve["score"]) == len(curve["loss"]) == 11
-    assert finalize(apart).to_json()["similarity"] is None
+    assert finalize(independent).to_json()["similarity"] is None
 
 
-class Odd(nn.Module):
-    """Cannot be exported: what it does depends on its input."""
+class Unexportable(nn.Module):
+    """Cannot be exported, because it branches on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,55 +82,55 @@ class Odd(nn.Module):
         return self.last(torch.relu(hidden) if float(hidden.detach().sum()) > -1e9 else hidden)
 
 
-def test_units_that_cannot_be_matched_are_said_so_and_left_out() -> None:
-    training = small_training(make_model=Odd, rule=Independent(), num_epochs=1)
+def test_a_network_that_cannot_be_exported_is_compared_without_matching_and_a_warning_says_so() -> None:
+    training = small_training(make_model=Unexportable, rule=Independent(), num_epochs=1)
     training.run()
-    with pytest.warns(UserWarning, match="units of Odd are not matched"):
+    with pytest.warns(UserWarning, match="units of Unexportable are not matched"):
         analysis = analyse(training, num_align_batches=2)
     assert analysis is not None
     assert not analysis.to_json()["similarity"]["matched"]
     assert list(analysis.curves) == ["plain", "repaired"]
-    with pytest.warns(UserWarning, match="units of Odd are not matched"):
+    with pytest.warns(UserWarning, match="units of Unexportable are not matched"):
         assert aligned_and_repaired_soups(training, 2) is None
 
 
-def test_a_member_that_diverged_costs_the_comparison_and_not_the_result() -> None:
-    training = small_training(rule=Independent(), num_epochs=1, repair=None)
+def test_a_diverged_member_costs_the_comparison_and_not_the_result() -> None:
+    training = small_training(rule=Independent(), num_epochs=1, num_repair_batches=0)
     training.run()
     training.population[1].get_parameter("0.weight").data[0] = float("nan")
     with (
         pytest.warns(UserWarning, match="the average soup has NaN, as member 1 has"),
-        pytest.warns(UserWarning, match="members are not compared: layer '0' of network 1 gives values that are not"),
+        pytest.warns(UserWarning, match="members are not compared: layer '0' of network 1 has outputs that are not"),
     ):
         assert finalize(training, analysis=True).to_json()["similarity"] is None
 
 
-def test_one_member_has_nothing_to_be_compared_with() -> None:
+def test_one_member_is_not_compared() -> None:
     assert analyse(small_training(num_members=1)) is None
 
 
-def test_stages_are_compared_where_there_are_any() -> None:
+def test_stages_are_compared_if_a_network_has_them() -> None:
     resnet = make_model("resnet18", num_classes=10, width=4)
     assert layers_to_compare(resnet) == ["stages.0", "stages.1", "stages.2", "stages.3"]
     assert layers_to_compare(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))) == ["0", "2"]
 
 
-def test_aligned_soups_grow_best_first_each_matched_to_the_soup_before_it(apart: Training) -> None:
-    inputs = apart.batches.plain(3)
-    found = aligned_and_repaired_soups(apart, 3)
+def test_aligned_soups_add_members_best_first_each_aligned_to_the_soup(independent: Training) -> None:
+    inputs = independent.batches.plain(3)
+    found = aligned_and_repaired_soups(independent, 3)
     soups = aligned_soups(
-        apart.population,
-        lambda net: apart.evaluate([net], apart.data.validation)[0][0],
+        independent.population,
+        lambda net: independent.evaluate([net], independent.data.validation)[0][0],
         inputs,
         by="activations",
         repair_batches=inputs[:2],
     )
-    readings = apart.evaluate_population(apart.data.validation)[0]
+    readings = independent.evaluate_population(independent.data.validation)[0]
     order = sorted(range(3), key=lambda member: (-readings[member].score, readings[member].loss))
-    parents = [copy.deepcopy(apart.population[order[0]])]
+    parents = [copy.deepcopy(independent.population[order[0]])]
     mean = soup = parents[0]
     for member in order[1:]:
-        joining = copy.deepcopy(apart.population[member])
+        joining = copy.deepcopy(independent.population[member])
         align_(joining, mean, inputs, by="activations")
         parents.append(joining)
         mean, soup = average_soup(parents), average_soup(parents)
@@ -145,11 +145,11 @@ def test_aligned_soups_grow_best_first_each_matched_to_the_soup_before_it(apart:
     assert found.greedy_members == soups.greedy.members
 
 
-def test_aligned_soups_beat_repaired_and_plain_ones(apart: Training) -> None:
-    outcome = finalize(apart, align_soups=True, num_align_batches=3)
+def test_aligned_soups_beat_repaired_and_plain_ones(independent: Training) -> None:
+    outcome = finalize(independent, align_soups=True, num_align_batches=3)
     assert outcome.aligned is not None
     assert outcome.repaired is not None
     losses = [outcome.aligned.validation[0].loss, outcome.repaired.validation[0].loss]
     assert losses == sorted(losses)
     assert outcome.to_json()["aligned"].keys() == {"validation", "test", "greedy_members"}
-    assert finalize(apart).aligned is None
+    assert finalize(independent).aligned is None

@@ -1,31 +1,31 @@
-"""Matching by activations: the correlation, over some data, of what units say."""
+"""Matching by activations: the correlation, over some data, between the activations of units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
 
-from papa.align.assignment import Orders
-from papa.align.blocks import families_of
-from papa.align.groups import Program, Slot, Symmetries
-from papa.align.permute import permute_slot_
+from papa.align.assignment import Comparison, Permutations
+from papa.align.nesting import nested_groups
+from papa.align.permute import permute_axis_
+from papa.align.unit_groups import ExportedGraph, Symmetries, TensorAxis
 from papa.errors import DataError, MemberError, PapaError
 
 
-class Activations:
-    """How the units of several networks correlate, at every place of the graph where they are seen.
+class ActivationObjective:
+    """The similarity of networks by their activations: the sum of correlations of paired units at every node.
 
     Correlations do not depend on the order of units, so one pass over the data serves all groups and all pairs.
 
     Args:
-        networks: the tensors of each by name.
-        symmetries: what can be permuted in them, with their graph.
+        networks: the tensors of each network by name.
+        symmetries: the groups that can be permuted, with their graph.
         batches: inputs of one shape.
-        subjects: what to call each network in errors.
-        pairs: which networks are compared with which.
+        subjects: the names of the networks in errors.
+        pairs: the pairs of networks to compare.
     """
 
     def __init__(
@@ -37,98 +37,74 @@ class Activations:
         subjects: Sequence[str],
         pairs: Collection[tuple[int, int]],
     ) -> None:
-        if symmetries.program is None:
+        if symmetries.graph is None:
             raise PapaError('symmetries written by hand have no graph: match by weights, with by="weights"')
-        _check_shape(symmetries.program, batches)
-        # The units of a place are the second axis of a correlation, the reference's being the first.
+        # A correlation matrix has the reference's units along dim 0 and the network's along dim 1.
         groups = [
-            replace(group, slots=tuple(replace(place, axis=1) for place in group.places))
+            replace(group, axes=tuple(replace(axis, dim=1) for axis in group.activations))
             for group in symmetries
-            if group.places
+            if group.activations
         ]
-        self.symmetries = Symmetries(tuple(groups))
-        self.families = families_of(self.symmetries)
-        dims = {place.tensor: place.axis for group in symmetries for place in group.places}
-        self.alike = _correlations(symmetries.program, networks, batches, dims, subjects, pairs)
-        self.covered = _covered(self.symmetries, dims)
-        self.count = max(sum(len(indices) for indices in self.covered.values()), 1)
-        """How many correlations the likeness of two networks is the sum of."""
+        self.groups = nested_groups(Symmetries(tuple(groups)))
+        self._axes = {group.name: group.axes for group in groups}
+        dims = {axis.tensor: axis.dim for group in symmetries for axis in group.activations}
+        self._correlations = _correlations(symmetries.graph, networks, batches, dims, subjects, pairs)
+        indices: dict[str, list[Tensor]] = {name: [] for name in dims}
+        for axis in (axis for group in groups for axis in group.axes):
+            indices[axis.tensor].append(axis.index.flatten())
+        self._covered = {name: torch.cat(parts).bincount().nonzero().flatten() for name, parts in indices.items()}
+        self.count = max(sum(map(len, self._covered.values())), 1)
+        """The number of correlations in the sum."""
 
-    def matching(self, member: int, others: Collection[int]) -> ActivationsMatching:
-        """One network in comparison with some others."""
-        together = {
-            name: torch.stack([self._pair(other, member)[name] for other in others]).sum(0) for name in self.covered
+    def compare(self, member: int, others: Collection[int]) -> ActivationComparison:
+        """One network with the sum of some others."""
+        tensors = {
+            name: torch.stack([self._pair(other, member)[name] for other in others]).sum(0) for name in self._covered
         }
-        return ActivationsMatching(together, self.covered)
+        return ActivationComparison(tensors, self._covered)
 
     def _pair(self, first: int, second: int) -> dict[str, Tensor]:
-        if (first, second) in self.alike:
-            return self.alike[first, second]
-        return {name: alike.T for name, alike in self.alike[second, first].items()}
+        if (first, second) in self._correlations:
+            return self._correlations[first, second]
+        return {name: matrix.T for name, matrix in self._correlations[second, first].items()}
 
-    def permute_(self, member: int, orders: Orders) -> None:
-        """Reorder the units of one network, group after group."""
-        groups = {group.name: group for group in self.symmetries}
-        moves = [(slot, order) for name, order in orders.items() if name in groups for slot in groups[name].slots]
-        for (first, second), alike in self.alike.items():
-            if member in (first, second):
-                for slot, order in moves:
-                    permute_slot_(alike[slot.tensor], replace(slot, axis=int(member == second)), order)
-
-
-class ActivationsMatching:
-    """Correlations of two networks, the model's units along the second axis."""
-
-    def __init__(self, alike: dict[str, Tensor], covered: Mapping[str, Tensor]) -> None:
-        self.tensors = alike
-        self.covered = covered
-
-    def likeness(self, slot: Slot, index: Tensor) -> Tensor:
-        """The sum of correlations over all that two units say at one place."""
-        alike = self.tensors[slot.tensor]
-        return torch.stack([alike[column][:, column] for column in index.T]).sum(0)
-
-    def value(self, name: str) -> float:
-        """The sum of correlations of paired units at one place."""
-        return float(self.tensors[name].diagonal()[self.covered[name]].sum())
+    def permute_(self, member: int, permutations: Permutations) -> None:
+        """Permute the units of one network, in this comparison only."""
+        for pair, matrices in self._correlations.items():
+            if member in pair:
+                for name, permutation in permutations.items():
+                    for axis in self._axes.get(name, ()):
+                        permute_axis_(matrices[axis.tensor], replace(axis, dim=int(member == pair[1])), permutation)
 
 
-def _covered(symmetries: Symmetries, dims: Mapping[str, int]) -> dict[str, Tensor]:
-    """The indices that belong to some group, at each place."""
-    found: dict[str, list[Tensor]] = {name: [] for name in dims}
-    for group in symmetries:
-        for slot in group.slots:
-            found[slot.tensor].append(slot.index.flatten())
-    return {name: torch.cat(parts).bincount().nonzero().flatten() for name, parts in found.items()}
+class ActivationComparison(Comparison):
+    """Correlation matrices of a network's units with those of its reference, for each node of the graph."""
 
+    def __init__(self, tensors: dict[str, Tensor], covered: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self._covered = covered
 
-def _check_shape(program: Program, batches: Sequence[Tensor]) -> None:
-    for node in _inputs(program):
-        expected, found = tuple(node.meta["val"].shape), tuple(batches[0].shape)
-        if expected != found:
-            raise DataError(
-                f"batches have inputs of shape {found}, but the symmetries were derived with an example of shape "
-                f"{expected}: derive them with a batch of the same shape"
-            )
+    def unit_similarity(self, axis: TensorAxis, index: Tensor) -> Tensor:
+        """The correlations of units at one node, summed over the indices that they own there."""
+        matrix = self.tensors[axis.tensor]
+        return torch.stack([matrix[column][:, column] for column in index.T]).sum(0)
 
-
-def _inputs(program: Program) -> list[fx.Node]:
-    """The placeholders that take the network's inputs."""
-    nodes = [node for node in program.graph.graph.nodes if node.op == "placeholder"]
-    return [node for node in nodes if node.target not in program.tensors and node.target not in program.constants]
+    def similarity(self, name: str) -> float:
+        """The sum of correlations of paired units at one node."""
+        return float(self.tensors[name].diagonal()[self._covered[name]].sum())
 
 
 def _correlations(
-    program: Program,
+    graph: ExportedGraph,
     networks: Sequence[Mapping[str, Tensor]],
     batches: Sequence[Tensor],
     dims: Mapping[str, int],
     subjects: Sequence[str],
     pairs: Collection[tuple[int, int]],
 ) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """For each pair and each place, the correlation of each index of the first with each index of the second."""
-    single: dict[tuple[str, int], Tensor] = {}
-    double: dict[tuple[str, int, int], Tensor] = {}
+    """For each pair of networks and each node, the correlation of each index of the first with each of the second."""
+    sums: dict[tuple[str, int], Tensor] = {}
+    products: dict[tuple[str, int, int], Tensor] = {}
     counts: dict[str, int] = {}
 
     def add(name: str, outputs: Sequence[Tensor]) -> None:
@@ -140,60 +116,64 @@ def _correlations(
                     f"{subjects[member]} has activations that are not finite at '{name}': a network that diverged "
                     "cannot be matched"
                 )
-            sums = torch.stack([own.sum(1), own.square().sum(1)])
-            single[name, member] = single[name, member] + sums if (name, member) in single else sums
+            found = torch.stack([own.sum(1), own.square().sum(1)])
+            sums[name, member] = sums[name, member] + found if (name, member) in sums else found
         for first, second in pairs:
-            key = name, first, second
-            product = units[first] @ units[second].T
-            double[key] = double[key].add_(product) if key in double else product
+            key, product = (name, first, second), units[first] @ units[second].T
+            products[key] = products[key].add_(product) if key in products else product
 
     for batch in batches:
-        _march(program, networks, batch, dims, add)
+        _run_side_by_side(graph, networks, batch, dims, add)
     return {
         (first, second): {
-            name: _correlation(
-                single[name, first], single[name, second], double.pop((name, first, second)), counts[name]
-            )
+            name: _correlation(sums[name, first], sums[name, second], products.pop((name, first, second)), counts[name])
             for name in dims
         }
         for first, second in pairs
     }
 
 
-def _march(
-    program: Program,
+def _run_side_by_side(
+    graph: ExportedGraph,
     networks: Sequence[Mapping[str, Tensor]],
     batch: Tensor,
-    dims: Mapping[str, int],
+    names: Collection[str],
     add: Callable[[str, Sequence[Tensor]], None],
 ) -> None:
-    """Run the graph with every network's tensors, node by node, so that only what is still needed is in memory."""
-    walkers = [fx.Interpreter(program.graph) for _ in networks]
-    for walker, network in zip(walkers, networks, strict=True):
-        walker.args_iter = iter(_arguments(program, network, batch))
-    for node in program.graph.graph.nodes:
-        for walker in walkers:
-            walker.env[node] = walker.run_node(node)
-        if node.name in dims:
-            add(node.name, [walker.env[node] for walker in walkers])
-        for walker in walkers:
-            for used in walker.user_to_last_uses.get(node, []):
-                del walker.env[used]
+    """Run the graph with every network's tensors, node by node, so that only activations still needed are in memory."""
+    runs = [fx.Interpreter(graph.module) for _ in networks]
+    for run, network in zip(runs, networks, strict=True):
+        run.args_iter = _arguments(graph, network, batch)
+    for node in graph.module.graph.nodes:
+        for run in runs:
+            run.env[node] = run.run_node(node)
+        if node.name in names:
+            add(node.name, [run.env[node] for run in runs])
+        for run in runs:
+            for used in run.user_to_last_uses.get(node, []):
+                del run.env[used]
 
 
-def _arguments(program: Program, network: Mapping[str, Tensor], batch: Tensor) -> list[Tensor]:
-    found = []
-    for node in program.graph.graph.nodes:
-        if node.op == "placeholder" and node.target in program.tensors:
-            found.append(network[program.tensors[node.target]].detach().cpu())
-        elif node.op == "placeholder":
-            constant = program.constants.get(node.target)
-            found.append(batch.cpu().clone() if constant is None else constant)
-    return found
+def _arguments(graph: ExportedGraph, network: Mapping[str, Tensor], batch: Tensor) -> Iterator[Tensor]:
+    """The value of each placeholder of the graph."""
+    for node in graph.module.graph.nodes:
+        if node.op != "placeholder":
+            return
+        if node.target in graph.tensors:
+            yield network[graph.tensors[node.target]].detach().cpu()
+        elif node.target in graph.constants:
+            yield graph.constants[node.target]
+        elif node.meta["val"].shape == batch.shape:
+            yield batch.cpu().clone()
+        else:
+            raise DataError(
+                f"batches have inputs of shape {tuple(batch.shape)}, but the symmetries were derived with an example "
+                f"of shape {tuple(node.meta['val'].shape)}: derive them with a batch of the same shape"
+            )
 
 
 def _correlation(first: Tensor, second: Tensor, product: Tensor, count: int) -> Tensor:
-    """From sums to correlations; a unit that never varies correlates with none."""
+    """Correlations from sums, sums of squares and sums of products; 0 for a unit that never varies."""
     (x, xx), (y, yy) = first / count, second / count
     scale = ((xx - x.square()).clamp(min=0)[:, None] * (yy - y.square()).clamp(min=0)).sqrt()
     covariance = product / count - x[:, None] * y

@@ -1,160 +1,153 @@
-"""Assigning units to units: the best permutation of a group, with those of the units inside its blocks."""
+"""Coordinate ascent over groups: the best permutation of one group, all others fixed, is a linear assignment."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from papa.align.blocks import Family
-from papa.align.groups import Slot, Symmetries
-from papa.align.permute import permute_slot_
+from papa.align.grouping import require_scipy
+from papa.align.nesting import NestedGroup
+from papa.align.permute import permute_axis_
+from papa.align.unit_groups import Symmetries, TensorAxis
 from papa.streams import stream
 
-GAIN = 1e-9
-"""What a family of units must gain to be permuted, in units of one cosine or correlation."""
-MOST_ROUNDS = 100
-"""How often all families are gone through at most; it is rarely more than ten."""
+MIN_GAIN = 1e-9
+"""The similarity that a permutation must gain to be kept, in units of one cosine or correlation."""
+MAX_ROUNDS = 100
+"""The largest number of rounds over all groups; more than ten are rare."""
 
-Orders = dict[str, Tensor]
-"""A permutation for each group, by name: whole blocks and single units first, then units inside of blocks."""
-
-Likeness = Callable[[Slot, Tensor], Tensor]
-"""How alike unit `i` of the reference and unit `j` of the model are in one slot, where row `i` of the indices is unit
-`i`."""
+Permutations = dict[str, Tensor]
+"""A permutation for each group, by name: blocks and single units first, then units inside blocks."""
 
 
-class Matching(Protocol):
-    """Two networks in comparison, one of them in working copies that can be permuted."""
+class Comparison(ABC):
+    """A network, as working copies that can be permuted, and the reference it is compared with."""
 
     tensors: dict[str, Tensor]
-    """What is permuted, by the names that slots have."""
+    """The working copies, by the name that a `TensorAxis` has."""
 
-    def likeness(self, slot: Slot, index: Tensor) -> Tensor:
-        """How alike unit `i` of the reference and unit `j` of the model are, where row `i` of `index` is unit `i`."""
-        ...
+    @abstractmethod
+    def unit_similarity(self, axis: TensorAxis, index: Tensor) -> Tensor:
+        """The similarity of each unit of the reference to each unit of the network; row `i` of `index` is unit `i`."""
 
-    def value(self, name: str) -> float:
-        """How alike the two are in one of the tensors, units as they stand."""
-        ...
+    @abstractmethod
+    def similarity(self, name: str) -> float:
+        """The similarity of one tensor to the reference's, in the present order of units."""
 
+    def total(self) -> float:
+        """The sum of similarities over all tensors."""
+        return sum(map(self.similarity, self.tensors))
 
-def total(matching: Matching) -> float:
-    """How alike the two are in all."""
-    return sum(matching.value(name) for name in matching.tensors)
+    def permute_(self, nested: NestedGroup, permutations: Mapping[str, Tensor]) -> None:
+        """Permute the working copies."""
+        for group in (nested.outer, *nested.inner):
+            for axis in group.axes:
+                permute_axis_(self.tensors[axis.tensor], axis, permutations[group.name])
 
 
 def assign(gain: Tensor) -> Tensor:
     """The permutation with the largest sum of `gain[i, permutation[i]]`."""
-    return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
+    return torch.from_numpy(require_scipy("optimize").linear_sum_assignment(gain.numpy(), maximize=True)[1])
 
 
-def family_likeness(family: Family, likeness: Likeness) -> tuple[Tensor, list[Tensor]]:
-    """How alike units are: `(n, n)` for the group, and for each piece `(n, n, m, m)`, units within pairs of blocks.
+def nested_similarity(
+    nested: NestedGroup, unit_similarity: Callable[[TensorAxis, Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """The similarity of `n` blocks, `(n, n)`, and of the `m` units of each part in pairs of blocks, `(n, n, m, m)`.
 
-    What belongs to a piece is not counted for the group.
+    Numbers that belong to a part are not counted for the blocks.
     """
-    size = family.group.size
-    whole = torch.zeros(size, size, dtype=torch.float64)
-    inside = [torch.zeros(size, size, *[piece.groups[0].size] * 2, dtype=torch.float64) for piece in family.pieces]
-    for number, slot in enumerate(family.group.slots):
-        is_free = torch.ones(slot.index.shape[1], dtype=torch.bool)
-        for piece, alike in zip(family.pieces, inside, strict=True):
-            columns, num_units = piece.columns[number], piece.groups[0].size
+    size = nested.outer.size
+    blocks = torch.zeros(size, size, dtype=torch.float64)
+    parts = [torch.zeros(size, size, *[part.groups[0].size] * 2, dtype=torch.float64) for part in nested.parts]
+    for number, axis in enumerate(nested.outer.axes):
+        is_free = torch.ones(axis.index.shape[1], dtype=torch.bool)
+        for part, similarity in zip(nested.parts, parts, strict=True):
+            columns, num_units = part.columns[number], part.groups[0].size
             is_free[columns.flatten()] = False
             if columns.numel():
-                index = slot.index[:, columns.flatten()].reshape(size * num_units, -1)
-                pairs = likeness(slot, index).double()
-                alike += pairs.view(size, num_units, size, num_units).transpose(1, 2)
+                index = axis.index[:, columns.flatten()].reshape(size * num_units, -1)
+                pairs = unit_similarity(axis, index).double()
+                similarity += pairs.view(size, num_units, size, num_units).transpose(1, 2)
         if is_free.any():
-            whole += likeness(slot, slot.index[:, is_free]).double()
-    return whole, inside
+            blocks += unit_similarity(axis, axis.index[:, is_free]).double()
+    return blocks, parts
 
 
-def best_orders(family: Family, matching: Matching) -> Orders:
-    """The best permutation of a family: units inside every pair of blocks first, then the blocks."""
-    whole, inside = family_likeness(family, matching.likeness)
-    chosen = []
-    for alike in inside:
-        orders = [[assign(pair) for pair in row] for row in alike]
+def best_permutations(nested: NestedGroup, comparison: Comparison) -> Permutations:
+    """The best permutation of the units in every pair of blocks, then of the blocks."""
+    blocks, parts = nested_similarity(nested, comparison.unit_similarity)
+    assigned = []
+    for similarity in parts:
+        orders = [[assign(pair) for pair in row] for row in similarity]
         values = [
-            [float(pair[torch.arange(len(order)), order].sum()) for pair, order in zip(row, some, strict=True)]
-            for row, some in zip(alike, orders, strict=True)
+            [float(pair[torch.arange(len(order)), order].sum()) for pair, order in zip(*rows, strict=True)]
+            for rows in zip(similarity, orders, strict=True)
         ]
-        whole = whole + torch.tensor(values, dtype=torch.float64)
-        chosen.append(orders)
-    order = assign(whole)
-    return {family.group.name: order} | {
+        blocks = blocks + torch.tensor(values, dtype=torch.float64)
+        assigned.append(orders)
+    order = assign(blocks)
+    return {nested.outer.name: order} | {
         inner.name: orders[block][int(order[block])]
-        for piece, orders in zip(family.pieces, chosen, strict=True)
-        for block, inner in enumerate(piece.groups)
+        for part, orders in zip(nested.parts, assigned, strict=True)
+        for block, inner in enumerate(part.groups)
     }
 
 
-def visits_of(families: list[Family]) -> list[Family]:
-    """What is gone through in a round.
-
-    Units inside of blocks move with their block's family, and once more on their own: they have places elsewhere.
-    """
-    return [*families, *(Family(inner) for family in families for inner in list(family.members)[1:])]
+def with_inner(groups: list[NestedGroup]) -> list[NestedGroup]:
+    """All groups, then the inner ones once more by themselves, since their units lie on further axes."""
+    return [*groups, *(NestedGroup(inner) for nested in groups for inner in nested.inner)]
 
 
-def descend_(matching: Matching, families: list[Family], orders: Orders, seed: int) -> int:
-    """Give every family in turn its best permutation, all others as they are, until a whole round brings nothing.
+def coordinate_ascent_(comparison: Comparison, groups: list[NestedGroup], permutations: Permutations, seed: int) -> int:
+    """Give each group in turn its best permutation, all others fixed, until a whole round gains nothing.
 
     Args:
-        matching: permuted in place; its total never falls.
-        families: what is matched together.
-        orders: composed with what was done.
-        seed: of the sequence in which families are gone through.
+        comparison: permuted in place; its total never decreases.
+        groups: the groups to permute.
+        permutations: composed in place with the permutations that were made.
+        seed: of the order of groups in each round.
 
     Returns:
         The number of rounds.
     """
-    visits = visits_of(families)
-    for round_ in range(MOST_ROUNDS):
+    visits = with_inner(groups)
+    for round_ in range(MAX_ROUNDS):
         sequence = torch.randperm(len(visits), generator=stream(seed, "align", position=round_)).tolist()
-        gains = [_improve_(matching, visits[number], orders) for number in sequence]
+        gains = [_improve_(comparison, visits[number], permutations) for number in sequence]
         if not any(gains):
             return round_ + 1
-    return MOST_ROUNDS
+    return MAX_ROUNDS
 
 
-def _improve_(matching: Matching, family: Family, orders: Orders) -> bool:
-    found = best_orders(family, matching)
+def _improve_(comparison: Comparison, nested: NestedGroup, permutations: Permutations) -> bool:
+    found = best_permutations(nested, comparison)
     if all(torch.equal(order, torch.arange(len(order))) for order in found.values()):
         return False
-    touched = {slot.tensor for group in family.members for slot in group.slots}
-    kept = {name: matching.tensors[name].clone() for name in touched}
-    before = sum(map(matching.value, touched))
-    move_(matching, family, found)
-    if sum(map(matching.value, touched)) > before + GAIN:
-        compose_(orders, family, found)
+    touched = dict.fromkeys(axis.tensor for group in (nested.outer, *nested.inner) for axis in group.axes)
+    kept = {name: comparison.tensors[name].clone() for name in touched}
+    before = sum(map(comparison.similarity, touched))
+    comparison.permute_(nested, found)
+    if sum(map(comparison.similarity, touched)) > before + MIN_GAIN:
+        compose_(permutations, nested, found)
         return True
-    matching.tensors.update(kept)
+    comparison.tensors.update(kept)
     return False
 
 
-def move_(matching: Matching, family: Family, orders: Mapping[str, Tensor]) -> None:
-    """Permute the working copies of a family."""
-    for group in family.members:
-        for slot in group.slots:
-            permute_slot_(matching.tensors[slot.tensor], slot, orders[group.name])
+def compose_(permutations: Permutations, nested: NestedGroup, found: Mapping[str, Tensor]) -> None:
+    """Append the permutations that were found to those made before; units inside a block have moved with it."""
+    outer = found[nested.outer.name]
+    permutations[nested.outer.name] = permutations[nested.outer.name][outer]
+    for part in nested.parts:
+        before = [permutations[inner.name] for inner in part.groups]
+        for block, inner in enumerate(part.groups):
+            permutations[inner.name] = before[int(outer[block])][found[inner.name]]
 
 
-def compose_(orders: Orders, family: Family, found: Mapping[str, Tensor]) -> None:
-    """Let what was found come after what was done: units inside a block have moved along with it."""
-    outer = found[family.group.name]
-    orders[family.group.name] = orders[family.group.name][outer]
-    for piece in family.pieces:
-        before = [orders[inner.name] for inner in piece.groups]
-        for block, inner in enumerate(piece.groups):
-            orders[inner.name] = before[int(outer[block])][found[inner.name]]
-
-
-def identity(symmetries: Symmetries) -> Orders:
-    """Every group as it is."""
+def identity(symmetries: Symmetries) -> Permutations:
+    """The permutations that move nothing."""
     return {group.name: torch.arange(group.size) for group in symmetries}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa import layout
-from papa.align.groups import Group, Slot, Symmetries
+from papa.align.unit_groups import Symmetries, TensorAxis, UnitGroup
 from papa.errors import MemberError, PapaError
 
 Permutation = Tensor | Sequence[int]
 
 
-def permute_(model: nn.Module, group: Group, permutation: Permutation) -> None:
+def permute_(model: nn.Module, group: UnitGroup, permutation: Permutation) -> None:
     """Reorder the units of one group: unit `i` becomes what unit `permutation[i]` was.
 
     Example:
@@ -29,7 +30,7 @@ def permute_(model: nn.Module, group: Group, permutation: Permutation) -> None:
         True
 
     Args:
-        model: the network; its tensors keep their memory. Left untouched when anything is wrong.
+        model: the network; its tensors keep their memory, and it is unchanged if an error is raised.
         group: one of its groups.
         permutation: each of `0 .. group.size - 1` once.
     """
@@ -47,55 +48,57 @@ def permute_all_(
     """Reorder the units of several groups, one after the other in the order of `permutations`; see `permute_`.
 
     Args:
-        model: the network; left untouched when anything is wrong.
-        symmetries: what can be permuted in it.
+        model: the network; unchanged if an error is raised.
+        symmetries: the groups of its architecture.
         permutations: one for each group to reorder, by the group's name.
-        optimizer: whose state for the network's parameters is reordered with them where it has their shape (momentum
-            and the like), so that training goes on as it would have.
+        optimizer: its state of the same shape as a parameter (such as momentum) is reordered with the parameter, so
+            that training continues as it would have.
     """
-    tensors = {name: tensor for name, _, _, _, tensor in layout.tensors_of(model)}
+    tensors = tensors_by_name(model)
     state = optimizer.state if optimizer is not None else {}
-    moves: dict[str, list[tuple[Slot, Tensor]]] = {}
+    moves: dict[str, list[tuple[TensorAxis, Tensor]]] = {}
     for name, permutation in permutations.items():
         group = symmetries[name]
-        order = checked(permutation, group)
-        for slot in group.slots:
-            found_tensor(tensors, slot)
-            moves.setdefault(slot.tensor, []).append((slot, order))
+        order = _checked(permutation, group)
+        for axis in group.axes:
+            require_tensor(tensors, axis)
+            moves.setdefault(axis.tensor, []).append((axis, order))
     for name, its_moves in moves.items():
         tensor = tensors[name]
-        kept = state.get(tensor, {}).values()
-        for part in (tensor, *(part for part in kept if isinstance(part, Tensor) and part.shape == tensor.shape)):
+        moments = [part for part in state.get(tensor, {}).values() if isinstance(part, Tensor)]
+        for part in (tensor, *(part for part in moments if part.shape == tensor.shape)):
             values = part.detach().clone()
-            for slot, order in its_moves:
-                permute_slot_(values, slot, order)
+            for axis, order in its_moves:
+                permute_axis_(values, axis, order)
             part.copy_(values)
 
 
-def permute_slot_(tensor: Tensor, slot: Slot, order: Tensor) -> None:
-    """Reorder one tensor along one slot."""
-    part = tensor if slot.within is None else tensor[slot.within[0] : slot.within[1]]
-    source, target = slot.index[order].flatten(), slot.index.flatten()
-    part.index_copy_(slot.axis, target.to(part.device), part.index_select(slot.axis, source.to(part.device)))
+def permute_axis_(tensor: Tensor, axis: TensorAxis, permutation: Tensor) -> None:
+    """Reorder the units along one axis of one tensor."""
+    part = axis.view(tensor)
+    source, target = axis.index[permutation].flatten(), axis.index.flatten()
+    part.index_copy_(axis.dim, target.to(part.device), part.index_select(axis.dim, source.to(part.device)))
 
 
-def found_tensor(tensors: Mapping[str, Tensor], slot: Slot) -> Tensor:
-    """The tensor a slot is about, or an error when the network is not the one that the symmetries are of."""
-    tensor = tensors.get(slot.tensor)
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a network."""
+    return {name: tensor for name, _, _, _, tensor in layout.tensors_of(model)}
+
+
+def require_tensor(tensors: Mapping[str, Tensor], axis: TensorAxis) -> None:
+    """Raise a `MemberError` if a network does not have the tensor and dimension of an axis."""
+    tensor = tensors.get(axis.tensor)
     if tensor is None:
-        raise MemberError(f"the network has no '{slot.tensor}': these symmetries belong to another architecture")
-    size = tensor.shape[slot.axis] if slot.axis < tensor.dim() else 0
-    last = int(slot.index.max())
-    if last >= size:
+        raise MemberError(f"the network has no '{axis.tensor}': these symmetries belong to another architecture")
+    last = int(axis.index.max())
+    if last >= (tensor.shape[axis.dim] if axis.dim < tensor.dim() else 0):
         raise MemberError(
-            f"the network has '{slot.tensor}' of shape {tuple(tensor.shape)}, expected more than {last} along axis "
-            f"{slot.axis}: these symmetries belong to another architecture"
+            f"the network has '{axis.tensor}' of shape {tuple(tensor.shape)}, expected more than {last} along dim "
+            f"{axis.dim}: these symmetries belong to another architecture"
         )
-    return tensor
 
 
-def checked(permutation: Permutation, group: Group) -> Tensor:
-    """The permutation as a tensor, or an error when it is none."""
+def _checked(permutation: Permutation, group: UnitGroup) -> Tensor:
     order = torch.as_tensor(permutation, device="cpu")
     if (
         order.is_floating_point()
@@ -103,13 +106,14 @@ def checked(permutation: Permutation, group: Group) -> Tensor:
         or not torch.equal(order.sort().values.long(), torch.arange(group.size))
     ):
         raise PapaError(
-            f"group '{group.name}' was given {_short(order)}, expected each of 0 to {group.size - 1} exactly once"
+            f"group '{group.name}' was given {reprlib.repr(order.tolist())}, expected each of 0 to {group.size - 1} "
+            "exactly once"
         )
     return order.long()
 
 
 def inverse(permutation: Permutation) -> Tensor:
-    """The permutation that undoes this one.
+    """The permutation that undoes another.
 
     Example:
         >>> inverse([2, 0, 1])
@@ -118,11 +122,6 @@ def inverse(permutation: Permutation) -> Tensor:
     return torch.argsort(torch.as_tensor(permutation))
 
 
-def undoing(permutations: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What undoes the permutations of several groups, for `permute_all_`: each group's inverse, the last first."""
+def inverses(permutations: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The permutations that undo those of several groups, for `permute_all_`: the inverse of each, the last first."""
     return {name: inverse(order) for name, order in reversed(permutations.items())}
-
-
-def _short(order: Tensor) -> str:
-    values = order.flatten().tolist()
-    return str(values) if len(values) <= 8 else f"{str(values[:8])[:-1]}, ...] ({len(values)} numbers)"

@@ -7,55 +7,49 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from papa.align.assignment import Orders
-from papa.align.blocks import Family, families_of
-from papa.align.groups import Slot, Symmetries
-from papa.align.permute import found_tensor, permute_slot_
+from papa.align.assignment import Comparison, Permutations
+from papa.align.nesting import nested_groups
+from papa.align.permute import permute_axis_, require_tensor
+from papa.align.unit_groups import Symmetries, TensorAxis
 
 
-class Weights:
-    """The tensors of several networks that can be permuted, each divided by its norm.
-
-    For networks a and b with permutations P, a tensor's likeness is
+class WeightObjective:
+    """The similarity of networks by their weights: for networks a and b with permutations P, the sum over tensors of
 
         <P_a a, P_b b> / (|a| |b|)
 
-    and the networks' the sum over tensors.
-
     Args:
-        networks: the tensors of each by name.
-        symmetries: what can be permuted in them.
+        networks: the tensors of each network by name.
+        symmetries: the groups that can be permuted.
     """
 
     def __init__(self, networks: Sequence[Mapping[str, Tensor]], symmetries: Symmetries) -> None:
-        self.symmetries = symmetries
-        self.families: list[Family] = families_of(symmetries)
-        names = {slot.tensor: found_tensor(networks[0], slot) for group in symmetries for slot in group.slots}
-        self.networks = [Units({name: network[name] for name in names}) for network in networks]
+        self.groups = nested_groups(symmetries)
+        self._symmetries = symmetries
+        axes = [axis for group in symmetries for axis in group.axes]
+        for axis in axes:
+            require_tensor(networks[0], axis)
+        names = dict.fromkeys(axis.tensor for axis in axes)
+        self._networks = [_NormalisedTensors({name: network[name] for name in names}) for network in networks]
         self.count = max(sum(bool(networks[0][name].any()) for name in names), 1)
-        """How many cosines the likeness of two networks is the sum of."""
+        """The number of cosines in the sum."""
 
-    def matching(self, member: int, others: Collection[int]) -> WeightsMatching:
-        """One network in comparison with the sum of some others."""
-        mine = self.networks[member].copied()
-        several = [self.networks[other] for other in others]
-        if len(several) == 1:
-            return WeightsMatching(mine, several[0])
-        return WeightsMatching(mine, {name: torch.stack([its[name] for its in several]).sum(0) for name in mine})
+    def compare(self, member: int, others: Collection[int]) -> WeightComparison:
+        """One network with the sum of some others."""
+        own, references = dict(self._networks[member]), [self._networks[other] for other in others]
+        if len(references) == 1:
+            return WeightComparison(own, references[0])
+        return WeightComparison(own, {name: torch.stack([its[name] for its in references]).sum(0) for name in own})
 
-    def permute_(self, member: int, orders: Orders) -> None:
-        """Reorder the units of one network, group after group."""
-        for name, order in orders.items():
-            for slot in self.symmetries[name].slots:
-                self.networks[member].permute_(slot, order)
+    def permute_(self, member: int, permutations: Permutations) -> None:
+        """Permute the units of one network, in this comparison only."""
+        for name, permutation in permutations.items():
+            for axis in self._symmetries[name].axes:
+                self._networks[member].permute_(axis, permutation)
 
 
-class Units(Mapping[str, Tensor]):
-    """The tensors of a network by name, each brought to length 1 when it is asked for; only permuted ones are copies.
-
-    Args:
-        tensors: the network's, never changed.
-    """
+class _NormalisedTensors(Mapping[str, Tensor]):
+    """The tensors of a network, copied and divided by their norm on access; only permuted ones are kept in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -63,7 +57,11 @@ class Units(Mapping[str, Tensor]):
         self._permuted: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._permuted[name] if name in self._permuted else self._unit(name)
+        if name in self._permuted:
+            return self._permuted[name].clone()
+        tensor, norm = self._tensors[name], self._norms[name]
+        wide = tensor.detach().to(device="cpu", dtype=torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        return wide.div_(norm) if norm > 0 else wide
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -71,42 +69,30 @@ class Units(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def _unit(self, name: str) -> Tensor:
-        """A copy of length 1 on the CPU, in float32 or better; zeros stay zeros."""
-        tensor, norm = self._tensors[name], self._norms[name]
-        wide = tensor.detach().to(device="cpu", dtype=torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        return wide.div_(norm) if norm > 0 else wide
-
-    def copied(self) -> dict[str, Tensor]:
-        """All of them, in memory of their own."""
-        return {
-            name: self._permuted[name].clone() if name in self._permuted else self._unit(name) for name in self._tensors
-        }
-
-    def permute_(self, slot: Slot, order: Tensor) -> None:
-        """Reorder one tensor along one slot, here alone."""
-        name = slot.tensor
-        self._permuted[name] = self[name]
-        permute_slot_(self._permuted[name], slot, order)
+    def permute_(self, axis: TensorAxis, permutation: Tensor) -> None:
+        """Permute one tensor; the network itself is not changed."""
+        self._permuted[axis.tensor] = self[axis.tensor]
+        permute_axis_(self._permuted[axis.tensor], axis, permutation)
 
 
-class WeightsMatching:
-    """Working copies of the tensors of one network, and what they are compared with."""
+class WeightComparison(Comparison):
+    """The tensors of one network and of its reference."""
 
-    def __init__(self, model: dict[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-        self.tensors = model
+    def __init__(self, tensors: dict[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
         self.reference = reference
 
-    def likeness(self, slot: Slot, index: Tensor) -> Tensor:
-        """The inner product of all numbers that two units own in one tensor."""
-        return rows_of(self.reference[slot.tensor], slot, index) @ rows_of(self.tensors[slot.tensor], slot, index).T
+    def unit_similarity(self, axis: TensorAxis, index: Tensor) -> Tensor:
+        """The inner products of the numbers that units own in one tensor."""
+        own, reference = self.tensors[axis.tensor], self.reference[axis.tensor]
+        return unit_rows(reference, axis, index) @ unit_rows(own, axis, index).T
 
-    def value(self, name: str) -> float:
-        """The cosine between the two networks' tensors."""
+    def similarity(self, name: str) -> float:
+        """The cosine between the networks' tensors."""
         return float((self.tensors[name].double() * self.reference[name].double()).sum())
 
 
-def rows_of(tensor: Tensor, slot: Slot, index: Tensor) -> Tensor:
+def unit_rows(tensor: Tensor, axis: TensorAxis, index: Tensor) -> Tensor:
     """All numbers that each unit owns in a tensor, one row per unit."""
-    part = tensor if slot.within is None else tensor[slot.within[0] : slot.within[1]]
-    return part.index_select(slot.axis, index.flatten()).movedim(slot.axis, 0).reshape(len(index), -1)
+    part = axis.view(tensor)
+    return part.index_select(axis.dim, index.flatten()).movedim(axis.dim, 0).reshape(len(index), -1)

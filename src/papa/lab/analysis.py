@@ -1,19 +1,20 @@
-"""What the members of a trained population share: how alike their features are, and what lies between two of them."""
+"""Comparing the members of a trained population: the similarity of their features, and the line between two of them."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from papa.align import Symmetries, permute_all_, symmetries
-from papa.align.matching import Plan, matched_to
-from papa.align.permute import undoing
+from papa.align.aligning import match_to_member
+from papa.align.matching import Matcher
+from papa.align.permute import inverses
 from papa.errors import PapaError
 from papa.evaluation import Batch
 from papa.group import gather_or_raise
@@ -21,15 +22,15 @@ from papa.interpolation import Curve, curve_of
 from papa.lab.probes import probe_source
 from papa.mixing import soup_row
 from papa.population import Population
-from papa.repair import goals_of, layer_statistics, repair_toward_, repairable_layers
+from papa.repair import Scope, goals_of, layer_statistics, repair_toward_, repairable_layers
 from papa.similarity import Features, feature_similarity
 from papa.soup import After, average_soup
 from papa.training.loop import Training
 
 NUM_BATCHES, NUM_LINE_BATCHES = 5, 10
-"""How many batches REPAIR looks at, in a soup where the training does not say, and at each point of a line."""
+"""The number of REPAIR batches for a soup, if the training does not set it, and for each point of a line."""
 NUM_EXAMPLES, BATCH_SIZE = 256, 32
-"""How many examples features are compared on; features take more memory than networks, so a few at a time."""
+"""The number of examples for features, in small batches because features take more memory than networks."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +43,30 @@ class Similarity:
     soup: tuple[float, ...]
     """Between a member and the average soup, the mean over members."""
 
-    def to_json(self) -> dict[str, list[Any]]:
-        """As plain values."""
-        return {"layers": list(self.layers), "members": list(self.members), "soup": list(self.soup)}
-
 
 @dataclass(frozen=True)
 class Analysis:
-    """What members share."""
+    """The comparison of a population's members."""
 
     similarity: Similarity
-    """How alike features are as they are."""
+    """The similarity of features, with units in their own order."""
     matched_similarity: Similarity | None
-    """How alike they are when units are matched to the first member's and the soup is repaired, as in the paper; None
-    where units cannot be matched."""
+    """The similarity with units matched to the first member and the soup repaired, as in the paper; None if the
+    symmetries cannot be derived."""
     curves: dict[str, Curve]
-    """What lies between the first two members."""
+    """The lines between two members."""
     pair: tuple[int, int]
-    """Who these two are."""
+    """These two members."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `result.json` holds it: the similarity of matched features, that of features as they are beside it."""
+        """The entries of `result.json`: the similarity with units matched if possible, and the plain one with it."""
         best = self.similarity if self.matched_similarity is None else self.matched_similarity
-        plain = self.similarity.to_json()
+        plain = {"members": list(self.similarity.members), "soup": list(self.similarity.soup)}
         return {
             "similarity": {
-                **best.to_json(),
+                **{name: list(values) for name, values in asdict(best).items()},
                 "matched": self.matched_similarity is not None,
-                "plain": {"members": plain["members"], "soup": plain["soup"]},
+                "plain": plain,
             },
             "interpolation": {
                 "pair": list(self.pair),
@@ -81,30 +78,30 @@ class Analysis:
 def analyse(training: Training, *, num_members: int = 5, num_align_batches: int | None = 10) -> Analysis | None:
     """Compare the members of a trained population with each other; nothing is changed.
 
-    Members are looked at where they live, their units permuted meanwhile and put back exactly; features travel,
-    networks do not. All processes must call it.
+    Members stay on their process; their units are permuted while this runs and restored exactly. Processes exchange
+    features, not networks. All processes must call this.
 
     Args:
-        training: whose population it is.
-        num_members: how many members are compared at most.
-        num_align_batches: how many batches of training data units are matched on; None for all there are.
+        training: the training of the population.
+        num_members: the largest number of members to compare.
+        num_align_batches: the number of batches of training data on which units are matched; None for all.
 
     Returns:
-        What they share; None for fewer than two members.
+        The comparison; None for fewer than two members.
     """
-    population = training.population
+    population, batches = training.population, training.batches
     members = population.active[:num_members]
     if len(members) < 2:
         return None
-    inputs = training.batches.plain(num_align_batches)
-    repair_inputs = training.batches.plain(training.batches.num_repair_batches or NUM_BATCHES)
-    line_inputs = training.batches.plain(NUM_LINE_BATCHES)
-    groups = exchangeable(population[0], inputs[0])
+    inputs = batches.plain(num_align_batches)
+    repair_inputs = batches.plain(batches.num_repair_batches or NUM_BATCHES)
+    line_inputs = batches.plain(NUM_LINE_BATCHES)
+    found = derive_symmetries(population[0], inputs[0])
     row, pair = soup_row(population.size, members), (members[0], members[1])
-    held_out = list(training.batches.evaluation(probe_source(training, 1000)))
+    held_out = list(batches.evaluation(probe_source(training, 1000)))
 
     def lines(name: str) -> dict[str, Curve]:
-        repair = repair_between(population, pair, line_inputs)
+        repair = repair_toward_members(population, pair, line_inputs)
         return {
             name or "plain": line_between(training, pair, held_out),
             f"{name} and repaired" if name else "repaired": line_between(training, pair, held_out, repair),
@@ -112,10 +109,10 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
 
     plain, matched = similarity_of(population, members, average_soup(population, row), line_inputs), None
     curves = lines("")
-    if groups is not None:
-        with matched_to_first(population, members, inputs, groups):
-            after = repair_between(population, members, repair_inputs)
-            matched = similarity_of(population, members, average_soup(population, row, after=after), line_inputs)
+    if found is not None:
+        with matched_to_first(population, members, inputs, found):
+            repair = repair_toward_members(population, members, repair_inputs)
+            matched = similarity_of(population, members, average_soup(population, row, after=repair), line_inputs)
             curves |= lines("aligned")
     names = ("plain", "aligned", "repaired", "aligned and repaired")
     return Analysis(plain, matched, {name: curves[name] for name in names if name in curves}, pair)
@@ -123,33 +120,30 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
 
 @contextlib.contextmanager
 def matched_to_first(
-    population: Population, members: Sequence[int], inputs: Sequence[Tensor], groups: Symmetries
+    population: Population, members: Sequence[int], inputs: Sequence[Tensor], symmetries: Symmetries
 ) -> Iterator[None]:
-    """Let the units of some members match those of the first of them, by activations, for the block."""
-    here = [index for index, member in enumerate(population.members) if member in members[1:]]
-    found = matched_to(population, members[0], here, Plan(inputs, by="activations", groups=groups))
-    moved = []
-    try:
+    """Within the context, the units of some members match those of the first of them, by activations."""
+    matcher = Matcher(inputs, by="activations", symmetries=symmetries)
+    found = match_to_member(population, members[0], members[1:], matcher)
+    with contextlib.ExitStack() as restoring:
         for index, alignment in found.items():
-            permute_all_(population[index], groups, alignment.permutations)
-            moved.append(index)
+            permute_all_(population[index], symmetries, alignment.permutations)
+            restoring.callback(permute_all_, population[index], symmetries, inverses(alignment.permutations))
         yield
-    finally:
-        for index in moved:
-            permute_all_(population[index], groups, undoing(found[index].permutations))
 
 
-def repair_between(population: Population, members: Sequence[int], inputs: Sequence[Tensor]) -> After:
-    """What repairs a mean of some members, as they are now."""
-    here = [(member, model) for member, model in zip(population.members, population, strict=True) if member in members]
-    moments = gather_or_raise(
+def repair_toward_members(
+    population: Population, members: Collection[int], inputs: Sequence[Tensor], *, scope: Scope = "all"
+) -> After:
+    """A function that repairs averages of some members, with the members' present statistics."""
+    local = [(member, model) for member, model in zip(population.members, population, strict=True) if member in members]
+    statistics = gather_or_raise(
         population.group,
-        lambda: [layer_statistics(model, inputs, subject=f"member {member}") for member, model in here],
+        lambda: [layer_statistics(model, inputs, subject=f"member {member}") for member, model in local],
     )
 
     def repair(network: nn.Module, row: Tensor) -> None:
-        weights = row[list(members)]
-        repair_toward_(network, goals_of(moments, weights), inputs, restores=False)
+        repair_toward_(network, goals_of(statistics, row[list(members)]), inputs, scope=scope, restores=False)
 
     return repair
 
@@ -167,8 +161,8 @@ def line_between(
     return curve_of(network, batches, loss=training.task.loss, metric=training.task.metric, apply=training.task.apply)
 
 
-def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:
-    """Which units of a network can be matched; None, with a warning, where its graph cannot be had."""
+def derive_symmetries(model: nn.Module, inputs: Tensor) -> Symmetries | None:
+    """The symmetries of a network; None, with a warning, if they cannot be derived."""
     try:
         return symmetries(model, inputs)
     except PapaError as error:
@@ -179,15 +173,15 @@ def exchangeable(model: nn.Module, inputs: Tensor) -> Symmetries | None:
 def similarity_of(
     population: Population, members: Sequence[int], soup: nn.Module, inputs: Sequence[Tensor]
 ) -> Similarity:
-    """How alike the features of some members are on some examples, and those of their soup."""
+    """The similarity of features between some members, and between them and their soup."""
     layers = layers_to_compare(soup)
     batches = torch.split(torch.cat(list(inputs))[:NUM_EXAMPLES], BATCH_SIZE)
-    here = [model for member, model in zip(population.members, population, strict=True) if member in members]
+    local = [model for member, model in zip(population.members, population, strict=True) if member in members]
 
     def gather(features: list[Features]) -> list[Features]:
         return [*population.group.gather(features[:-1]), features[-1]]  # every process has the soup
 
-    found = feature_similarity([*here, soup], batches, layers, gather=gather)
+    found = feature_similarity([*local, soup], batches, layers, gather=gather)
     size = len(members)
     pairs = torch.triu_indices(size, size, offset=1)
     return Similarity(
@@ -198,8 +192,7 @@ def similarity_of(
 
 
 def layers_to_compare(model: nn.Module) -> list[str]:
-    """A network's stages or blocks where it has them (the paper compares ResNet-18 at its four stages); else every
-    convolution and linear layer."""
+    """A network's stages or blocks if it has them, as the paper does for ResNet-18; else every layer with weights."""
     for name in ("stages", "blocks"):
         part = getattr(model, name, None)
         if isinstance(part, (nn.Sequential, nn.ModuleList)):

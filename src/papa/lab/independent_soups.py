@@ -1,41 +1,36 @@
-"""Soups of members that were never averaged: repaired, and with their units matched first."""
+"""Soups of independent members: repaired, or aligned and repaired."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from papa.align import aligned_soups
 from papa.data import Source
 from papa.evaluation import Evaluation
-from papa.group import gather_or_raise
-from papa.lab.analysis import exchangeable
+from papa.lab.analysis import derive_symmetries, repair_toward_members
 from papa.population import Population
-from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.loop import Training
 
 
 @dataclass(frozen=True)
 class Soups:
-    """How good an average and a greedy soup are that were made in another way: repaired; or aligned and repaired.
-
-    The networks themselves are not kept: `papa.average_soup`, `papa.greedy_soup` and `papa.aligned_soups` make them.
-    """
+    """The scores of an average soup and a greedy soup; the networks themselves are not kept."""
 
     greedy_members: tuple[int, ...]
-    """Who is in the greedy soup, in the order they were added."""
+    """The members of the greedy soup, in the order in which they were added."""
     greedy_score: float
-    """What it scored when they were chosen; a soup of one is that member as it is."""
+    """The greedy soup's score when its members were chosen; a soup of one is that member, unchanged."""
     validation: tuple[Evaluation, Evaluation]
-    """The average and the greedy soup on the validation data."""
+    """The average soup and the greedy soup on the validation data."""
     test: tuple[Evaluation, Evaluation] | None
     """The same on the test data."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `result.json` holds it."""
+        """The entry of `result.json`."""
         parts = {"validation": self.validation, "test": self.test}
         scores = {part: _pair_to_json(*pair) for part, pair in parts.items() if pair is not None}
         return {**scores, "greedy_members": sorted(self.greedy_members)}
@@ -49,22 +44,17 @@ def _pair_to_json(average: Evaluation, greedy: Evaluation) -> dict[str, Any]:
 
 
 def repaired_soups(training: Training) -> Soups:
-    """Average and greedy soup, each average repaired before it is scored, as the paper does for independent members."""
-    batches = training.batches.plain_repair()
-    moments = gather_or_raise(
-        training.group, lambda: [layer_statistics(model, batches) for model in training.population]
+    """The average and the greedy soup, each average repaired before it is scored."""
+    population = training.population
+    repair = repair_toward_members(
+        population,
+        range(population.size),
+        training.batches.plain_repair(),
+        scope=training.settings.averaging.repaired_layers,
     )
-
-    def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(
-            network, goals_of(moments, row), batches, scope=training.settings.averaging.repaired_layers, restores=False
-        )
-
-    average = average_soup(training.population, after=repair)
+    average = average_soup(population, after=repair)
     greedy = greedy_soup(
-        training.population,
-        lambda network: training.evaluate([network], training.data.validation)[0][0],
-        after=repair,
+        population, lambda network: training.evaluate([network], training.data.validation)[0][0], after=repair
     )
     return _scored(training, average, greedy)
 
@@ -72,29 +62,29 @@ def repaired_soups(training: Training) -> Soups:
 def aligned_and_repaired_soups(
     training: Training, num_align_batches: int | None = 10, population: Population | None = None
 ) -> Soups | None:
-    """Average and greedy soup of members matched, best first, to the soup of those before them, and repaired.
+    """The average and the greedy soup of members that are aligned to the growing soup, best first, and repaired.
 
-    As the paper does for VGG and ResNet-18 on CIFAR. All processes must call it.
+    The paper does this for VGG and ResNet-18 on CIFAR. All processes must call it.
 
     Args:
-        training: whose data and scores.
-        num_align_batches: how many batches of training data units are matched on; None for all there are.
-        population: whose soups; None for the training's own.
+        training: provides the data and the scores.
+        num_align_batches: the number of batches of training data on which units are matched; None for all.
+        population: the members; None for those of the training.
 
     Returns:
-        The soups; None, with a warning, where it cannot be told which units are exchangeable.
+        The soups; None, with a warning, if the symmetries cannot be derived.
     """
     population = training.population if population is None else population
     inputs = training.batches.plain(num_align_batches)
-    groups = exchangeable(population[0], inputs[0])
-    if groups is None:
+    symmetries = derive_symmetries(population[0], inputs[0])
+    if symmetries is None:
         return None
     soups = aligned_soups(
         population,
         lambda network: training.evaluate([network], training.data.validation)[0][0],
         inputs,
         by="activations",
-        groups=groups,
+        symmetries=symmetries,
         repair_batches=training.batches.plain_repair(),
     )
     return _scored(training, soups.average, soups.greedy)
@@ -105,7 +95,5 @@ def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module
         first, second = training.evaluate([average, greedy.network], source)[0]
         return first, second
 
-    test = training.data.test
-    return Soups(
-        greedy.members, greedy.score, pair_on(training.data.validation), None if test is None else pair_on(test)
-    )
+    validation, test = training.data.validation, training.data.test
+    return Soups(greedy.members, greedy.score, pair_on(validation), None if test is None else pair_on(test))

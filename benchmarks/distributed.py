@@ -62,7 +62,7 @@ def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
     """Seconds of a push of one member per rank, and of what it is held against, seen from rank 0."""
     size, rule = shared.num_ranks, Push(alpha=0.99, every_steps=1)
     mapped = Population([Vector(COLUMNS)], SharedMemoryGroup(size))
-    copied = torch.empty_like(mapped.matrix) if shared.leads else None
+    copied = torch.empty_like(mapped.matrix) if shared.is_leader else None
     own, total, spare = torch.zeros(COLUMNS), torch.zeros(COLUMNS), torch.zeros(COLUMNS)
 
     def plain() -> None:

@@ -62,7 +62,7 @@ class Stopwatch(Callback):
     def before_step(self, training: Training) -> None:
         """Start after the warm-up."""
         if training.step == WARM_UP_STEPS:
-            training.group.wait()
+            training.group.barrier()
             training.seconds["average"] = 0.0
             self.parts.seconds.clear()
             self.start = time.perf_counter()
@@ -70,7 +70,7 @@ class Stopwatch(Callback):
     def after_step(self, training: Training) -> None:
         """Stop after the steps."""
         if training.step == WARM_UP_STEPS + self.num_steps:
-            training.group.wait()
+            training.group.barrier()
             self.seconds = time.perf_counter() - self.start
             self.parts.seconds["averaging"] = training.seconds["average"]
             raise self.Done

@@ -44,7 +44,7 @@ def make_member(member: int) -> nn.Module:
 
 def march(group: Group) -> dict[str, Any]:
     """Every rule in turn on members that move apart in between; everything observable comes back."""
-    population = Population([make_member(member) for member in group.share(SIZE)], group)
+    population = Population([make_member(member) for member in group.local_range(SIZE)], group)
     rules = [
         Push(alpha=0.9, every_steps=1),
         MergePairs(every_steps=1),
@@ -65,7 +65,7 @@ def march(group: Group) -> dict[str, Any]:
             population[index][0].weight += member
     greedy = greedy_soup(population, lambda net: -abs(float(net[0].weight.detach().mean()) - 1.2))
     return {
-        "states": group.gather([net.state_dict() for net in population]),
+        "states": group.all_gather([net.state_dict() for net in population]),
         "logs": logs,
         "mean": population.mean(),
         "soup": average_soup(population).state_dict(),
@@ -98,7 +98,7 @@ def align(group: Group) -> dict[str, Any]:
     states, groups = [], None
     for by in ("activations", "weights"):
         members = []
-        for member in group.share(SIZE):
+        for member in group.local_range(SIZE):
             torch.manual_seed(member)
             members.append(nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3)))
         population = Population(members, fresh(group))
@@ -110,7 +110,7 @@ def align(group: Group) -> dict[str, Any]:
         Averager(
             population, Push(alpha=0.5, every_steps=1), merge_hooks=AlignMerges(batches, by=by, groups=groups)
         ).step()
-        states += group.gather([net.state_dict() for net in population])
+        states += group.all_gather([net.state_dict() for net in population])
     return {"states": states}
 
 
@@ -125,19 +125,19 @@ def align_alone() -> dict[str, Any]:
 def fail_on_rank_1(group: SharedMemoryGroup) -> None:
     if group.rank == 1:
         raise SoupError("rank 1 has had enough")
-    group.wait()
+    group.barrier()
 
 
 def stumble_on_rank_1(group: SharedMemoryGroup) -> None:
     if group.rank == 1:
         raise ZeroDivisionError("not a papa error")
-    group.wait()
+    group.barrier()
 
 
 def die_on_rank_1(group: SharedMemoryGroup) -> None:
     if group.rank == 1:
         os._exit(3)
-    group.wait()
+    group.barrier()
 
 
 def disagree(group: SharedMemoryGroup) -> None:
@@ -167,7 +167,7 @@ def same(first: Any, second: Any) -> bool:
 
 def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
     """Two members become sick one after the other, on different ranks."""
-    population = Population([make_member(member) for member in group.share(SIZE)], group)
+    population = Population([make_member(member) for member in group.local_range(SIZE)], group)
     averager = Averager(population, Push(alpha=0.9, every_steps=1), on_nonfinite=policy)
     sick = []
     for victim in (3, None, 0, None):
@@ -178,7 +178,7 @@ def sicken_and_average(group: Group, policy: str) -> dict[str, Any]:
         averaging = averager.step()
         assert averaging is not None
         sick += averaging.nonfinite
-    return {"nonfinite": sick, "states": group.gather([net.state_dict() for net in population])}
+    return {"nonfinite": sick, "states": group.all_gather([net.state_dict() for net in population])}
 
 
 class PoisonLast(Callback):
@@ -201,24 +201,24 @@ def train_with_a_sick_member(group: Group, policy: str) -> dict[str, Any]:
         "nonfinite": training.nonfinite,
         "dropped": sorted(training.population.dropped),
         "scores": [*scores, outcome.validation.average_soup.score, outcome.validation.ensemble.score],
-        "states": group.gather([net.state_dict() for net in training.population]),
+        "states": group.all_gather([net.state_dict() for net in training.population]),
     }
 
 
 def disagree_on_scores(group: Group) -> Any:
     """Scores that differ between ranks by less than a score means, around a tie."""
-    members = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in group.share(SIZE)]
+    members = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in group.local_range(SIZE)]
     population = Population(members, group)
     ranks = iter(range(100))
 
     def score(network: nn.Module) -> float:
-        return 1.0 + (-1e-9 if group.leads else 1e-9) * (next(ranks) + 1)
+        return 1.0 + (-1e-9 if group.is_leader else 1e-9) * (next(ranks) + 1)
 
     batches = [torch.ones(8, 4)]
     chosen = [greedy_soup(population, score).members]
     groups = symmetries(population[0], batches[0])
     chosen += [aligned_soups(population, score, batches, by="weights", groups=groups).greedy.members]
-    return group.gather([chosen] * len(group.share(SIZE)))
+    return group.all_gather([chosen] * len(group.local_range(SIZE)))
 
 
 def reassign_a_buffer(group: Group) -> list[list[float]]:
@@ -226,7 +226,7 @@ def reassign_a_buffer(group: Group) -> list[list[float]]:
     net = nn.BatchNorm1d(4)
     population = Population([net], group)
     averager = Averager(population, Push(alpha=0.0, every_steps=1), measure=False, on_nonfinite=None)
-    if not group.leads:
+    if not group.is_leader:
         refresh = population.refresh_
 
         def slowly() -> None:
@@ -234,6 +234,6 @@ def reassign_a_buffer(group: Group) -> list[list[float]]:
             refresh()
 
         population.refresh_ = slowly  # type: ignore[method-assign]
-    net.running_mean = torch.full((4,), 10.0 if group.leads else 20.0)
+    net.running_mean = torch.full((4,), 10.0 if group.is_leader else 20.0)
     averager.step()
-    return group.gather([net.running_mean.tolist()])
+    return group.all_gather([net.running_mean.tolist()])

@@ -130,7 +130,7 @@ def peaks(group: SharedMemoryGroup, num_layers: int, num_inputs: int, folder: Pa
     return {
         "network": sum(tensor.nbytes for tensor in tensors),
         "largest": max(tensor.nbytes for tensor in tensors),
-        "peaks": {name: max(group.gather([peak_of(operation)])) for name, operation in measured.items()},
+        "peaks": {name: max(group.all_gather([peak_of(operation)])) for name, operation in measured.items()},
     }
 
 

@@ -99,12 +99,12 @@ def train(kind: str) -> dict[str, Any]:
             optimizer.step()
             log = averager.step()
             distances = None if log is None else log.distances_before
-            record.append((population.group.gather([state_of(net)]), distances))
+            record.append((population.group.all_gather([state_of(net)]), distances))
     net.eval()
     with torch.no_grad():
         net(torch.randn(4, 5))  # leaves a module under fully_shard whole
     population.mix_([[0.5, 0.5], [0.5, 0.5]])
-    merged = population.group.gather([state_of(net)])
+    merged = population.group.all_gather([state_of(net)])
     try:
         average_soup(population)
         soup = "a soup"
@@ -124,7 +124,7 @@ def sick_shard(population: Population, *, is_here: bool) -> tuple[list[int], lis
             local[0, 0] = torch.nan
     log = Averager(population, Push(alpha=0.5, every_steps=1)).step()
     assert log is not None
-    return [sickness.member for sickness in log.nonfinite], population.group.gather([state_of(population[0])])
+    return [sickness.member for sickness in log.nonfinite], population.group.all_gather([state_of(population[0])])
 
 
 def train_all(group: SharedMemoryGroup) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def rows_of(members: range, num_columns: int, dtype: torch.dtype) -> Tensor:
 
 def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
     """Every operation of a group on matrices of many shapes and dtypes; the whole population's result comes back."""
-    mine = group.share(SIZE)
+    mine = group.local_range(SIZE)
     if uneven and isinstance(group, DistributedGroup):  # the first rank gives members away
         mine = range(0, 1) if group.rank == 0 else range(1, SIZE)
     found: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
                 continue
             rows.copy_(start)
             group.mix_(rows, matrix)
-            found[f"{dtype} {lines} {name}"] = group.gather([digest(row) for row in rows])
+            found[f"{dtype} {lines} {name}"] = group.all_gather([digest(row) for row in rows])
         rows.copy_(start)
         for name, weights in SOUPS.items():
             found[f"{dtype} {lines} {name}"] = digest(group.combine(rows, torch.tensor(weights, dtype=torch.float64)))
@@ -127,7 +127,7 @@ def march_spread(group: SharedMemoryGroup) -> dict[str, Any]:
 
 def delayed_march(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
     """A push that lands later, on members that move on their own in between; perhaps saved and loaded on the way."""
-    population = Population([group_jobs.make_member(member) for member in group.share(SIZE)], group)
+    population = Population([group_jobs.make_member(member) for member in group.local_range(SIZE)], group)
     averager = Averager(population, Push(alpha=0.7, every_steps=5, delay=2))
     logs = []
     for step in range(1, 19):
@@ -141,7 +141,7 @@ def delayed_march(group: Group, *, save_at: int | None = None) -> dict[str, Any]
             state = averager.state_dict()
             averager = Averager(population, averager.rule)
             averager.load_state_dict(state)
-    return {"states": group.gather([net.state_dict() for net in population]), "logs": logs}
+    return {"states": group.all_gather([net.state_dict() for net in population]), "logs": logs}
 
 
 def delayed_spread(group: SharedMemoryGroup) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def delayed_spread(group: SharedMemoryGroup) -> dict[str, Any]:
 
 def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
     """A few pushes of members that drift, then a merge; the means of every rank come back."""
-    population = Population([nn.Linear(300, 200) for _ in group.share(SIZE)], group)
+    population = Population([nn.Linear(300, 200) for _ in group.local_range(SIZE)], group)
     for index, member in enumerate(population.members):
         generator = torch.Generator().manual_seed(member)
         with torch.no_grad():
@@ -168,9 +168,9 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
             population = Population(copy.deepcopy(list(population)), group)
             averager = Averager(population, averager.rule, measure=False)
             averager.load_state_dict(state)
-    pushed = group.gather([net.weight.detach().clone() for net in population])
+    pushed = group.all_gather([net.weight.detach().clone() for net in population])
     Averager(population, MergeAll()).step()
-    merged = group.gather([net.weight.detach().clone() for net in population])
+    merged = group.all_gather([net.weight.detach().clone() for net in population])
     return {"pushed": pushed, "merged": merged, "bytes": log.bytes}
 
 
@@ -211,7 +211,7 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
     """What looks at several members at once, in a script of one's own: REPAIR, alignment, soups, the ensemble."""
     torch.manual_seed(0)
     batches = [torch.randn(16, 5) for _ in range(2)]
-    population = Population([make_matchable(member) for member in group.share(SIZE)], group)
+    population = Population([make_matchable(member) for member in group.local_range(SIZE)], group)
     groups, found = symmetries(population[0], batches[0]), group_jobs.align(group)
     found["ensemble"] = Ensemble(population)(batches[0]).detach()
     soup = average_soup(population)
@@ -225,12 +225,12 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
     for rule in (MergePairs(every_steps=1), MergeAll(every_steps=1)):
         around = chain(AlignMerges(batches, groups=groups), RepairMerges(lambda member: batches))
         Averager(population, rule, merge_hooks=around).step()
-        found[type(rule).__name__] = group.gather([copy.deepcopy(net.state_dict()) for net in population])
+        found[type(rule).__name__] = group.all_gather([copy.deepcopy(net.state_dict()) for net in population])
         for index, member in enumerate(population.members):
             population[index].load_state_dict(make_matchable(member).state_dict())
     alignments = align_all_(population, batches, groups=groups)
-    found["aligned"] = group.gather([net.state_dict() for net in population])
-    found["alignments"] = group.gather([(one.before, one.after, one.permutations) for one in alignments])
+    found["aligned"] = group.all_gather([net.state_dict() for net in population])
+    found["alignments"] = group.all_gather([(one.before, one.after, one.permutations) for one in alignments])
     return found
 
 
@@ -249,8 +249,8 @@ def harvested(group: Group) -> dict[str, Any]:
             **{key: value for key, value in outcome.to_json().items() if key != "seconds"},
             "soup": outcome.average_soup.state_dict(),
             "greedy": outcome.greedy.network.state_dict(),
-            "states": group.gather([net.state_dict() for net in training.population]),
-            "unchanged": group.gather(
+            "states": group.all_gather([net.state_dict() for net in training.population]),
+            "unchanged": group.all_gather(
                 [
                     group_jobs.same(state, net.state_dict())
                     for state, net in zip(before, training.population, strict=True)
@@ -263,7 +263,7 @@ def harvested(group: Group) -> dict[str, Any]:
 def one_sick(group: Group) -> dict[str, str]:
     """A member that cannot be looked at is everyone's error, wherever it lives; nobody waits for its process."""
     batches = [torch.randn(16, 5, generator=torch.Generator().manual_seed(0))]
-    population = Population([make_matchable(member) for member in group.share(SIZE)], group)
+    population = Population([make_matchable(member) for member in group.local_range(SIZE)], group)
     groups = symmetries(population[0], batches[0])
     for index, member in enumerate(population.members):
         if member == SIZE - 1:
@@ -330,7 +330,7 @@ def named_errors() -> dict[str, str]:
             f"learning rate, {sick}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), sick, delay)
             for sick, delay in (("restart", 0), ("restart", 2), (None, 0))
         },
-        "too many": message_of(lambda: DistributedGroup().share(1)),
+        "too many": message_of(lambda: DistributedGroup().local_range(1)),
         "exchange": message_of(lambda: DistributedGroup(exchange="quick")),
     }
 
@@ -360,15 +360,15 @@ def commands(group: SharedMemoryGroup, path: str) -> dict[str, list[tuple[int, s
 
     def tell(name: str, *arguments: str) -> None:
         begun = when_begun(out)
-        group.wait()
+        group.barrier()
         with contextlib.redirect_stdout(io.StringIO()) as said:
             code = main(arguments)
-        group.wait()
-        found[name] = group.gather([(code, said.getvalue(), when_begun(out) == begun)])
+        group.barrier()
+        found[name] = group.all_gather([(code, said.getvalue(), when_begun(out) == begun)])
 
     def break_off() -> None:
-        group.wait()
-        if group.leads:
+        group.barrier()
+        if group.is_leader:
             (out / "result.json").unlink()
             shutil.rmtree(max((out / "checkpoint").glob("step-*")))
 
@@ -378,7 +378,7 @@ def commands(group: SharedMemoryGroup, path: str) -> dict[str, list[tuple[int, s
     tell("resume", "resume", str(out))
     break_off()
     mark = out / ".torchrun"
-    if group.leads:  # as if other processes of the same torchrun had begun it
+    if group.is_leader:  # as if other processes of the same torchrun had begun it
         write_json(mark, {**read_json(mark), "processes": ["elsewhere 1"]})
     tell("overwrite, restarted", *run, "--overwrite")
     tell("overwrite", *run, "--overwrite")
@@ -435,7 +435,7 @@ def leave_with_a_push_under_way(how: str) -> None:
     if how == "the connections are closed":
         dist.destroy_process_group()
     if how == "another never comes":
-        background.SECONDS_AT_THE_END = 2.0
+        background.SHUTDOWN_TIMEOUT = 2.0
         rank = dist.get_rank()
         for _ in range(2 if rank else 4):
             averager.step()
@@ -447,8 +447,8 @@ def leave_with_a_push_under_way(how: str) -> None:
 def bfloat16_pushes(group: Group, scale: float, num_pushes: int) -> dict[str, Any]:
     """Members far from zero that move a little between pushes: how far the mean is off the exact one each time, in
     units of how far members moved."""
-    population = Population([nn.Linear(200, 100, bias=False) for _ in group.share(SIZE)], group)
-    exact = Population([nn.Linear(200, 100, bias=False) for _ in group.share(SIZE)], group_jobs.fresh(group, "exact"))
+    population = Population([nn.Linear(200, 100, bias=False) for _ in group.local_range(SIZE)], group)
+    exact = Population([nn.Linear(200, 100, bias=False) for _ in group.local_range(SIZE)], group_jobs.fresh(group, "exact"))
     for net in (*population, *exact):
         nn.init.constant_(net.weight, scale)
     off, last = [], exact.mean()
@@ -459,7 +459,7 @@ def bfloat16_pushes(group: Group, scale: float, num_pushes: int) -> dict[str, An
                 population[index].weight += torch.randn(100, 200, generator=generator)
                 exact[index].weight.copy_(population[index].weight)
         mean = exact.mean().double()
-        moved = max(group.gather([float((row - last).abs().max()) for row in exact.matrix]))
+        moved = max(group.all_gather([float((row - last).abs().max()) for row in exact.matrix]))
         group.mix_(population.matrix, mixing.merge_all(SIZE))
         off.append(float((population.matrix[0].double() - mean).abs().max()) / moved)
         last = population.matrix[0].clone()

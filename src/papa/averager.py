@@ -224,7 +224,7 @@ class Averager:
             else contextlib.nullcontext()
         ):
             # All processes have met to look for sick members; since then only `around` may have moved anything.
-            self.population.mix_(matrix, met=self.merge_hooks is None and isinstance(self.rule, Push))
+            self.population.mix_(matrix, synchronised=self.merge_hooks is None and isinstance(self.rule, Push))
         self.num_averagings += 1
         if before is None or alpha is None or self.merge_hooks is not None or self._is_rounded:
             after = tuple(self.population.distances().tolist()) if self.measure else None
@@ -247,7 +247,7 @@ class Averager:
             return self.health.check_(self.num_steps_taken, distances, context.lr_ratio)
         if not self._delay:
             self.population.refresh_()  # where rows meet in one mapping, nobody may still be bringing numbers home
-            check_one_ratio(*self.population.group.highest(context.lr_ratio, -context.lr_ratio))
+            check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
         return ()
 
     def _matrix(self, context: AveragingContext) -> Tensor:
@@ -275,7 +275,7 @@ class Averager:
             here = push.squared_distances
             if self.population.is_sharded:
                 here = self.population.group.sum_over_shards(here)
-            before = tuple(self.population.group.gather(here.sqrt().tolist()))
+            before = tuple(self.population.group.all_gather(here.sqrt().tolist()))
         num_bytes = self.population.group.bytes_sent - push.bytes_before
         seconds = self._seconds_to_begin + time.perf_counter() - start
         rule, sick, self._sick_at_begin = type(self.rule).__name__, self._sick_at_begin, ()

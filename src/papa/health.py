@@ -86,11 +86,11 @@ class Health:
         population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
         here = [self._reason(index, are_finite) for index in range(len(population))]
-        anyone, *ratios = population.group.highest(float(any(here)), lr_ratio, -lr_ratio)
+        anyone, *ratios = population.group.all_max(float(any(here)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
         if not anyone and not population.dropped:
             return ()
-        reasons = population.group.gather(self._of_all_shards(here))
+        reasons = population.group.all_gather(self._of_all_shards(here))
         found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
         if found:
             self._treat_(step, sorted(found), "; ".join(f"member {m}: {reason}" for m, reason in found.items()))
@@ -154,7 +154,7 @@ class Health:
             {name: tensor.cpu() for name, tensor in named_tensors(model, names).items()} if member == source else {}
             for member, model in zip(population.members, population, strict=True)
         ]
-        own = population.group.gather(offers)[source]
+        own = population.group.all_gather(offers)[source]
         for member, model in zip(population.members, population, strict=True):
             if member in sick:
                 for name, tensor in named_tensors(model, names).items():

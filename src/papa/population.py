@@ -217,18 +217,18 @@ class Population:
         for dtype, matrix in self.matrices.items():
             self.group.combine(matrix, row, rows[dtype])
 
-    def mix_(self, matrix: Any, *, met: bool = False) -> None:
+    def mix_(self, matrix: Any, *, synchronised: bool = False) -> None:
         """`W <- A W`: every member becomes the weighted mean of all that its row of `matrix` says.
 
         Args:
             matrix: `(size, size)`, row-stochastic; anything `torch.as_tensor` takes.
-            met: all processes have met since any member last changed, and need not wait for each other once more.
+            synchronised: all processes have synchronised since any member last changed, so no barrier is needed first.
         """
         checked = check_rows(matrix, self.size)
         self._settle_()
         for rows in self.matrices.values():
-            self.group.mix_(rows, checked, met=met)
-            met = True
+            self.group.mix_(rows, checked, synchronised=synchronised)
+            synchronised = True
         self.mark_changed_()
 
     def refresh_(self) -> None:
@@ -240,7 +240,7 @@ class Population:
         for model in self._models:
             layout.reshard_(model)
         moved = [bound.new_strides() for bound in self._bound]
-        if self.group.is_alone and moved[0] and all(strides == moved[0] for strides in moved):
+        if self.group.is_local and moved[0] and all(strides == moved[0] for strides in moved):
             self._bind()  # all members were brought into another memory order: the matrix follows
         for bound in self._bound:
             bound.refresh_()
@@ -259,7 +259,7 @@ class Population:
         for dtype, rows in self.rows_here().items():
             # Up to the last buffer: what fills up the row differs between ranks with shards of different sizes.
             end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
-            self.group.agree_(rows[:, self._layout.num_parameter_columns[dtype] : end])
+            self.group.broadcast_(rows[:, self._layout.num_parameter_columns[dtype] : end])
 
     def rows_here(self) -> dict[torch.dtype, Tensor]:
         """The rows of the members this process holds, by dtype; as they are, without a look at the members first."""

@@ -8,7 +8,7 @@ import pytest
 
 from papa.cli.main import main
 from papa.errors import ConfigError
-from papa.group import balanced_share
+from papa.group import balanced_ranges
 from papa.lab.costs import Plan, cost_of
 
 PLAN = Plan(num_parameters=1e6, num_members=4, num_ranks=4, bits_per_second=32e6, seconds_per_step=0.1, latency=0.0)
@@ -27,7 +27,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize(("num_members", "num_ranks"), [(4, 1), (4, 2), (5, 4), (7, 3), (8, 8)])
 def test_an_exact_push_costs_what_the_busiest_rank_sends(num_members: int, num_ranks: int) -> None:
-    counts = [len(balanced_share(num_members, rank, num_ranks)) for rank in range(num_ranks)]
+    counts = [len(members) for members in balanced_ranges(num_members, num_ranks)]
     there = [count * (num_ranks - 1) / num_ranks for count in counts]  # its rows' columns that others work on
     back = [(num_members - count) / num_ranks for count in counts]  # the columns of others' rows that it works on
     cost = cost_of(replace(PLAN, num_members=num_members, num_ranks=num_ranks), "exact")

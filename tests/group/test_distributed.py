@@ -10,7 +10,7 @@ import torch
 
 import group_jobs
 import spread_jobs
-from papa.group import balanced_share, start_workers
+from papa.group import balanced_ranges, start_workers
 from papa.lab.costs import Plan, cost_of
 
 SIZE = spread_jobs.SIZE
@@ -116,7 +116,7 @@ def test_sums_send_less_and_halves_half_of_that(together: dict[str, Any]) -> Non
     num_ranks, columns = together["num_ranks"], 60_200
     assert fast == pytest.approx(2 * 4 * columns * (num_ranks - 1) / num_ranks, rel=0.01)
     assert halves == pytest.approx(fast / 2, rel=0.01)
-    others = SIZE - len(balanced_share(SIZE, 0, num_ranks))
+    others = SIZE - len(balanced_ranges(SIZE, num_ranks)[0])
     assert exact == pytest.approx(4 * columns * others, rel=0.01)  # rank 0 mixes the only block, and hands it back
 
 

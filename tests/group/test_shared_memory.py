@@ -11,7 +11,7 @@ import torch
 
 import group_jobs
 from papa.errors import ConfigError, MemberError, RunError, SoupError
-from papa.group import balanced_share, start_workers
+from papa.group import balanced_ranges, start_workers
 from papa.group.shared_memory import SharedMemoryGroup
 
 
@@ -27,7 +27,7 @@ def test_every_rule_gives_the_same_bits_however_members_are_spread(job: str, num
 
 @pytest.mark.parametrize(("size", "num_ranks"), [(5, 2), (4, 4), (10, 3), (1, 1), (3, 7)])
 def test_shares_are_contiguous_balanced_and_complete(size: int, num_ranks: int) -> None:
-    shares = [balanced_share(size, rank, num_ranks) for rank in range(num_ranks)]
+    shares = balanced_ranges(size, num_ranks)
     assert [member for share in shares for member in share] == list(range(size))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
@@ -44,7 +44,7 @@ def test_an_unexpected_error_comes_with_its_traceback() -> None:
 
 
 def test_a_worker_that_dies_ends_all() -> None:
-    with pytest.raises(RunError, match="a worker process died without a word"):
+    with pytest.raises(RunError, match="a worker process died without a message"):
         start_workers(group_jobs.die_on_rank_1, 2, 2)
 
 
@@ -85,9 +85,9 @@ def is_alive(process: int) -> bool:
 def test_an_accelerator_for_each_rank() -> None:
     group = SharedMemoryGroup.__new__(SharedMemoryGroup)
     group.rank = 1
-    assert group.place(torch.device("cuda")) == torch.device("cuda:1")
-    assert group.place(torch.device("cuda:0")) == torch.device("cuda:0")
-    assert group.place(torch.device("cpu")) == torch.device("cpu")
+    assert group.local_device(torch.device("cuda")) == torch.device("cuda:1")
+    assert group.local_device(torch.device("cuda:0")) == torch.device("cuda:0")
+    assert group.local_device(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_ranks_whose_scores_differ_in_the_last_digits_choose_alike() -> None:

@@ -50,14 +50,14 @@ class CandidateScorer:
     def candidate_losses(self, rows: Tensor, candidates: Sequence[int]) -> list[float]:
         """The losses of the networks that rows of weights would make; each process judges its share of them."""
         population, group = self.training.population, self.training.group
-        mine, losses = group.share(len(rows)), []
+        mine, losses = group.local_range(len(rows)), []
         moments = self._parents_moments() if self.repaired else []
         for number, (row, candidate) in enumerate(zip(rows, candidates, strict=True)):
             tensors = population.combined(row)
             if number in mine:
                 network = self._born(tensors, row, candidate, moments)
                 losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
-        return group.gather(losses)
+        return group.all_gather(losses)
 
     def survivors(self, candidates: Sequence[int]) -> None:
         """Let each member get the noise of the candidate it becomes; parents get none."""
@@ -74,7 +74,7 @@ class CandidateScorer:
         if step != now:
             batches = self.training.batches.plain_repair_batches()
             here = [layer_statistics(model, batches) for model in self.training.population]
-            self._moments = now, moments = now, self.training.group.gather(here)
+            self._moments = now, moments = now, self.training.group.all_gather(here)
         return moments
 
     @torch.no_grad()

@@ -141,11 +141,11 @@ def _execute_under_torchrun(
     is_finished = run.is_finished
     if not resume:
         run.check_free(overwrite=overwrite)  # all look at the same directory, so all are refused
-    group.wait()  # nobody writes before everybody has looked
+    group.barrier()  # nobody writes before everybody has looked
     if resume and is_finished:
         _check_same(config, Config.from_json(run.read_config()), path)
         return run.read_result()
-    with run.lock() if group.leads else contextlib.nullcontext(), stop_flag(stop) as stop:
+    with run.lock() if group.is_leader else contextlib.nullcontext(), stop_flag(stop) as stop:
         begun = partial(write_json, run.torchrun, processes.names)
         return _job(group, config, path, overwrite, resume, saving, make_callback, stop, begun)
 
@@ -154,20 +154,20 @@ def _check_shared(path: Path, group: Group) -> None:
     """Raise unless all processes see the run directory that the leading one sees."""
     mark = path.absolute().parent / f".{path.name}.shared"
     problem = ""
-    if group.leads:
+    if group.is_leader:
         try:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError as error:
             problem = f"cannot write to {mark.parent}: {error.strerror or error}"
-    group.wait()
+    group.barrier()
     if not problem and not mark.exists():
         problem = (
             f"a process does not see what rank 0 wrote to {mark.parent}: the run directory must be on a file system "
             "that all machines share"
         )
-    problems = [found for found in group.gather([problem] * len(group.share(group.num_ranks))) if found]
-    if group.leads:
+    problems = [found for found in group.all_gather([problem] * len(group.local_range(group.num_ranks))) if found]
+    if group.is_leader:
         mark.unlink(missing_ok=True)
     if problems:
         raise RunError(problems[0])
@@ -204,7 +204,7 @@ def _job(
     """What every process does; all return the result. The leading one calls `begun` when the directory is its run's."""
     run = RunDirectory(path)
     is_there = run.holds_run
-    group.wait()  # nobody writes before everybody has looked
+    group.barrier()  # nobody writes before everybody has looked
     notices: list[str] = []
     if resume and is_there:
         _check_same(config, Config.from_json(run.read_config()), path)
@@ -214,10 +214,10 @@ def _job(
     else:
         images = images_for(config)
         training = build(config, group, images)  # whatever is wrong shows before anything is written or removed
-        if group.leads:
+        if group.is_leader:
             run.create(config.to_json(), overwrite=overwrite)
-        group.wait()
-    if begun is not None and group.leads:
+        group.barrier()
+    if begun is not None and group.is_leader:
         begun()
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(
@@ -231,7 +231,7 @@ def _job(
         )
         recorder = Recorder(run, writer, config, minutes=saving.minutes, stop=stop, notices=notices)
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]  # which saves what the others logged
-        if make_callback is not None and group.leads:
+        if make_callback is not None and group.is_leader:
             callbacks.append(stack.enter_context(make_callback()))
         return _train(config, run, training, callbacks, recorder, card_for(config, images))
 
@@ -272,12 +272,12 @@ def _continue(config: Config, run: RunDirectory, training: Training) -> list[str
                 f"and the options in its config.json:\n{listing}"
             )
         notices.append(f"there is no checkpoint in {run.checkpoints}: beginning with the first step")
-    if training.group.leads:
+    if training.group.is_leader:
         run.make_directories()
         run.rewind_metrics(None if found.state is None else found.state["metrics"])
         for path in found.damaged:
             discard(path)
-    training.group.wait()
+    training.group.barrier()
     return [*notices, *(f"{error}; continuing from step {training.step}" for error in found.damaged.values())]
 
 
@@ -307,7 +307,7 @@ def _train(
         num_align_batches=average.align_batches,
         num_batch_norm_batches=config.trajectory.batch_norm_batches,
     )
-    if outcome.analysis is not None and training.group.leads:
+    if outcome.analysis is not None and training.group.is_leader:
         for kind, found in outcome.analysis.to_json().items():
             run.log({"event": kind, "step": training.step, **found})
     for member, network in zip(training.members, training.population, strict=True):
@@ -322,14 +322,14 @@ def _train(
         "environment": environment(training),
         **outcome.to_json(),
         "num_averagings": training.averager.num_averagings,
-        "communication": communication(run.read_metrics()) if training.group.leads else None,
+        "communication": communication(run.read_metrics()) if training.group.is_leader else None,
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
         "paper_details": paper_details(config),
         "paper_soups": paper_soups(config),
     }
-    training.group.wait()
-    if training.group.leads:
+    training.group.barrier()
+    if training.group.is_leader:
         events = list(run.read_metrics())
         result["failed_checkpoints"] = sum(event["event"] == "checkpoint-failed" for event in events)
         run.save_soups(outcome.average_soup, outcome.greedy.network)

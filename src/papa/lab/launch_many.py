@@ -129,7 +129,7 @@ def _take_runs(
             yield number
 
     found = _outcomes(execute_one, runs, numbers(), stop, 1)
-    return {number: outcome for part in group.gather([found]) for number, outcome in part.items()}
+    return {number: outcome for part in group.all_gather([found]) for number, outcome in part.items()}
 
 
 def _outcomes(

@@ -99,7 +99,7 @@ class MergeProbes(Callback):
             self._tell(training, {"event": "merge-later", "step": training.step, "merge_step": merge_step}, scores)
 
     def _tell(self, training: Training, event: Event, scores: Mapping[str, list[float]]) -> None:
-        if training.group.leads:
+        if training.group.is_leader:
             data = "validation" if training.data.test is None else "test"
             self.log({**event, "data": data, **scores})
 

@@ -130,7 +130,7 @@ class Training:
         self.apply = apply
         self.seed, self.device, self.numerics = seed, torch.device(device), numerics
         self.group = group if group is not None else LocalGroup()
-        self.members = self.group.share(num_members)
+        self.members = self.group.local_range(num_members)
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
         self.optimizers = [make_optimizer(model) for model in self.population]
         self.scalers = [self._make_scaler() for _ in self.members]
@@ -355,7 +355,7 @@ class Training:
             epoch=self.epoch,
             step=self.step,
             lr=float(self.optimizers[0].param_groups[0]["lr"]),
-            losses=self.group.gather(losses),
+            losses=self.group.all_gather(losses),
             validation=validation,
             validation_ensemble=ensemble,
             distances=self.population.distances().tolist(),
@@ -368,7 +368,7 @@ class Training:
         population = self.population if population is None else population
         dropped = population.dropped
         members, ensemble = self.evaluate(
-            list(population), source, gather=self.group.gather, ensemble_of=population.active
+            list(population), source, gather=self.group.all_gather, ensemble_of=population.active
         )
         nothing = Evaluation(math.nan, math.nan)
         return [nothing if member in dropped else found for member, found in enumerate(members)], ensemble

@@ -92,7 +92,7 @@ class Saver(Callback):
             num_steps = int(SECONDS_BETWEEN_MEETINGS / max(seconds_per_step, 1e-6))
             num_steps = max(1, min(num_steps, 2 * (training.step - self._met_step)))
         note = (self.is_asked_to_stop(), now - self._saved_at >= self.seconds_between, num_steps)
-        notes = training.group.gather([note] * len(training.members))
+        notes = training.group.all_gather([note] * len(training.members))
         self._met_at, self._met_step = now, training.step
         self._next_meeting = training.step + notes[0][2]
         return any(note[0] for note in notes), notes[0][1]
@@ -150,7 +150,7 @@ def resume_(training: Training, directory: Path, check: Callable[[Path, Mapping[
     for _, path in reversed(checkpoints(directory)):
         state, error = _load_(training, path, check)
         # One process's file may be damaged and another's not.
-        errors = [other for other in training.group.gather([error] * len(training.members)) if other is not None]
+        errors = [other for other in training.group.all_gather([error] * len(training.members)) if other is not None]
         if not errors:
             found.state = state
             return found

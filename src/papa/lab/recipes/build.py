@@ -71,7 +71,7 @@ def build(config: Config, group: Group | None = None, images: ImageSet | None = 
         images: what `images_for` gives, where it is there already.
     """
     config.check()
-    device = (group or LocalGroup()).place(find_device(config.device, option="--device"))
+    device = (group or LocalGroup()).local_device(find_device(config.device, option="--device"))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where what other processes send arrives
     images = images_for(config) if images is None else images

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from papa.group import notes
+from papa.group import collectives
 
 
 class OnAnAccelerator(Tensor):
@@ -30,13 +30,13 @@ class Sums:
 def test_tensors_on_accelerators_travel_through_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def arrived(tensor: Tensor, kind: str) -> Tensor:
-        seen.append((type(tensor), tensor.device, kind))
+    def to_device_type(tensor: Tensor, device_type: str) -> Tensor:
+        seen.append((type(tensor), tensor.device, device_type))
         return tensor
 
     far = torch.arange(3.0).as_subclass(OnAnAccelerator)
-    sent = notes.packed({"sums": Sums(far, [far, torch.ones(2)]), "names": ["a"]})
-    monkeypatch.setattr(notes, "arrived", arrived)
+    sent = collectives.dumps({"sums": Sums(far, [far, torch.ones(2)]), "names": ["a"]})
+    monkeypatch.setattr(collectives, "to_device_type", to_device_type)
     found = pickle.loads(sent)
     assert seen == [(Tensor, torch.device("cpu"), "cuda")]  # once: it is one tensor
     assert found["sums"].total is found["sums"].parts[0]

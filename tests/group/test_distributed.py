@@ -121,15 +121,7 @@ def test_sums_send_less_and_halves_half_of_that(together: dict[str, Any]) -> Non
 
 
 def test_the_cost_model_knows_how_half_precision_travels(together: dict[str, Any]) -> None:
-    num_ranks = together["num_ranks"]
-    plan = Plan(
-        num_parameters=60_200,
-        num_members=num_ranks,
-        num_ranks=num_ranks,
-        bits_per_second=1.0,
-        seconds_per_step=1.0,
-        bytes_per_number=2,
-    )
+    plan = Plan(params=60_200, members=together["num_ranks"], bandwidth=1.0, step_time=1.0, bytes_per_number=2)
     for exchange, found in together["half precision"].items():
         assert found == pytest.approx(cost_of(plan, exchange).bytes_per_push, rel=0.01), exchange
 

@@ -110,14 +110,7 @@ class ColumnExchange:
     def _start_rows_to_columns(
         self, rows: Sequence[Tensor], counts: Sequence[int], this: Round, *, like: Tensor
     ) -> Wait:
-        """Send every rank its columns of the local rows, and receive this rank's columns of all rows.
-
-        Args:
-            rows: the local rows that take part, each a vector.
-            counts: the number of rows of each rank that take part.
-            this: the round.
-            like: has the dtype and device also where no local row takes part.
-        """
+        """Send every rank its columns of local rows, and receive this rank's columns of `counts` rows of each rank."""
         width = len(this.columns[self.rank])
         parts = [row[columns.start : columns.stop] for columns in this.columns for row in rows]
         send = self.buffer("send", sum(map(len, parts)), like, depth=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Protocol
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,31 +22,16 @@ from papa.group.exchange import ColumnExchange, Wait
 CHUNKS_UNDER_WAY = 2
 
 
-class MeanReducer(Protocol):
-    """Computes the mean row of all members for one chunk of columns after the other."""
-
-    chunk_bytes: ClassVar[int]
-    """The bytes of a chunk of one row in float32."""
-
-    def start(self, rows: Tensor, columns: slice) -> Wait:
-        """Start the mean of one chunk.
-
-        Args:
-            rows: those columns of the local rows, in float32 or float64.
-            columns: where the chunk is in the whole row.
-        """
-        ...
-
-
-class AllReduceMean(MeanReducer):
+class AllReduceMean:
     """The mean by an all-reduce in the dtype of the rows (`exchange="fast"`)."""
 
-    chunk_bytes: ClassVar[int] = 16 << 20  # every all-reduce has a fixed cost
+    chunk_bytes = 16 << 20  # every all-reduce has a fixed cost
 
     def __init__(self, exchange: ColumnExchange) -> None:
         self.exchange = exchange
 
     def start(self, rows: Tensor, columns: slice) -> Wait:
+        """Start the mean of some columns, where `rows` has those columns of the local rows."""
         exchange = self.exchange
         total = exchange.buffer("total", rows.shape[1], rows, depth=CHUNKS_UNDER_WAY + 2)
         torch.mul(rows[0], 1.0 / exchange.size, out=total)
@@ -65,7 +50,7 @@ class AllReduceMean(MeanReducer):
         return wait
 
 
-class DifferenceMean(MeanReducer):
+class DifferenceMean:
     """The mean as the last mean plus a sum of differences, which travel as bfloat16 (`exchange="bfloat16"`).
 
     Every rank keeps the last mean. The rounding error is relative to how far members moved, not to their weights, and
@@ -78,7 +63,7 @@ class DifferenceMean(MeanReducer):
         is_new: `last` is zero because there was no mean yet; the differences then travel in full precision.
     """
 
-    chunk_bytes: ClassVar[int] = 4 << 20  # small, so that rounding and adding overlap with communication
+    chunk_bytes = 4 << 20  # small, so that rounding and adding overlap with communication
 
     def __init__(self, exchange: ColumnExchange, last: Tensor, *, is_new: bool) -> None:
         self.exchange = exchange
@@ -105,6 +90,9 @@ class DifferenceMean(MeanReducer):
         return lambda: last.add_(share_sum()())
 
 
+MeanReducer: TypeAlias = AllReduceMean | DifferenceMean
+
+
 def add_rows(rows: Tensor) -> Tensor:
     """The sum of rows, added in their order."""
     total = rows[0].clone()
@@ -125,12 +113,7 @@ def mean_by_chunk(rows: Tensor, reducer: MeanReducer) -> Iterator[tuple[slice, T
         columns = slice(start, min(start + width, rows.shape[1]))
         wide = rows[:, columns].to(wide_dtype)
         under_way.append((columns, wide, reducer.start(wide, columns)))
-        if len(under_way) > CHUNKS_UNDER_WAY:
-            yield _wait_for_first(under_way)
-    while under_way:
-        yield _wait_for_first(under_way)
-
-
-def _wait_for_first(under_way: deque[tuple[slice, Tensor, Wait]]) -> tuple[slice, Tensor, Tensor]:
-    columns, wide, wait = under_way.popleft()
-    return columns, wide, wait()
+        is_last = columns.stop == rows.shape[1]
+        while len(under_way) > (0 if is_last else CHUNKS_UNDER_WAY):
+            columns, wide, wait = under_way.popleft()
+            yield columns, wide, wait()

@@ -164,11 +164,10 @@ def _rendezvous_errors(address: str, port: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise RunError(
-                f"port {port} is in use: choose another with torchrun --master-port, or MASTER_PORT"
-            ) from error
-        raise RunError(
+        message = (
             f"cannot connect to the other processes at {address}:{port}: are all of them started, and can this machine "
             "reach that address?"
-        ) from error
+        )
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            message = f"port {port} is in use: choose another with torchrun --master-port, or MASTER_PORT"
+        raise RunError(message) from error

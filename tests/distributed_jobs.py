@@ -102,7 +102,7 @@ def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
         rows.copy_(start)
         for name, weights in SOUPS.items():
             found[f"{dtype} {lines} {name}"] = digest(group.combine(rows, torch.tensor(weights, dtype=torch.float64)))
-        found[f"{dtype} {lines} begun"] = digest(
+        found[f"{dtype} {lines} started"] = digest(
             group.begin_mean(rows, rows.clone(), mixing.soup_row(SIZE, range(SIZE)))()
         )
         if not dtype.is_complex:

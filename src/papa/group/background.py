@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+
+from papa.group.collectives import disconnect
 
 T = TypeVar("T")
 
@@ -55,8 +56,7 @@ class BackgroundThread:
         self._tasks.put(None)
         self._thread.join(SHUTDOWN_TIMEOUT)  # not only for the results: the thread still closes connections after them
         if not self._thread.is_alive():
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            disconnect()
             return
         sys.stderr.write(
             f"papa: the mean for a delayed push did not arrive within {SHUTDOWN_TIMEOUT:g} seconds after the end of "

@@ -31,6 +31,12 @@ def connection_errors(action: str) -> Iterator[None]:
         ) from error
 
 
+def disconnect() -> None:
+    """Close the connections, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The values of all processes of a group (None: of all), in rank order.
 

@@ -1,4 +1,4 @@
-"""The group of processes on any number of machines: each holds the rows of its own members only.
+"""The group of processes on any number of machines: each holds only the rows of its members.
 
 What needs the weights of several members is computed on columns (`papa.group.exchange`), with the bits of a single
 process. Pushes and merges of all members can use sums over processes instead (`papa.group.reduce`), which is faster.

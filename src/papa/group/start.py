@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from papa.errors import LostError, PapaError, RunError
+from papa.group.collectives import disconnect
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.process import configure_process
 
@@ -135,8 +136,7 @@ def _run_worker(
         message = pickle.dumps((RunError(f"worker {rank} failed:\n{traceback.format_exc()}"), None))
     connection.send_bytes(message)
     connection.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    disconnect()
 
 
 def _exit_with_parent() -> None:

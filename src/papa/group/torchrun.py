@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from papa.errors import ConfigError, RunError
 from papa.group.base import Group
-from papa.group.collectives import all_gather_object
+from papa.group.collectives import all_gather_object, disconnect
 from papa.group.distributed import DistributedGroup
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.process import configure_process
@@ -121,12 +121,7 @@ def _connect() -> None:
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
-    atexit.register(_disconnect)
-
-
-def _disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(disconnect)
 
 
 def agree_on_session(store: Store, rank: int, num_ranks: int) -> str:

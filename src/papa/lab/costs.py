@@ -68,17 +68,15 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The costs for the rank that pays the most; the share of time lost is between 0 and 1."""
+    """The costs for the rank with the highest; the share of time lost is between 0 and 1."""
 
     bytes_per_push: float
     bytes_per_step: float
     seconds_per_push: float
     time_lost: float
     time_lost_delayed: float
-    memory_bytes: float
-    """Weights, without gradients and optimizer."""
-    memory_bytes_delayed: float
-    """A delay needs a copy of the rank's members, and their mean."""
+    memory_bytes: float  # of weights, without gradients and optimizer
+    memory_bytes_delayed: float  # with a copy of the rank's members, and their mean
 
 
 def cost_of(plan: Plan, exchange: str) -> Cost:

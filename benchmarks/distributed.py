@@ -62,7 +62,7 @@ def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
     """Seconds of a push of one member per rank, and of the baselines, measured on rank 0."""
     size, rule = shared.num_ranks, Push(alpha=0.99, every_steps=1)
     mapped = Population([Vector(COLUMNS)], SharedMemoryGroup(size))
-    copied = torch.empty_like(mapped.matrix) if shared.leads else None
+    copied = torch.empty_like(mapped.matrix) if shared.is_leader else None
     own, total, spare = torch.zeros(COLUMNS), torch.zeros(COLUMNS), torch.zeros(COLUMNS)
 
     def plain() -> None:
@@ -174,13 +174,7 @@ def link(rounds: int) -> list[Result]:
     measured = over_throttled_link(rounds)
     if isinstance(measured, str):
         return [Result(name="link: not measured", note=measured)]
-    plan = Plan(
-        num_parameters=THROTTLED_COLUMNS,
-        num_members=2,
-        num_ranks=2,
-        bits_per_second=MEGABITS * 1e6,
-        seconds_per_step=1.0,
-    )
+    plan = Plan(params=THROTTLED_COLUMNS, members=2, bandwidth=MEGABITS * 1e6, step_time=1.0)
     results = []
     for exchange, found in measured.items():
         at_link_speed = found["bytes"] * 8 / (MEGABITS * 1e6)

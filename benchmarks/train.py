@@ -62,7 +62,7 @@ class Stopwatch(Callback):
     def on_step_begin(self, training: Training) -> None:
         """Start the time after the warm-up."""
         if training.step == WARM_UP_STEPS:
-            training.group.wait()
+            training.group.barrier()
             training.seconds["average"] = 0.0
             self.parts.seconds.clear()
             self.start = time.perf_counter()
@@ -70,7 +70,7 @@ class Stopwatch(Callback):
     def on_step_complete(self, training: Training) -> None:
         """Stop the time and the training after the steps."""
         if training.step == WARM_UP_STEPS + self.num_steps:
-            training.group.wait()
+            training.group.barrier()
             self.seconds = time.perf_counter() - self.start
             self.parts.seconds["averaging"] = training.seconds["average"]
             raise self.Done

@@ -16,12 +16,11 @@ from recipes.test_smoke import write_optdigits, write_tiles
 from helpers import write_images
 from papa.errors import DataError
 from papa.lab.config import Config
-from papa.lab.launch import usable_cores
+from papa.lab.launch import RunSpec, usable_cores
 from papa.lab.launch_many import execute_all
 from papa.lab.recipes.build import images_for
 from papa.lab.recipes.tables import TABLES
 from papa.lab.reproduce import Request, entries_of, jobs_for
-from papa.lab.launch import RunSpec
 
 
 def write_folders(root: Path) -> None:

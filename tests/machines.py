@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces that a pair of virtual cards connects."""
+"""Two virtual machines on one: network namespaces connected by a pair of virtual network cards."""
 
 from __future__ import annotations
 

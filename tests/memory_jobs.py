@@ -1,5 +1,4 @@
-"""How much memory each process takes for what looks at many members; in a module of its own, so that new processes can
-import it."""
+"""Jobs that measure the memory of each process for operations on many members."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ SIZE, UNITS = 4, 32
 
 
 class Wide(nn.Module):
-    """Many layers side by side with few units each: many weights, little work, no tensor a large part of the whole."""
+    """Many parallel layers with few units each: many weights, little compute, and no tensor that is most of them."""
 
     def __init__(self, num_layers: int, num_inputs: int) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ def make_data(num_inputs: int) -> Data:
 
 
 def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]:
-    """What is measured, by name."""
+    """The measured operations."""
     population = training.population
     batches = training.batches.plain(2)
     groups = symmetries(population[0], batches[0])
@@ -68,8 +67,8 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
     def repaired(network: nn.Module, row: Tensor) -> object:
         return repair_(network, population, batches, row)
 
-    def merged(around: Any) -> object:
-        return Averager(population, MergeAll(every_steps=1), merge_hooks=around).step()
+    def merged(hooks: Any) -> object:
+        return Averager(population, MergeAll(every_steps=1), merge_hooks=hooks).step()
 
     def save() -> None:
         with CheckpointWriter(folder, group=training.group, num_members=SIZE, background=False) as writer:
@@ -113,33 +112,33 @@ def make_training(num_layers: int, num_inputs: int) -> Training:
     for network, optimizer in zip(training.population, training.optimizers, strict=True):
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # from now on it has a momentum, which goes into checkpoints
+        optimizer.step()  # creates the momentum, which goes into checkpoints
         optimizer.zero_grad()
     return training
 
 
 def peaks(group: SharedMemoryGroup, num_layers: int, num_inputs: int, folder: Path) -> dict[str, Any]:
-    """The most that any process held for each operation beyond what it held before, in bytes."""
-    # Whatever is large is given back to the system at once, so that what is resident is what is held.
+    """The largest increase in memory of any process for each operation, in bytes."""
+    # Large tensors go back to the system at once, so that resident memory is used memory.
     ctypes.CDLL(None).mallopt(-3, 1 << 17)
     for operation in operations(make_training(2, 4), folder / "small").values():
-        operation()  # what is loaded and kept at the first time
+        operation()  # loads what is kept after the first call
     training = make_training(num_layers, num_inputs)
-    training.population.mix_(torch.full((SIZE, SIZE), 1 / SIZE))  # what exchanges keep to send and receive in
+    training.population.mix_(torch.full((SIZE, SIZE), 1 / SIZE))  # allocates the buffers of the exchange
     average_soup(training.population)
     tensors = list(training.population[0].parameters())
     measured = operations(training, folder / "large")
     return {
         "network": sum(tensor.nbytes for tensor in tensors),
         "largest": max(tensor.nbytes for tensor in tensors),
-        "peaks": {name: max(group.gather([peak_of(operation)])) for name, operation in measured.items()},
+        "peaks": {name: max(group.all_gather([peak_of(operation)])) for name, operation in measured.items()},
     }
 
 
 def peak_of(operation: Callable[[], Any]) -> int:
-    """How far the memory of this process rose above what it was before, by the system's own account."""
+    """The increase in resident memory of this process, as Linux reports it."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     result = operation()
     found = status("VmHWM") - before

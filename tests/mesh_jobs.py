@@ -1,4 +1,4 @@
-"""Members trained by two ranks each, and a slow twin of that in one process."""
+"""Jobs for members that two ranks train each, and a slow reference in one process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from group_jobs import message_of
 from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, average_soup
-from papa.errors import PapaError
 from papa.group import SharedMemoryGroup
 
 RULES: list[Rule] = [
@@ -24,7 +24,7 @@ RULES: list[Rule] = [
     Push(alpha=0.5, every_steps=3, delay=2),
 ]
 NUM_STEPS = 6
-"""For each rule in turn, with averagings on the way."""
+"""For each rule."""
 
 
 def make_net(member: int) -> nn.Module:
@@ -43,7 +43,7 @@ def backward(net: nn.Module, member: int, half: int, step: int) -> None:
 
 
 def reference() -> list[Any]:
-    """Two members in one process; of the two halves of a batch, BatchNorm statistics keep the first."""
+    """Two members in one process; BatchNorm statistics are those of the first half of each batch."""
     nets = [make_net(member) for member in range(2)]
     population = Population(nets)
     optimizers = [SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
@@ -99,24 +99,20 @@ def train(kind: str) -> dict[str, Any]:
             optimizer.step()
             log = averager.step()
             distances = None if log is None else log.distances_before
-            record.append((population.group.gather([state_of(net)]), distances))
+            record.append((population.group.all_gather([state_of(net)]), distances))
     net.eval()
     with torch.no_grad():
         net(torch.randn(4, 5))  # leaves a module under fully_shard whole
     population.mix_([[0.5, 0.5], [0.5, 0.5]])
-    merged = population.group.gather([state_of(net)])
-    try:
-        average_soup(population)
-        soup = "a soup"
-    except PapaError as error:
-        soup = str(error)
-    sick, mended = sick_shard(population, is_here=(member, half) == (1, 1))
+    merged = population.group.all_gather([state_of(net)])
+    soup = message_of(lambda: average_soup(population))
+    nonfinite, restarted = average_with_nonfinite_shard(population, is_here=(member, half) == (1, 1))
     found = {"record": record, "merged": merged, "soup": soup, "size": population.size}
-    return {**found, "nonfinite": sick, "mended": mended}
+    return {**found, "nonfinite": nonfinite, "restarted": restarted}
 
 
-def sick_shard(population: Population, *, is_here: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
-    """Who is found sick when one number of one rank is, and the members after that."""
+def average_with_nonfinite_shard(population: Population, *, is_here: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
+    """An averaging after one number of one rank became NaN: the members found, and the weights after it."""
     if is_here:
         with torch.no_grad():
             parameter = next(population[0].parameters())
@@ -124,14 +120,10 @@ def sick_shard(population: Population, *, is_here: bool) -> tuple[list[int], lis
             local[0, 0] = torch.nan
     log = Averager(population, Push(alpha=0.5, every_steps=1)).step()
     assert log is not None
-    return [sickness.member for sickness in log.nonfinite], population.group.gather([state_of(population[0])])
+    return [found.member for found in log.nonfinite], population.group.all_gather([state_of(population[0])])
 
 
 def train_all(group: SharedMemoryGroup) -> dict[str, Any]:
-    found = {kind: train(kind) for kind in ("ddp before", "ddp after", "fsdp")}
-    nameless = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
-    try:
-        Population([make_net(0)], group=nameless)
-    except PapaError as error:
-        found["nameless"] = str(error)
-    return found
+    found: dict[str, Any] = {kind: train(kind) for kind in ("ddp before", "ddp after", "fsdp")}
+    without_population = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
+    return found | {"wrong mesh": message_of(lambda: Population([make_net(0)], group=without_population))}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from group_jobs import poison_and_average, train_with_a_nonfinite_member
+from group_jobs import average_with_nonfinite_members, train_with_nonfinite_member
 from helpers import assert_close, assert_same_bits, make_networks, make_training, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
 from papa.errors import MemberError
@@ -144,9 +144,9 @@ def test_numbers_too_large_to_add_up_are_finite() -> None:
 
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
-def test_two_ranks_agree_on_who_is_non_finite_and_end_with_the_bits_of_one(policy: str) -> None:
-    alone = poison_and_average(LocalGroup(), policy)
-    together = start_workers(poison_and_average, 2, 5, policy)
+def test_two_ranks_agree_on_who_is_sick_and_end_with_the_bits_of_one(policy: str) -> None:
+    alone = average_with_nonfinite_members(LocalGroup(), policy)
+    together = start_workers(average_with_nonfinite_members, 2, 5, policy)
     assert alone["nonfinite"] == together["nonfinite"]
     assert [found.member for found in alone["nonfinite"]] == [3, 0]
     for first, second in zip(alone["states"], together["states"], strict=True):
@@ -154,9 +154,9 @@ def test_two_ranks_agree_on_who_is_non_finite_and_end_with_the_bits_of_one(polic
 
 
 @pytest.mark.parametrize("policy", ["restart", "drop"])
-def test_a_whole_training_over_two_ranks_survives_a_non_finite_member_as_one_process_does(policy: str) -> None:
-    alone = train_with_a_nonfinite_member(LocalGroup(), policy)
-    together = start_workers(train_with_a_nonfinite_member, 2, 3, policy)
+def test_a_whole_training_over_two_ranks_survives_a_sick_member_as_one_process_does(policy: str) -> None:
+    alone = train_with_nonfinite_member(LocalGroup(), policy)
+    together = start_workers(train_with_nonfinite_member, 2, 3, policy)
     assert [event["member"] for event in alone["nonfinite"]] == [2]
     assert {**alone, "states": None} == {**together, "states": None}
     for first, second in zip(alone["states"], together["states"], strict=True):

@@ -1,4 +1,4 @@
-"""Processes of papa's own: threads and memory."""
+"""Threads and memory of a process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def pages_faulted():
     use_memory()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-# The least of a few: a system under pressure may take some pages away in between.
+# The minimum, since the system may take some pages away in between.
 print(min([pages_faulted() for _ in range(8)]))
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
-def test_memory_of_a_step_is_there_for_the_next() -> None:
-    told = subprocess.run([sys.executable, "-c", PAGES_FAULTED], capture_output=True, text=True, check=True)
-    assert int(told.stdout) < 100, "128 MB are 32,768 pages, which would all be asked for anew"
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can keep memory")
+def test_freed_memory_is_reused() -> None:
+    done = subprocess.run([sys.executable, "-c", PAGES_FAULTED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100, "128 MB are 32,768 pages, which would all be requested again"

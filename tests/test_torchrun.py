@@ -1,4 +1,4 @@
-"""torchrun starts the processes: on one machine, on two, and again after one was killed."""
+"""Processes started by torchrun: on one machine, on two, and restarted after one was killed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+import distributed_jobs
 import group_jobs
 import papa
-import spread_jobs
 from machines import Machines
 from papa.errors import ConfigError
 from papa.group import rank_of_torchrun, start_workers
@@ -30,8 +30,8 @@ from papa.lab.recipes import find
 from papa.lab.runs import RunDirectory
 
 ROOT = Path(papa.__file__).parents[2]
-PATIENCE = 150.0
-"""Seconds until a test gives up on processes; they take a few, unless the machine is busy."""
+TIMEOUT = 150.0
+"""Seconds that a test waits for processes; they take a few, unless the machine is busy."""
 
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -49,10 +49,10 @@ def machines() -> Iterator[Machines]:
     found.remove()
 
 
-def until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
+def wait_until(condition: Callable[[], bool], message: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, message
         time.sleep(0.05)
 
 
@@ -79,15 +79,15 @@ def two_machine_config() -> Config:
 def same_networks(first: Path, second: Path) -> bool:
     files = sorted(file.relative_to(first) for file in first.rglob("*.safetensors") if "checkpoint" not in file.parts)
     assert len(files) == 5
-    return all(group_jobs.same(load_file(first / file), load_file(second / file)) for file in files)
+    return all(group_jobs.identical(load_file(first / file), load_file(second / file)) for file in files)
 
 
 @contextlib.contextmanager
 def ending(agents: list[subprocess.Popen[bytes]], path: Path) -> Iterator[None]:
-    """After the block all agents must end well; whatever happens, none is left."""
+    """Check after the block that all agents end without error; none is left running in any case."""
     try:
         yield
-        until(lambda: all_ended(agents), "the agents did not end")
+        wait_until(lambda: all_ended(agents), "the agents did not end")
         assert [agent.returncode for agent in agents] == [0, 0], logs(path)
     finally:
         for agent in agents:
@@ -95,28 +95,28 @@ def ending(agents: list[subprocess.Popen[bytes]], path: Path) -> Iterator[None]:
             agent.wait()
 
 
-def test_two_machines_end_with_the_bits_of_one_though_a_worker_was_killed(machines: Machines, tmp_path: Path) -> None:
+def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(machines: Machines, tmp_path: Path) -> None:
     config, out = two_machine_config(), tmp_path / "two"
     options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64")
     options += ("--average.every-steps", "5", "--average.delay", "2", "--out", str(out))
-    meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "4", "--rdzv-backend", "c10d")
-    meeting += ("--rdzv-endpoint", f"{machines.addresses[0]}:29511", "--rdzv-id", "papa")
+    rendezvous = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "4", "--rdzv-backend", "c10d")
+    rendezvous += ("--rdzv-endpoint", f"{machines.addresses[0]}:29511", "--rdzv-id", "papa")
     agents = []
     for machine, address in enumerate(machines.addresses):
-        # Which machine is the meeting point torchrun would find out by the machines' names, which here are one.
+        # torchrun would find the host of the rendezvous by the machines' names, which are the same here.
         here = ("--rdzv-conf", f"is_host={1 - machine}", "--local-addr", address)
-        command = (*TORCHRUN, *meeting, *here, "-m", "papa", "run", "digits", *options)
+        command = (*TORCHRUN, *rendezvous, *here, "-m", "papa", "run", "digits", *options)
         agents.append(machines.start(machine, *command, log=tmp_path / f"agent-{machine}.log"))
     with ending(agents, tmp_path):
         checkpoints = RunDirectory(out).checkpoints
-        until(lambda: len(list(checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
+        wait_until(lambda: len(list(checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
         victims = [child for child in children(agents[1].pid) if is_worker(child)]
         assert len(victims) == 1, logs(tmp_path)
         assert not RunDirectory(out).is_finished
         os.kill(victims[0], signal.SIGKILL)
     result = execute(config, tmp_path / "one", workers=1)
     assert same_networks(tmp_path / "one", out)
-    # One process goes on where the two machines were in their last epoch, with a push under way.
+    # One process resumes from the last epoch of the two machines, with a delayed push under way.
     shutil.copytree(out, tmp_path / "resumed")
     resumed = RunDirectory(tmp_path / "resumed")
     resumed.result.unlink()
@@ -130,36 +130,40 @@ def test_two_machines_end_with_the_bits_of_one_though_a_worker_was_killed(machin
     assert all(event["bytes"] > 0 for event in found)
 
 
-def test_a_machine_that_joins_later_takes_members_over_and_nothing_is_begun_anew(tmp_path: Path) -> None:
+def test_a_machine_that_joins_takes_over_members_and_the_run_continues(tmp_path: Path) -> None:
     config, out = two_machine_config(), tmp_path / "elastic"
     options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64", "--average.every-steps", "5")
     options += ("--average.delay", "2", "--overwrite", "--out", str(out))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    meeting = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
-    meeting += ("--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "--rdzv-id", "papa", "--max-restarts", "0")
+    rendezvous = ("--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    rendezvous += ("--local-addr", "127.0.0.1", "--monitor-interval", "0.1", "--rdzv-id", "papa", "--max-restarts", "0")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else newcomers are not told where to meet
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else new machines do not get the address
     agents: list[subprocess.Popen[bytes]] = []
 
     def join(is_host: int) -> None:
         here = ("--rdzv-conf", f"is_host={is_host},last_call_timeout=1")
-        command = (sys.executable, *TORCHRUN, *meeting, *here, "-m", "papa", "run", "digits", *options)
+        command = (sys.executable, *TORCHRUN, *rendezvous, *here, "-m", "papa", "run", "digits", *options)
         with open(tmp_path / f"agent-{len(agents)}.log", "wb") as log:
             agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
 
     run = RunDirectory(out)
     with ending(agents, tmp_path):
         join(is_host=1)
-        until(lambda: len(list(run.checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written")
-        begun = run.config.stat().st_ino
+        wait_until(
+            lambda: len(list(run.checkpoints.glob("step-*"))) == 2 or all_ended(agents), "no checkpoint was written"
+        )
+        before = run.config.stat().st_ino
         (worker,) = (child for child in children(agents[0].pid) if is_worker(child))
-        os.kill(worker, signal.SIGSTOP)  # it would be done before the other has come
+        os.kill(worker, signal.SIGSTOP)  # it would finish before the other has joined
         join(is_host=0)
-        until(lambda: "closing signal" in logs(tmp_path) or all_ended(agents), "the first did not see the second come")
+        wait_until(
+            lambda: "closing signal" in logs(tmp_path) or all_ended(agents), "the first agent did not notice the second"
+        )
         os.kill(worker, signal.SIGCONT)
-    assert run.config.stat().st_ino == begun
+    assert run.config.stat().st_ino == before
     assert run.read_result()["environment"]["workers"] == 2
     execute(config, tmp_path / "one", workers=1)
     assert same_networks(tmp_path / "one", out)
@@ -176,44 +180,44 @@ def logs(path: Path) -> str:
 def test_the_example_runs_under_torchrun() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node", "2", str(ROOT / "examples/torchrun.py")]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert found.returncode == 0, found.stderr
     score = re.search(r"one network of 2: (\d+\.\d)% of the training data", found.stdout)
     assert score is not None
     assert float(score[1]) > 55
 
 
-def test_commands_under_torchrun_speak_once_and_a_restart_never_wipes_what_was_saved(tmp_path: Path) -> None:
-    found = start_workers(spread_jobs.commands, 2, 2, str(tmp_path))
+def test_commands_under_torchrun_print_once_and_a_restart_keeps_checkpoints(tmp_path: Path) -> None:
+    found = start_workers(distributed_jobs.commands, 2, 2, str(tmp_path))
     for name, ranks in found.items():
         assert [code for code, _, _ in ranks] == [2 if name == "compare, parallel" else 0] * 2, name
-        assert [bool(said) for _, said, _ in ranks] == [name != "compare, parallel", False], name
+        assert [bool(output) for _, output, _ in ranks] == [name != "compare, parallel", False], name
     assert [found[name][0][2] for name in ("resume", "overwrite, restarted", "overwrite")] == [True, True, False]
     assert "one network: " in found["resume"][0][1]
     assert found["compare"][0][1].count("\n") > 3
     assert (tmp_path / "compare" / "report.html").exists()
 
 
-def test_ranks_that_disagree_and_bad_places_are_refused_at_the_start(tmp_path: Path) -> None:
-    found = start_workers(spread_jobs.bad_starts, 2, 2, str(tmp_path))
+def test_different_options_and_unshared_directories_raise_at_the_start(tmp_path: Path) -> None:
+    found = start_workers(distributed_jobs.start_errors, 2, 2, str(tmp_path))
     assert found["seed"] == "MemberError: rank 1 has 2 as 'seed', rank 0 has 1: start all with the same options"
     assert "rank 1 has 0.0.0 as 'papa', rank 0 has" in found["version"]
     assert "rank 1 has True as 'resume', rank 0 has False" in found["resume"]
     assert found["too many"].startswith("ConfigError: there are 2 workers for 1 members")
-    assert found["too many, spread"].startswith("ConfigError: there are 2 ranks for 1 members")
+    assert found["too many, fast"].startswith("ConfigError: there are 2 ranks for 1 members")
     assert "--workers is 2, but torchrun says how many there are" in found["workers"]
     assert "the run directory must be on a file system that all machines share" in found["not shared"]
     assert not [file for file in tmp_path.iterdir() if file.name != "rank-0"]
 
 
-def two_ranks(job: str) -> list[subprocess.Popen[str]]:
-    """Two processes that run a job of `spread_jobs` under the variables that torchrun sets."""
+def start_two_ranks(job: str) -> list[subprocess.Popen[str]]:
+    """Two processes that run a job of `distributed_jobs` with the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", f"import spread_jobs; spread_jobs.{job}"]
+    command = [sys.executable, "-c", f"import distributed_jobs; distributed_jobs.{job}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return [
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, text=True, **pipes)  # type: ignore[call-overload]
@@ -221,40 +225,43 @@ def two_ranks(job: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize("how", ["all just end", "the connections are closed"])
-def test_a_script_may_end_with_a_push_under_way(how: str) -> None:
-    ranks = two_ranks(f"leave_with_a_push_under_way({how!r})")
+@pytest.mark.parametrize("how", ["connections open", "connections closed"])
+def test_a_script_may_end_during_a_push(how: str) -> None:
+    ranks = start_two_ranks(f"exit_during_push({how!r})")
     try:
-        said = [process.communicate(timeout=PATIENCE) for process in ranks]
+        outputs = [process.communicate(timeout=TIMEOUT) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [(process.returncode, out) for process, (out, _) in zip(ranks, said, strict=True)] == [(0, "done")] * 2, said
+    codes = [process.returncode for process in ranks]
+    assert (codes, [out for out, _ in outputs]) == ([0, 0], ["done", "done"]), outputs
 
 
-def test_a_push_that_another_process_never_begins_is_given_up_at_the_end() -> None:
-    ranks = two_ranks("leave_with_a_push_under_way('another never comes')")
+def test_a_script_that_ends_during_a_push_does_not_wait_forever() -> None:
+    ranks = start_two_ranks("exit_during_push('rank 1 takes no part')")
     try:
-        out, told = ranks[0].communicate(timeout=PATIENCE)
+        out, errors = ranks[0].communicate(timeout=TIMEOUT)
         assert ranks[1].poll() is None
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
-    assert (ranks[0].returncode, out) == (1, "done"), told
-    assert "the mean of a push was still under way 2 seconds after this process was done" in told
+    assert (ranks[0].returncode, out) == (1, "done"), errors
+    assert "the mean for a delayed push did not arrive within 2 seconds after the end of this process" in errors
 
 
-def test_a_rank_that_dies_makes_the_others_stop_and_say_so() -> None:
-    ranks = two_ranks("left_alone()")
+def test_a_lost_rank_raises_on_the_others() -> None:
+    ranks = start_two_ranks("lose_rank_1()")
     try:
-        said = ranks[0].communicate(timeout=PATIENCE)[0]
+        output = ranks[0].communicate(timeout=TIMEOUT)[0]
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
-    assert "LostError: rank 0 lost the other processes while" in said
-    assert "one of them failed, was killed or cannot be reached" in said
+    assert "LostError: rank 0 lost the connection to the other processes while" in output
+    assert "one of them failed, was killed or cannot be reached" in output
+    assert "(cause: RuntimeError)" in output
+    assert "gloo" not in output
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -267,7 +274,7 @@ def test_a_missing_variable_is_named(missing: str) -> None:
         rank_of_torchrun({**environment, missing: "1", "RANK": "first"})
 
 
-def test_a_rank_that_cannot_be_is_refused() -> None:
+def test_an_invalid_rank_raises() -> None:
     environment = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigError, match=r"RANK is 2, expected less than WORLD_SIZE \(2\)"):
         rank_of_torchrun(environment)
@@ -281,7 +288,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         environment |= {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-m", "papa", "run", "digits", "--out", str(tmp_path / "run")]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert found.returncode == 2
     assert f"port {port} is in use: choose another with torchrun --master-port" in found.stderr
     assert not (tmp_path / "run").exists()

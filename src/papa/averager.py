@@ -177,7 +177,7 @@ class Averager:
             for hook in self.merge_hooks:
                 stack.enter_context(hook(self.population, matrix, context))
             # The health check has synchronised all processes; since then only hooks and merges may have changed rows.
-            self.population.mix_(matrix, met=not self.merge_hooks and not self.rule.is_merge)
+            self.population.mix_(matrix, synchronised=not self.merge_hooks and not self.rule.is_merge)
         self.num_averagings += 1
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
             after = tuple(self.population.distances().tolist()) if self.measure else None
@@ -200,7 +200,7 @@ class Averager:
             return self.health.check_(self.num_steps_taken, distances, context.lr_ratio)
         if not self.rule.num_delay_steps:
             self.population.refresh_()  # before others may read these rows from shared memory
-            check_one_ratio(*self.population.group.highest(context.lr_ratio, -context.lr_ratio))
+            check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
         return ()
 
     def _matrix(self, context: AveragingContext) -> Tensor:
@@ -228,7 +228,7 @@ class Averager:
             squares = push.squared_distances
             if self.population.is_sharded:
                 squares = self.population.group.sum_over_shards(squares)
-            before = tuple(self.population.group.gather(squares.sqrt().tolist()))
+            before = tuple(self.population.group.all_gather(squares.sqrt().tolist()))
         num_bytes = self.population.group.bytes_sent - push.bytes_before
         seconds = self._seconds_to_start + time.perf_counter() - start
         found, self._nonfinite_at_start = self._nonfinite_at_start, ()

@@ -42,7 +42,7 @@ class Ensemble(nn.Module):
         self._gather: Callable[[list[Tensor]], list[Tensor]] = list
         if isinstance(members, Population):
             if members.size != len(members):
-                self._gather = members.group.gather
+                self._gather = members.group.all_gather
             members = [net for member, net in zip(members.members, members, strict=True) if member in members.active]
         self.members = nn.ModuleList(members)
         self.combine = combine

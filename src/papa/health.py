@@ -82,11 +82,11 @@ class HealthCheck:
         population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
         local = [self._reason(index, are_finite) for index in range(len(population))]
-        any_found, *ratios = population.group.highest(float(any(local)), lr_ratio, -lr_ratio)
+        any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
         if not any_found and not population.dropped:
             return ()
-        reasons = population.group.gather(self._of_all_shards(local))
+        reasons = population.group.all_gather(self._of_all_shards(local))
         found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
         if found:
             self._apply_policy(step, found)
@@ -153,7 +153,7 @@ class HealthCheck:
             {name: tensor.cpu() for name, tensor in named_tensors(model, names).items()} if member == source else {}
             for member, model in zip(population.members, population, strict=True)
         ]
-        own = population.group.gather(offers)[source]
+        own = population.group.all_gather(offers)[source]
         for member, model in zip(population.members, population, strict=True):
             if member in targets:
                 for name, tensor in named_tensors(model, names).items():

@@ -217,18 +217,18 @@ class Population:
         for dtype, matrix in self.matrices.items():
             self.group.combine(matrix, row, rows[dtype])
 
-    def mix_(self, matrix: Any, *, met: bool = False) -> None:
+    def mix_(self, matrix: Any, *, synchronised: bool = False) -> None:
         """`W <- A W`: every member becomes a weighted mean of all members.
 
         Args:
             matrix: the weights `A`, `(size, size)`, with rows that sum to 1; anything `torch.as_tensor` takes.
-            met: all processes have synchronised since any member last changed, and need not wait for each other again.
+            synchronised: all processes have synchronised since any member last changed, and need not wait for each other again.
         """
         checked = check_rows(matrix, self.size)
         self._settle_()
         for rows in self.matrices.values():
-            self.group.mix_(rows, checked, met=met)
-            met = True
+            self.group.mix_(rows, checked, synchronised=synchronised)
+            synchronised = True
         self.mark_changed_()
 
     def refresh_(self) -> None:
@@ -241,7 +241,7 @@ class Population:
         for model in self._models:
             layout.reshard_(model)
         moved = [bound.new_strides() for bound in self._bound]
-        if self.group.is_alone and moved[0] and all(strides == moved[0] for strides in moved):
+        if self.group.is_local and moved[0] and all(strides == moved[0] for strides in moved):
             self._bind()  # all members were converted to another memory order: the matrix follows
         for bound in self._bound:
             bound.refresh_()
@@ -260,7 +260,7 @@ class Population:
         for dtype, rows in self.rows_here().items():
             # Up to the last buffer: the padding differs between ranks with shards of different sizes.
             end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
-            self.group.agree_(rows[:, self._layout.num_parameter_columns[dtype] : end])
+            self.group.broadcast_(rows[:, self._layout.num_parameter_columns[dtype] : end])
 
     def rows_here(self) -> dict[torch.dtype, Tensor]:
         """The rows of the local members, by dtype, without refreshing them first."""

@@ -1,4 +1,4 @@
-"""How a process of papa's own uses the machine; results do not depend on it, but for the number of threads."""
+"""Threads, memory and devices of a process."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from papa.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""The numbers by which glibc's `mallopt` knows what is set."""
+"""Options of glibc's `mallopt`."""
 _LARGEST_KEPT = 2**25
-"""Tensors up to 32 MB, the most that glibc allows, come from memory that the process keeps."""
+"""Tensors of up to 32 MB, the most that glibc allows, are taken from memory that the process keeps."""
 _MOST_KEPT = 2**30
-"""So much free memory is kept at most at the end of the heap; the rest goes back to the system."""
+"""Free memory at the end of the heap beyond this size goes back to the system."""
 
 
 def configure_process() -> None:
-    """One thread, and memory that stays with the process; for processes that belong to papa, never a user's own.
+    """Use one thread and keep freed memory; for processes that papa starts or commands it runs, never for a user's.
 
-    More threads change the bits of a result, and stall each other on a busy machine.
+    More threads change the bits of a result, and slow each other down on a busy machine.
     """
     torch.set_num_threads(1)
     keep_memory()
 
 
 def find_device(name: str | torch.device, *, option: str = "device") -> torch.device:
-    """The device of that name; `auto` is an accelerator where there is one.
+    """The device of that name; `auto` is CUDA where it is available, else the CPU.
 
     Args:
-        name: as torch has it, or `auto`.
-        option: what the user calls it, for messages.
+        name: a device of torch, or `auto`.
+        option: what error messages call it.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,15 +43,14 @@ def find_device(name: str | torch.device, *, option: str = "device") -> torch.de
 
 
 def keep_memory() -> bool:
-    """Keep freed memory for the next tensor, and tell whether the system's allocator can be told so.
+    """Keep freed memory for the next tensors, and return whether the system's allocator supports this.
 
-    glibc hands memory of the size of activations back to the system as soon as it is free, and every step of training
-    would begin by asking for it again, page by page and cleared.
+    glibc returns memory of the size of activations to the system as soon as it is free, so every training step would
+    request it again, page by page and zeroed.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # only glibc has it
         return False
     settings = {_M_MMAP_THRESHOLD: _LARGEST_KEPT, _M_TRIM_THRESHOLD: _MOST_KEPT}
-    answers = [mallopt(what, value) for what, value in settings.items()]
-    return answers == [1, 1]
+    return [mallopt(option, value) for option, value in settings.items()] == [1, 1]

@@ -197,12 +197,12 @@ class Pot:
 
     def agreed(self, score: float) -> float:
         """One score for all processes, which may differ in the last digit and must choose alike."""
-        return self.group.highest(score)[0]
+        return self.group.all_max(score)[0]
 
     def ranked(self, score: Score) -> tuple[list[tuple[float, float]], list[int]]:
         """Every member's score and loss, and the members that are active and did not score NaN, best first."""
         here = zip(self.group.members(len(self.members_here)), self.members_here, strict=True)
-        values = self.group.gather([score(network) if member in self.active else None for member, network in here])
+        values = self.group.all_gather([score(network) if member in self.active else None for member, network in here])
         readings = [
             reading(value) if index in self.active else (math.nan, math.nan) for index, value in enumerate(values)
         ]

@@ -14,7 +14,7 @@ from papa import AlignMerges, Averager, MergeAll, Population, Push, align_, alig
 from papa.align import permute_all_, symmetries
 from papa.averager import chain
 from papa.errors import MixingError, PapaError, SoupError
-from papa.group import start_workers
+from papa.group import LocalGroup, start_workers
 from papa.repair import RepairMerges, repair_
 
 SIZE = 3
@@ -114,9 +114,9 @@ def test_invalid_arguments_are_refused() -> None:
         align.align_(Population(nets))
 
 
-def test_two_processes_align_like_one() -> None:
-    expected = group_jobs.align_alone()
-    assert group_jobs.same(start_workers(group_jobs.align_shared, 2, group_jobs.SIZE), expected)
+def test_two_processes_align_as_one_does() -> None:
+    expected = group_jobs.align(LocalGroup())
+    assert group_jobs.identical(start_workers(group_jobs.align, 2, group_jobs.SIZE), expected)
 
 
 def first_weight(net: nn.Sequential) -> float:

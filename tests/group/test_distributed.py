@@ -1,4 +1,4 @@
-"""Processes that hold only their own members' rows, against one process, bit for bit."""
+"""Processes that hold only the rows of their own members against one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,150 +8,151 @@ from typing import Any
 import pytest
 import torch
 
+import distributed_jobs
 import group_jobs
-import spread_jobs
-from papa.group import balanced_share, start_workers
+from papa.group import balanced_ranges, start_workers
 from papa.lab.costs import Plan, cost_of
 
-SIZE = spread_jobs.SIZE
+SIZE = distributed_jobs.SIZE
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    return spread_jobs.alone()
+def local() -> dict[str, Any]:
+    return distributed_jobs.run_local()
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def together(request: pytest.FixtureRequest) -> dict[str, Any]:
-    found: dict[str, Any] = start_workers(spread_jobs.everything, request.param, SIZE)
+def distributed(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = start_workers(distributed_jobs.run_distributed, request.param, SIZE)
     return found | {"num_ranks": request.param}
 
 
-def test_every_operation_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any]) -> None:
-    found = together["operations"]
-    assert len(alone["operations"]) > 150
-    for name, expected in alone["operations"].items():
+def test_every_operation_has_the_bits_of_one_process(local: dict[str, Any], distributed: dict[str, Any]) -> None:
+    found = distributed["operations"]
+    assert len(local["operations"]) > 150
+    for name, expected in local["operations"].items():
         assert found[name] == expected, name
 
 
-def test_however_uneven_the_shares_are(alone: dict[str, Any], together: dict[str, Any]) -> None:
-    uneven = {name.removeprefix("uneven "): value for name, value in together["operations"].items() if "uneven" in name}
-    assert bool(uneven) == (together["num_ranks"] == 2)
+def test_uneven_numbers_of_members_have_the_bits_of_one_process(
+    local: dict[str, Any], distributed: dict[str, Any]
+) -> None:
+    uneven = {
+        name.removeprefix("uneven "): value for name, value in distributed["operations"].items() if "uneven" in name
+    }
+    assert bool(uneven) == (distributed["num_ranks"] == 2)
     for name, value in uneven.items():
-        assert value == alone["operations"][name], name
+        assert value == local["operations"][name], name
 
 
-def test_every_rule_and_soup_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any]) -> None:
-    for key, expected in alone["march"].items():
-        assert group_jobs.same(expected, together["march"][key]), key
+def test_every_rule_and_soup_has_the_bits_of_one_process(local: dict[str, Any], distributed: dict[str, Any]) -> None:
+    for key, expected in local["rules"].items():
+        assert group_jobs.identical(expected, distributed["rules"][key]), key
 
 
 def test_repair_alignment_soups_and_ensemble_have_the_bits_of_one_process(
-    alone: dict[str, Any], together: dict[str, Any]
+    local: dict[str, Any], distributed: dict[str, Any]
 ) -> None:
-    for key, expected in alone["matched"].items():
-        assert group_jobs.same(expected, together["matched"][key]), key
+    for key, expected in local["aligned"].items():
+        assert group_jobs.identical(expected, distributed["aligned"][key]), key
 
 
-@pytest.mark.parametrize("rule", ["apart", "merged"])
+@pytest.mark.parametrize("rule", ["independent", "merged"])
 def test_a_training_its_soups_scores_and_analysis_have_the_bits_of_one_process(
-    alone: dict[str, Any], together: dict[str, Any], rule: str
+    local: dict[str, Any], distributed: dict[str, Any], rule: str
 ) -> None:
-    expected, found = alone["harvested"][rule], together["harvested"][rule]
+    expected, found = local["training"][rule], distributed["training"][rule]
     assert expected["similarity"]["matched"]
-    assert (expected["aligned"] is not None) == (rule == "apart")
+    assert (expected["aligned"] is not None) == (rule == "independent")
     for key, value in expected.items():
-        assert group_jobs.same(value, found[key]), key
-    assert all(found["unchanged"]), "looking at members changed them"
+        assert group_jobs.identical(value, found[key]), key
+    assert all(found["unchanged"]), "the results changed the members"
 
 
-def test_a_member_that_cannot_be_looked_at_is_everyones_error(alone: dict[str, Any], together: dict[str, Any]) -> None:
-    assert together["one sick"] == alone["one sick"]
-    assert all(f"{SIZE - 1} has" in said for said in together["one sick"].values()), together["one sick"]
+def test_a_nonfinite_member_raises_on_all_ranks(local: dict[str, Any], distributed: dict[str, Any]) -> None:
+    assert distributed["nonfinite errors"] == local["nonfinite errors"]
+    messages = distributed["nonfinite errors"].values()
+    assert all(f"{SIZE - 1} has" in message for message in messages), messages
 
 
 @pytest.mark.parametrize("how", ["delayed", "delayed, shared", "delayed, resumed"])
-def test_a_delayed_push_has_the_bits_of_one_process(alone: dict[str, Any], together: dict[str, Any], how: str) -> None:
-    assert [log is not None for log in together[how]["logs"]] == [step in (7, 12, 17) for step in range(1, 19)]
-    for key, expected in alone["delayed"].items():
-        assert group_jobs.same(expected, together[how][key]), key
+def test_a_delayed_push_has_the_bits_of_one_process(
+    local: dict[str, Any], distributed: dict[str, Any], how: str
+) -> None:
+    assert [log is not None for log in distributed[how]["logs"]] == [step in (7, 12, 17) for step in range(1, 19)]
+    for key, expected in local["delayed"].items():
+        assert group_jobs.identical(expected, distributed[how][key]), key
 
 
-def test_a_delayed_push_by_differences_goes_on_to_the_same_bits(together: dict[str, Any]) -> None:
-    assert group_jobs.same(together["delayed, bfloat16"], together["delayed, bfloat16, resumed"])
+def test_a_resumed_delayed_push_by_differences_has_the_same_bits(distributed: dict[str, Any]) -> None:
+    assert group_jobs.identical(distributed["delayed, bfloat16"], distributed["delayed, bfloat16, resumed"])
 
 
 @pytest.mark.parametrize(("exchange", "tolerance"), [("exact", 0.0), ("fast", 1e-6), ("bfloat16", 1e-4)])
-def test_sums_over_processes_come_close(
-    alone: dict[str, Any], together: dict[str, Any], exchange: str, tolerance: float
+def test_sums_over_processes_are_close(
+    local: dict[str, Any], distributed: dict[str, Any], exchange: str, tolerance: float
 ) -> None:
-    expected, found = alone["fast"], together["fast"][exchange]
+    expected, found = local["pushes"], distributed["pushes"][exchange]
     for key in ("pushed", "merged"):
         for one, other in zip(expected[key], found[key], strict=True):
             assert (one - other).abs().max() <= tolerance * 100
     assert all(torch.equal(found["merged"][0], weight) for weight in found["merged"]), "ranks have different means"
 
 
-@pytest.mark.parametrize("scale", spread_jobs.SCALES)
-def test_bfloat16_means_are_off_by_a_share_of_how_far_members_moved_however_many_pushes(
-    together: dict[str, Any], scale: float
+@pytest.mark.parametrize("scale", distributed_jobs.SCALES)
+def test_bfloat16_errors_are_relative_to_how_far_members_moved_and_do_not_accumulate(
+    distributed: dict[str, Any], scale: float
 ) -> None:
-    off = together["bfloat16"][scale]["off"]
-    # Every rank rounds its part of the difference once and the sum is rounded once, each by 2^-9 of itself at most;
-    # what float32 itself loses is relative to the weights.
-    bound = 2 * 2**-9 + (together["num_ranks"] + 2) * 2**-24 * scale
-    assert len(off) == 40
-    assert max(off) <= bound * 1.01
-    assert max(off[1:]) > 0.1 * 2**-9, "nothing was rounded"
-    assert sum(off[-10:]) <= 2 * sum(off[1:11]), "rounding adds up"
+    errors = distributed["bfloat16 errors"][scale]
+    # Every rank rounds its difference once, and the sum is rounded once, each with a relative error of at most 2^-9;
+    # rounding to float32 is relative to the weights.
+    bound = 2 * 2**-9 + (distributed["num_ranks"] + 2) * 2**-24 * scale
+    assert len(errors) == 40
+    assert max(errors) <= bound * 1.01
+    assert max(errors[1:]) > 0.1 * 2**-9, "nothing was rounded"
+    assert sum(errors[-10:]) <= 2 * sum(errors[1:11]), "errors accumulate"
 
 
-def test_differences_go_on_from_the_mean_that_was_saved(together: dict[str, Any]) -> None:
-    whole, resumed = together["fast"]["bfloat16"], together["fast"]["bfloat16, resumed"]
-    assert group_jobs.same(whole, resumed)
+def test_differences_continue_from_the_saved_mean(distributed: dict[str, Any]) -> None:
+    whole, resumed = distributed["pushes"]["bfloat16"], distributed["pushes"]["bfloat16, resumed"]
+    assert group_jobs.identical(whole, resumed)
 
 
-def test_sums_send_less_and_halves_half_of_that(together: dict[str, Any]) -> None:
-    exact, fast, halves = (together["fast"][exchange]["bytes"] for exchange in ("exact", "fast", "bfloat16"))
-    num_ranks, columns = together["num_ranks"], 60_200
+def test_fast_sends_fewer_bytes_and_bfloat16_half_of_them(distributed: dict[str, Any]) -> None:
+    exact, fast, bfloat16 = (distributed["pushes"][exchange]["bytes"] for exchange in ("exact", "fast", "bfloat16"))
+    num_ranks, columns = distributed["num_ranks"], 60_200
     assert fast == pytest.approx(2 * 4 * columns * (num_ranks - 1) / num_ranks, rel=0.01)
-    assert halves == pytest.approx(fast / 2, rel=0.01)
-    others = SIZE - len(balanced_share(SIZE, 0, num_ranks))
-    assert exact == pytest.approx(4 * columns * others, rel=0.01)  # rank 0 mixes the only block, and hands it back
+    assert bfloat16 == pytest.approx(fast / 2, rel=0.01)
+    others = SIZE - len(balanced_ranges(SIZE, num_ranks)[0])
+    assert exact == pytest.approx(4 * columns * others, rel=0.01)  # rank 0 mixes the only block and sends it back
 
 
-def test_the_cost_model_knows_how_half_precision_travels(together: dict[str, Any]) -> None:
-    num_ranks = together["num_ranks"]
-    plan = Plan(
-        num_parameters=60_200,
-        num_members=num_ranks,
-        num_ranks=num_ranks,
-        bits_per_second=1.0,
-        seconds_per_step=1.0,
-        bytes_per_number=2,
-    )
-    for exchange, found in together["half precision"].items():
+def test_the_cost_model_is_right_for_half_precision(distributed: dict[str, Any]) -> None:
+    plan = Plan(params=60_200, members=distributed["num_ranks"], bandwidth=1.0, step_time=1.0, bytes_per_number=2)
+    for exchange, found in distributed["half precision"].items():
         assert found == pytest.approx(cost_of(plan, exchange).bytes_per_push, rel=0.01), exchange
 
 
-def test_a_number_that_was_not_finite_is_forgotten_with_the_weights(together: dict[str, Any]) -> None:
-    mean = (together["num_ranks"] - 1) / 2
-    first, poisoned, last = together["not finite"]
-    assert (first, math.isfinite(poisoned), last) == (1.0, False, mean)
+def test_a_nonfinite_last_mean_is_not_used(distributed: dict[str, Any]) -> None:
+    mean = (distributed["num_ranks"] - 1) / 2
+    first, nonfinite, last = distributed["nonfinite"]
+    assert (first, math.isfinite(nonfinite), last) == (1.0, False, mean)
 
 
-def test_errors_say_who_and_what(together: dict[str, Any]) -> None:
-    names = together["names"]
-    assert "rank 1 has torch.float32 of shape (2, 4) as 'weight', rank 0 has" in names["architecture"]
-    assert "rank 1 has two.weight as 'tensor 0', rank 0 has one.weight: all" in names["order"]
-    assert "rank 1 has torch.float32 of shape (3, 2, 2, 2) with strides (8, 1, 4, 2) as 'weight'" in names["memory"]
-    assert "rank 1 has fast as 'exchange', rank 0 has exact: give every process the same" in names["exchanges"]
-    assert "rank 1 has 0.8 as 'alpha', rank 0 has 0.9: give every process the same rule and options" in names["alpha"]
-    assert "rank 1 has 11 as 'every_steps', rank 0 has 10" in names["cadence"]
-    assert "rank 1 has 101 as 'num_steps', rank 0 has 100" in names["steps"]
-    told = [message for name, message in names.items() if name.startswith("learning rate")]
-    assert len(told) == 3
-    assert all("processes are at 0.75 to 1 of their initial learning rates: a push" in message for message in told)
-    expected = f"ConfigError: there are {together['num_ranks']} ranks for 1 members: start at most one for each"
-    assert names["too many"].startswith(expected)
-    assert "exchange is quick: known: exact, fast, bfloat16" in names["exchange"]
+def test_errors_name_the_rank_and_both_values(distributed: dict[str, Any]) -> None:
+    messages = distributed["mismatch errors"]
+    assert "rank 1 has torch.float32 of shape (2, 4) as 'weight', rank 0 has" in messages["architecture"]
+    assert "rank 1 has two.weight as 'tensor 0', rank 0 has one.weight: all" in messages["order"]
+    assert "rank 1 has torch.float32 of shape (3, 2, 2, 2) with strides (8, 1, 4, 2) as 'weight'" in messages["memory"]
+    assert "rank 1 has fast as 'exchange', rank 0 has exact: give every process the same" in messages["exchanges"]
+    assert (
+        "rank 1 has 0.8 as 'alpha', rank 0 has 0.9: give every process the same rule and options" in messages["alpha"]
+    )
+    assert "rank 1 has 11 as 'every_steps', rank 0 has 10" in messages["cadence"]
+    assert "rank 1 has 101 as 'num_steps', rank 0 has 100" in messages["steps"]
+    found = [message for name, message in messages.items() if name.startswith("learning rate")]
+    assert len(found) == 3
+    assert all("processes are at 0.75 to 1 of their initial learning rates: a push" in message for message in found)
+    expected = f"ConfigError: there are {distributed['num_ranks']} ranks for 1 members: start at most one for each"
+    assert messages["too many"].startswith(expected)
+    assert "exchange is quick: known: exact, fast, bfloat16" in messages["exchange"]

@@ -1,4 +1,4 @@
-"""No process ever holds more than its own members and two networks, whatever is made of the population."""
+"""No operation makes a process hold more than its own members and two networks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from papa.group import start_workers
 LAYERS, INPUTS = 16, 15_000
 
 pytestmark = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux tells how much memory a process held at most"
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux reports the peak memory of a process"
 )
 
 
-def test_every_operation_takes_at_most_two_networks(tmp_path: Path) -> None:
+def test_operations_take_at_most_two_networks(tmp_path: Path) -> None:
     for name in ("small", "large"):
         (tmp_path / name).mkdir()
     found: dict[str, Any] = start_workers(memory_jobs.peaks, 2, memory_jobs.SIZE, LAYERS, INPUTS, tmp_path)
     network, largest = found["network"], found["largest"]
-    # Some copies of a single tensor, and what a forward pass keeps, may come on top.
+    # Plus some copies of a single tensor and the activations of a forward pass.
     most = 2 * network + 8 * largest
     assert most < 2.51 * network
     peaks = {name: peak / network for name, peak in found["peaks"].items()}

@@ -1,4 +1,4 @@
-"""A mesh of two members by two data ranks, against one process, step by step, for every rule."""
+"""A mesh of two members by two data ranks against one process, step by step, for every rule."""
 
 from __future__ import annotations
 
@@ -42,28 +42,30 @@ def test_every_rule_acts_on_members_of_several_ranks(reference: list[Any], train
 
 
 @pytest.mark.parametrize("kind", ["ddp before", "ddp after", "fsdp"])
-def test_members_that_were_evaluated_can_be_merged(trained: dict[str, Any], kind: str) -> None:
+def test_members_can_be_merged_after_evaluation(trained: dict[str, Any], kind: str) -> None:
     one, other = trained[kind]["merged"]
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_all_ranks_learn_of_a_number_that_is_not_finite_in_the_shard_of_one(trained: dict[str, Any]) -> None:
+def test_a_nonfinite_number_in_one_shard_is_found_on_all_ranks(trained: dict[str, Any]) -> None:
     found = trained["fsdp"]
     assert found["nonfinite"] == [1]
-    for one, other in zip(found["merged"], found["mended"], strict=True):
+    for one, other in zip(found["merged"], found["restarted"], strict=True):
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-6, atol=1e-7)
 
 
-def test_what_cannot_be_is_said(trained: dict[str, Any]) -> None:
+def test_unsupported_uses_raise(trained: dict[str, Any]) -> None:
     assert "cannot be copied" in trained["fsdp"]["soup"]
-    assert trained["ddp before"]["soup"] == "a soup"
-    assert "the device mesh has the dimensions ranks, expected 'population' and at most one more" in trained["nameless"]
+    assert trained["ddp before"]["soup"] == "no error"
+    assert (
+        "the device mesh has the dimensions ranks, expected 'population' and at most one more" in trained["wrong mesh"]
+    )
     with pytest.raises(MemberError, match="group is a int, expected a process group or device mesh"):
         Population([nn.Linear(2, 2)], group=3)
 
 
-def test_a_script_that_forgot_to_connect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_group_under_torchrun_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"group is None in one of 2 processes(.*)init_process_group\(\) first"):

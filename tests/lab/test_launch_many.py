@@ -15,8 +15,8 @@ from papa.checkpoint import checkpoints
 from papa.errors import ConfigError, RunError, StoppedError
 from papa.lab import launch_many
 from papa.lab.config import Config
-from papa.lab.launch_many import execute_all
 from papa.lab.launch import RunSpec, execute
+from papa.lab.launch_many import execute_all
 from papa.training import Training
 
 

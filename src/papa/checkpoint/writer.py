@@ -68,9 +68,9 @@ class CheckpointWriter:
         self.background = background
         self._job: _Job | None = None
         self._stage: dict[tuple[int, str], Tensor] = {}
-        if group.leads:
+        if group.is_leader:
             store.clear_partial(directory)
-        group.wait()
+        group.barrier()
 
     def save(
         self, step: int, members: Mapping[int, MemberState], state: Mapping[str, Any], flush: Callable[[], None]
@@ -86,8 +86,8 @@ class CheckpointWriter:
             flush: called in the leading process's background before the checkpoint counts, to flush what it relies on.
         """
         failure = self.settle()
-        error = self._make_partial(step) if self.group.leads else None
-        self.group.wait()  # nobody writes into a directory that is still to be emptied
+        error = self._make_partial(step) if self.group.is_leader else None
+        self.group.barrier()  # nobody writes into a directory that is still to be emptied
         copies = {member: self._copy(member, content) for member, content in members.items()} if self.background else {}
         job = _Job(step, copies or dict(members), state, flush, error)
         # A daemon, so that a process that is told to leave at once does.
@@ -102,7 +102,7 @@ class CheckpointWriter:
     def is_busy(self) -> bool:
         """Whether any process is still writing; all processes agree."""
         job = self._job
-        return job is not None and any(self.group.gather([job.thread.is_alive()] * len(job.members)))
+        return job is not None and any(self.group.all_gather([job.thread.is_alive()] * len(job.members)))
 
     def _make_partial(self, step: int) -> str | None:
         """Make an empty place for the new checkpoint; returns what is wrong with it, which is told like all else."""
@@ -138,7 +138,7 @@ class CheckpointWriter:
         except Exception as error:  # nobody would see it: it is told by `settle`
             job.error = _described(error)
         job.wrote.set()
-        if not self.group.leads:
+        if not self.group.is_leader:
             return
         try:
             if job.error is None and self._has_all_parts(job, partial):
@@ -177,7 +177,7 @@ class CheckpointWriter:
         return None if error is None else Failure(job.step, error)
 
     def _first_error(self, job: _Job) -> str | None:
-        errors = self.group.gather([job.error] * len(job.members))
+        errors = self.group.all_gather([job.error] * len(job.members))
         return next((error for error in errors if error is not None), None)
 
     def __enter__(self) -> CheckpointWriter:

@@ -13,11 +13,11 @@ import tyro
 from papa.cli.progress import Progress
 from papa.group import rank_of_torchrun
 from papa.lab.config import Config
+from papa.lab.launch import RunSpec, execute
 from papa.lab.launch_many import Outcomes, check_parallel, execute_all
 from papa.lab.report.tensorboard import check_tensorboard
-from papa.lab.launch import RunSpec, execute
-from papa.training import CheckpointOptions
 from papa.process import configure_process
+from papa.training import CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,29 @@
-"""Where the rows of a population live: the only room that imports `torch.distributed`."""
+"""The processes that hold a population, and how weights travel between them.
 
-from papa.group.base import Group, LocalGroup, gather_or_raise
+Only this package imports `torch.distributed`. Every other module calls the methods of a `Group` and never branches on
+the number of processes. There are three groups:
+
+- `LocalGroup`: one process holds all rows. Nothing travels.
+- `SharedMemoryGroup`: processes of one machine map one matrix, and each trains its own rows. Nothing travels.
+- `DistributedGroup`: processes on any machines hold the rows of their own members. Columns of all rows travel by
+  all-to-all (`exchange="exact"`, module `exchange`), or sums of rows (`"fast"` and `"bfloat16"`, module `reduce`).
+
+`as_group` turns a process group or a device mesh into a group, `start_workers` starts worker processes, and `Torchrun`
+connects the processes that torchrun started.
+
+**Why the bits are identical.** `W <- A W` treats every column of `W` alike, so columns can be distributed instead of
+rows. `papa.product` cuts the matrix into blocks of columns whose boundaries depend on the shape and dtype of the whole
+matrix, never on the number of processes. Each process works on whole blocks, which have the rows of all members in
+member order, and calls the function that a single process would call. So every number is the result of the same
+operations in the same order. A `SharedMemoryGroup` works on its blocks in place, between two barriers. A
+`DistributedGroup` receives its blocks by one all-to-all and sends the results back by another. Two limits: the
+processes need the same kind of CPU, build of PyTorch and number of threads, and `fast` and `bfloat16` are not exact.
+"""
+
+from papa.group.base import Group, LocalGroup, balanced_ranges, gather_or_raise
 from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.mesh import as_group
-from papa.group.shared_memory import SharedMemoryGroup, balanced_share
+from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
 from papa.group.torchrun import Torchrun, rank_of_torchrun
 
@@ -15,7 +35,7 @@ __all__ = [
     "SharedMemoryGroup",
     "Torchrun",
     "as_group",
-    "balanced_share",
+    "balanced_ranges",
     "gather_or_raise",
     "rank_of_torchrun",
     "start_workers",

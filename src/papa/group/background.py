@@ -1,4 +1,4 @@
-"""A thread for what travels while training goes on, and a bounded wait for it when the process ends."""
+"""A thread for communication during training, and a bounded wait for it when the process ends."""
 
 from __future__ import annotations
 
@@ -9,68 +9,59 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+
+from papa.group.collectives import disconnect
 
 T = TypeVar("T")
-Task: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
-SECONDS_AT_THE_END = 30.0
-"""How long a process that ends waits for what is still travelling: others need it to take part, if they are there."""
+SHUTDOWN_TIMEOUT = 30.0
+"""Seconds that a process waits at its end for communication under way, in which other processes take part."""
 
 
-class Background:
-    """One thread that does what it is handed, in this order.
+class BackgroundThread:
+    """One thread that runs functions in the order they are submitted.
 
-    A script may end with a push under way. Python would tear down the connections that the thread is using, which
-    aborts the process. So at the end the thread is waited for, as the threads of all other processes are, and the
-    connections are closed; where that takes too long, because another one never came, the process says so and leaves at
-    once.
+    A script may end while a push is under way. Python would then destroy the connections that the thread uses, which
+    aborts the process. So the end of the process waits for the thread, then closes the connections. After a timeout,
+    because another process does not take part, it prints a message and exits.
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        arguments = (self._tasks, torch.get_num_threads())
-        # A daemon: Python would wait for any other thread without end.
-        self._thread = threading.Thread(target=_work, args=arguments, name="papa-mean", daemon=True)
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        # A daemon, because Python waits for other threads without a timeout.
+        self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
         self._thread.start()
-        atexit.register(self.finish)
+        atexit.register(self._shut_down)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Let the thread do some work, after what it was handed before."""
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function in the thread, after those submitted before."""
         future: Future[T] = Future()
-        self._tasks.put((future, work))
+        self._tasks.put((future, function))
         return future
 
-    def finish(self) -> None:
-        """End the thread after what it was handed, and all connections; leave the process where that takes too long."""
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        for task in iter(self._tasks.get, None):
+            future, function = task
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, function  # the result is large, and the next task may come late
+
+    def _shut_down(self) -> None:
         self._tasks.put(None)
-        # For the thread itself, not for its results: it may still be letting go of connections.
-        self._thread.join(SECONDS_AT_THE_END)
+        self._thread.join(SHUTDOWN_TIMEOUT)  # not only for the results: the thread still closes connections after them
         if not self._thread.is_alive():
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            disconnect()
             return
         sys.stderr.write(
-            f"papa: the mean of a push was still under way {SECONDS_AT_THE_END:g} seconds after this process was done, "
-            "and is given up: did another process fail, or take fewer steps?\n"
+            f"papa: the mean for a delayed push did not arrive within {SHUTDOWN_TIMEOUT:g} seconds after the end of "
+            "this process: did another process fail, or take fewer steps?\n"
         )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _work(tasks: queue.SimpleQueue[Task | None], num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
-    for task in iter(tasks.get, None):
-        _do(*task)
-        del task
-
-
-def _do(future: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

@@ -1,12 +1,9 @@
-"""What a population needs to know of the processes that hold it, and the simplest case: one process.
-
-Everything that could depend on how members are spread goes through the group, so that no other room ever asks how many
-processes there are.
-"""
+"""The interface of the processes that hold a population, and its implementation for one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,205 +16,182 @@ T = TypeVar("T")
 
 
 class Group(Protocol):
-    """The processes that hold a population."""
+    """The processes that hold a population.
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of processes, for the record."""
-        ...
+    *Local* means on this process. `rows` is what `allocate` returned, or some columns of it. All processes must call a
+    method that returns something about the whole population.
+    """
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process may lay out the matrix anew without asking anyone."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the one that writes files and talks to people."""
-        ...
+    num_ranks: int
+    """The number of processes."""
+    is_local: bool
+    """Whether one process holds all members, and may change the layout of the matrix."""
+    is_leader: bool
+    """Whether this process writes the files and prints."""
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes of members' numbers this process has sent to others so far."""
+        """The number of bytes of weights that this process has sent to others."""
+        return 0
+
+    def local_range(self, size: int) -> range:
+        """The indices of the members that this process holds in a population of `size`."""
         ...
 
-    def share(self, size: int) -> range:
-        """Which members of a population of `size` this process is to hold."""
+    def members(self, num_local: int) -> range:
+        """The indices, within the whole population, of the `num_local` local members."""
         ...
 
-    def members(self, num_here: int) -> range:
-        """The indices, within the whole population, of the `num_here` members this process holds."""
-        ...
-
-    def size(self, num_here: int) -> int:
+    def size(self, num_local: int) -> int:
         """The number of members of the whole population."""
         ...
 
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
-        """Raise a `MemberError` that names the first process and fact that differ between processes."""
+        """Raise a `MemberError` that names the first rank and fact that differ from those of the first rank."""
         ...
 
-    def place(self, device: torch.device) -> torch.device:
-        """Where this process is to train when the run is to train on `device`."""
+    def local_device(self, device: torch.device) -> torch.device:
+        """The device that this process trains on when the run trains on `device`."""
         ...
 
-    def first_row(self, num_here: int, device: torch.device) -> int:
-        """Which row of what `allocate` gives belongs to the first member held here."""
+    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeroed memory for the rows of the local members, or of all members where memory is shared."""
         ...
 
-    def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed memory for the rows of the members held here, and perhaps of more."""
-        ...
+    def first_row(self, num_local: int, device: torch.device) -> int:
+        """The index of the first local member's row in what `allocate` returns."""
+        return 0
 
-    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
-        """`rows <- matrix @ rows` over all members, wherever they live.
+    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
+        """`rows <- matrix @ rows` over the members of all processes.
 
         Args:
-            rows: those held here, or all.
-            matrix: one row for each member.
-            met: all processes have met since rows last changed, and need not wait for each other once more.
+            rows: as allocated.
+            matrix: one row for each member of the whole population.
+            synchronised: all processes have synchronised since rows last changed, so no barrier is needed first.
         """
         ...
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of all members' rows, each times its weight, in `out` or a new row; weight 0: not read."""
-        ...
-
-    def squared_distances(self, rows: Tensor) -> Tensor:
-        """The squared distance to the mean row of each member of the whole population, in float64 on the CPU."""
+        """The weighted sum of all members' rows, in `out` or a new row; members of weight 0 are not read."""
         ...
 
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """Start on a mean of all members' rows as they are now; what is returned waits for it and hands it over.
+        """Start to compute a weighted mean of all members' rows, and return a function that waits for it.
 
-        `weights` has one for each member, as in `combine`; `snapshot` is a copy of the rows of the members held here,
-        which must stay as it is until then.
+        Args:
+            rows: as allocated.
+            snapshot: a copy of the local rows, which must not change until the mean is there.
+            weights: one for each member, as in `combine`.
         """
+        mean = self.combine(rows, weights)
+        return lambda: mean
+
+    def squared_distances(self, rows: Tensor) -> Tensor:
+        """The squared distance of every member of the population to the mean row, in float64 on the CPU."""
         ...
 
-    def agree_(self, columns: Tensor) -> None:
-        """Where several processes train one member, make these numbers of it the same on all."""
-        ...
+    def broadcast_(self, columns: Tensor) -> None:
+        """Copy the values of data rank 0 to all processes that train the same member."""
+        return
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Where several processes hold a shard of one member each, add up what they computed from their shards."""
-        ...
+        """The sum of `values` over the processes that hold shards of the same member."""
+        return values
 
     def last_means(self) -> dict[torch.dtype, Tensor]:
-        """What a checkpoint must keep for exchanges to go on exactly as they would have, by dtype; often nothing."""
-        ...
+        """The state of the exchange that a checkpoint must keep, by dtype."""
+        return {}
 
     def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
-        """Go on where `last_means` was taken."""
+        """Restore what `last_means` returned."""
+        return
+
+    def all_gather(self, values: list[T]) -> list[T]:
+        """The values of all processes in rank order, which is member order for one value per local member."""
         ...
 
-    def gather(self, values: list[T]) -> list[T]:
-        """One value per member held here, turned into one value per member of the whole population."""
+    def all_max(self, *values: float) -> tuple[float, ...]:
+        """The maximum of each value over all processes; much cheaper than `all_gather`."""
         ...
 
-    def highest(self, *values: float) -> tuple[float, ...]:
-        """The highest of each that any process has; much cheaper than to `gather`."""
+    def barrier(self) -> None:
+        """Return when all processes have called this."""
         ...
 
-    def wait(self) -> None:
-        """Return when all processes have come here."""
-        ...
+
+class LocalGroup(Group):
+    """One process holds every member."""
+
+    num_ranks = 1
+    is_local = True
+    is_leader = True
+
+    def local_range(self, size: int) -> range:
+        return range(size)
+
+    def members(self, num_local: int) -> range:
+        return range(num_local)
+
+    def size(self, num_local: int) -> int:
+        return num_local
+
+    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
+        pass
+
+    def local_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
+
+    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
+        mix_rows_(rows, matrix)
+
+    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        return combine_rows(rows, weights, out)
+
+    def squared_distances(self, rows: Tensor) -> Tensor:
+        return squared_distances(rows)
+
+    def all_gather(self, values: list[T]) -> list[T]:
+        return list(values)
+
+    def all_max(self, *values: float) -> tuple[float, ...]:
+        return values
+
+    def barrier(self) -> None:
+        pass
 
 
 def gather_or_raise(group: Group, work: Callable[[], list[T]]) -> list[T]:
-    """What every process finds in `work`, which may differ in number, put together; one's `PapaError` is everyone's.
+    """The values that `work` returns on all processes; a `PapaError` of one process is raised on all.
 
-    Without that, the others would wait for the one who found something wrong with its members.
+    Otherwise the other processes would wait for the one that failed.
 
     Example:
         >>> gather_or_raise(LocalGroup(), lambda: [1, 2])
         [1, 2]
     """
     values: list[T] = []
-    problem: PapaError | None = None
+    error: PapaError | None = None
     try:
         values = work()
-    except PapaError as error:
-        problem = error
-    for found in group.gather([problem]):
+    except PapaError as caught:
+        error = caught
+    for found in group.all_gather([error]):
         if found is not None:
             raise found
-    return group.gather(values)
+    return group.all_gather(values)
 
 
-class LocalGroup:
-    """One process holds every member."""
+def balanced_ranges(size: int, num_ranks: int) -> list[range]:
+    """`size` indices as one contiguous range for each rank; their lengths differ by at most one.
 
-    num_ranks = 1
-    is_alone = True
-    leads = True
-    bytes_sent = 0
-
-    def share(self, size: int) -> range:
-        """All of them."""
-        return range(size)
-
-    def members(self, num_here: int) -> range:
-        """All of them."""
-        return range(num_here)
-
-    def size(self, num_here: int) -> int:
-        """As many as are here."""
-        return num_here
-
-    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
-        """One process agrees with itself."""
-
-    def place(self, device: torch.device) -> torch.device:
-        """There."""
-        return device
-
-    def first_row(self, num_here: int, device: torch.device) -> int:
-        """The first."""
-        return 0
-
-    def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An ordinary zeroed tensor."""
-        return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
-
-    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
-        """The product, block by block."""
-        mix_rows_(rows, matrix)
-
-    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum, block by block."""
-        return combine_rows(rows, weights, out)
-
-    def squared_distances(self, rows: Tensor) -> Tensor:
-        """Block by block, so that nothing of the matrix's size is allocated."""
-        return squared_distances(rows)
-
-    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """At once: there is nobody to wait for."""
-        mean = combine_rows(rows, weights)
-        return lambda: mean
-
-    def agree_(self, columns: Tensor) -> None:
-        """One process trains each member."""
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Members are whole."""
-        return values
-
-    def last_means(self) -> dict[torch.dtype, Tensor]:
-        """None: nothing is sent."""
-        return {}
-
-    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
-        """Nothing to set."""
-
-    def gather(self, values: list[T]) -> list[T]:
-        """They are all here already."""
-        return list(values)
-
-    def highest(self, *values: float) -> tuple[float, ...]:
-        """They are what they are here."""
-        return values
-
-    def wait(self) -> None:
-        """There is nobody to wait for."""
+    Example:
+        >>> balanced_ranges(5, 2)
+        [range(0, 3), range(3, 5)]
+    """
+    shortest, num_longer = divmod(size, num_ranks)
+    starts = [rank * shortest + min(rank, num_longer) for rank in range(num_ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]

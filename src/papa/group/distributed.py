@@ -1,15 +1,13 @@
-"""Processes on any number of machines: each holds the rows of its own members and nobody else's.
+"""The group of processes on any number of machines: each holds only the rows of its members.
 
-Whatever needs numbers of several members is computed on columns that travel (`papa.group.exchange`), with the bits of
-one process; pushes and merges of all may instead be made of sums over processes (`papa.group.reduce`), which is
-faster.
+What needs the weights of several members is computed on columns (`papa.group.exchange`), with the bits of a single
+process. Pushes and merges of all members can use sums over processes instead (`papa.group.reduce`), which is faster.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,41 +15,35 @@ from torch import Tensor
 
 from papa import mixing
 from papa.errors import ConfigError, MemberError, did_you_mean
-from papa.group.background import Background
-from papa.group.exchange import Wires, blocks_of
-from papa.group.notes import notes_of_all
-from papa.group.plainly import plainly
-from papa.group.reduce import AllReduced, Differences, Mean, mean_chunks
-from papa.group.shared_memory import balanced_share, check_all_same, highest_of
+from papa.group.background import BackgroundThread
+from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors
+from papa.group.exchange import ColumnExchange
+from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
 from papa.product import combine_block_, is_finite, mix_blocks_, squared_distances_by_block
 
-T = TypeVar("T")
-
 EXCHANGES = {
-    "exact": "columns travel and are mixed with the bits of one process",
-    "fast": "pushes and merges of all by a float32 all-reduce, whose last bits depend on how members are spread",
-    "bfloat16": "as fast, sending differences to the last mean as bfloat16",
+    "exact": "columns of all rows by all-to-all, with the bits of a single process",
+    "fast": "the mean row by a float32 all-reduce, with last bits that depend on the number of processes",
+    "bfloat16": "as fast, but sends differences to the last mean as bfloat16",
 }
 
 
-class DistributedGroup:
-    """Processes that hold a population together, each its own members.
+class DistributedGroup(MultiProcessGroup):
+    """The processes that hold a population, each its own members.
 
     Args:
-        group: the processes, one or more members on each; None for all of `torch.distributed`.
+        group: the processes, with one or more members on each; None for all of `torch.distributed`.
         exchange: `exact`, `fast` or `bfloat16`; see `EXCHANGES`.
-        data: the processes that train the same member as this one, where there are several; its rank 0 counts where
-            they differ (BatchNorm statistics).
+        data_group: the processes that train the same member as this one, where there are several; where they differ
+            (BatchNorm statistics), rank 0 of this group counts.
     """
-
-    is_alone = False
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
         exchange: str = "exact",
-        data: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
     ) -> None:
         if exchange not in EXCHANGES:
             raise ConfigError(f"exchange is {exchange}: {did_you_mean(exchange, EXCHANGES)}")
@@ -60,105 +52,67 @@ class DistributedGroup:
                 "torch.distributed has no process group: call torch.distributed.init_process_group() first, under "
                 "torchrun for instance"
             )
-        world = dist.group.WORLD
-        assert world is not None
+        super().__init__(group)
         self.exchange = exchange
-        self._group = group if group is not None else world
-        self._data = data
-        self.rank: int = dist.get_rank(self._group)
-        self.num_ranks: int = dist.get_world_size(self._group)
-        self._wires: Wires | None = None
-        self._means: dict[torch.dtype, Tensor] = {}
-        self._background: tuple[Wires, Background] | None = None
+        self._data_group = data_group
+        self._columns: ColumnExchange | None = None
+        self._background: tuple[ColumnExchange, BackgroundThread] | None = None
+        self._last_means: dict[torch.dtype, Tensor] = {}
 
     @property
-    def leads(self) -> bool:
-        """Rank 0 of all processes does."""
-        return dist.get_rank() == 0
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", self.rank))
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank sent of its members' numbers so far."""
-        wires = [self._wires, self._background[0] if self._background else None]
-        return sum(one.bytes_sent for one in wires if one is not None)
+        exchanges = [self._columns, self._background[0] if self._background else None]
+        return sum(exchange.bytes_sent for exchange in exchanges if exchange is not None)
 
-    def share(self, size: int) -> range:
-        """A contiguous, balanced part."""
+    def local_range(self, size: int) -> range:
         if self.num_ranks > size:
             raise ConfigError(
                 f"there are {self.num_ranks} ranks for {size} members: start at most one for each, or let several "
-                "train one member, in a script of your own with a device mesh (population, data)"
+                "train one member, in your own script with a device mesh (population, data)"
             )
-        return balanced_share(size, self.rank, self.num_ranks)
+        return super().local_range(size)
 
-    def members(self, num_here: int) -> range:
-        """After those of the ranks before."""
-        wires = self._connected(num_here)
-        start = sum(wires.counts[: self.rank])
-        return range(start, start + num_here)
+    def members(self, num_local: int) -> range:
+        return self._connect(num_local).members[self.rank]
 
-    def size(self, num_here: int) -> int:
-        """All members of all ranks."""
-        return self._connected(num_here).size
+    def size(self, num_local: int) -> int:
+        return self._connect(num_local).size
 
-    def _connected(self, num_here: int) -> Wires:
-        """The wires, once all ranks have told each other how many members they hold."""
-        if self._wires is None:
-            everyone = self._everyones((num_here, self.exchange))
-            ranks = dist.get_process_group_ranks(self._group)
-            exchanges = [{"exchange": exchange} for _, exchange in everyone]
-            check_all_same(exchanges, cure="give every process the same", ranks=ranks)
-            self._wires = Wires(self._group, [count for count, _ in everyone])
-        if self._wires.counts[self.rank] != num_here:
+    def _connect(self, num_local: int) -> ColumnExchange:
+        """The exchange, once all ranks have sent each other the number of their members."""
+        if self._columns is None:
+            self.check_same({"exchange": self.exchange}, cure="give every process the same")
+            self._columns = ColumnExchange(self.process_group, all_gather_object(num_local, self.process_group))
+        if self._columns.counts[self.rank] != num_local:
             raise MemberError(
-                f"this group holds a population with {self._wires.counts[self.rank]} members on rank {self.rank}, got "
-                f"{num_here}: make a group for each population"
+                f"this group holds a population with {self._columns.counts[self.rank]} members on rank {self.rank}, "
+                f"got {num_local}: make a group for each population"
             )
-        return self._wires
+        return self._columns
 
-    def _everyones(self, value: T) -> list[T]:
-        with plainly("comparing notes"):
-            return notes_of_all(value, self._group)
+    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._connect(num_local)
+        return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
 
-    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
-        """Every rank compares all ranks' facts, so all raise together."""
-        everyone = self._everyones(dict(facts))
-        check_all_same(everyone, cure=cure, ranks=dist.get_process_group_ranks(self._group))
-
-    def place(self, device: torch.device) -> torch.device:
-        """An accelerator of its own for each rank of a machine; the CPU is shared."""
-        index: int | None = device.index
-        if device.type == "cpu" or index is not None:
-            return device
-        return torch.device(device.type, int(os.environ.get("LOCAL_RANK", self.rank)))
-
-    def first_row(self, num_here: int, device: torch.device) -> int:
-        """The first: there are no others'."""
-        return 0
-
-    def allocate(self, num_here: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An ordinary zeroed tensor for the rows of this rank's members."""
-        self._connected(num_here)
-        return torch.zeros(num_here, num_columns, dtype=dtype, device=device)
-
-    def agree_(self, columns: Tensor) -> None:
-        """Among the processes that train one member, data rank 0's numbers count."""
-        if self._data is not None and columns.numel():
-            whole = columns.contiguous()
-            with plainly("agreeing on buffers"):
-                dist.broadcast(_as_bytes(whole), dist.get_global_rank(self._data, 0), group=self._data)
-            columns.copy_(whole)
+    def broadcast_(self, columns: Tensor) -> None:
+        if self._data_group is not None and columns.numel():
+            values = columns.contiguous()
+            with connection_errors("sending buffers"):
+                source = dist.get_global_rank(self._data_group, 0)
+                dist.broadcast(values.view(-1).view(torch.uint8), source, group=self._data_group)
+            columns.copy_(values)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Values of each process's shard of a member, added up in rank order."""
-        if self._data is None:
+        """Added in rank order, so that all processes have the same bits."""
+        if self._data_group is None:
             return values
-        with plainly("adding up shards"):
-            parts = notes_of_all(values, self._data)
-        return torch.stack(parts).sum(dim=0)
+        return torch.stack(all_gather_object(values, self._data_group)).sum(dim=0)
 
-    def mix_(self, rows: Tensor, matrix: Tensor, *, met: bool = False) -> None:
-        """Every rank mixes some columns of all rows; or, for a push, everyone learns the mean."""
+    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
         keep = None if self.exchange == "exact" else mixing.push_strength(matrix)
         if keep is None or rows.is_complex():
             self._mix_columns_(rows, matrix)
@@ -166,132 +120,113 @@ class DistributedGroup:
             self._push_(rows, keep)
 
     def _mix_columns_(self, rows: Tensor, matrix: Tensor) -> None:
-        wires = self._connected(len(rows))
+        exchange = self._connect(len(rows))
         finish: Callable[[], None] | None = None
-        for turn, stage in wires.stages(rows):
-            mix_blocks_(blocks_of(stage, turn), matrix)
-            finish, previous = wires.start_return(stage, rows, turn), finish
+        for this, columns in exchange.local_columns(rows):
+            mix_blocks_(this.blocks(columns), matrix)
+            finish, previous = exchange.start_columns_to_rows(columns, rows, this), finish
             if previous is not None:
                 previous()
         if finish is not None:
             finish()
 
     def _push_(self, rows: Tensor, keep: float) -> None:
-        wires = self._connected(len(rows))
-        for columns, wide, mean in mean_chunks(rows, self._mean_by(wires, rows)):
+        for columns, wide, mean in mean_by_chunk(rows, self._reducer(self._connect(len(rows)), rows)):
             wide.lerp_(mean, 1.0 - keep)
             if wide.dtype != rows.dtype:
                 rows[:, columns].copy_(wide)
 
-    def _mean_by(self, wires: Wires, rows: Tensor) -> Mean:
-        """How the mean is made, chunk by chunk."""
+    def _reducer(self, exchange: ColumnExchange, rows: Tensor) -> MeanReducer:
         if self.exchange == "fast":
-            return AllReduced(wires)
-        dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-        last = self._means.get(rows.dtype)
-        is_new = last is None or not is_finite(last)  # a difference to what is not finite never is
+            return AllReduceMean(exchange)
+        last = self._last_means.get(rows.dtype)
+        is_new = last is None or not is_finite(last)  # a difference to a non-finite number is not finite either
         if is_new:
-            self._means[rows.dtype] = torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
-        return Differences(wires, self._means[rows.dtype], is_new=is_new)
+            dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
+            self._last_means[rows.dtype] = torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
+        return DifferenceMean(exchange, self._last_means[rows.dtype], is_new=is_new)
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """Every rank sums some columns and sends them to all; members of weight 0 send nothing."""
-        return _combined(self._connected(len(rows)), rows, weights, out)
+        return _combine(self._connect(len(rows)), rows, weights, out)
 
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """The mean of all rows, made in the background from the snapshots; what is returned waits for it."""
-        wires, thread = self._in_background(len(rows))
+        """In a background thread, with its own connections and CUDA stream."""
+        exchange, thread = self._connect_background(len(rows))
         is_cuda = rows.device.type == "cuda"
         stream = torch.cuda.Stream(rows.device) if is_cuda else None  # type: ignore[no-untyped-call]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(rows.device))
 
-        def work() -> Tensor:
+        def compute() -> Tensor:
             with torch.cuda.stream(stream):
-                return self._mean(wires, snapshot, weights)
+                return self._mean(exchange, snapshot, weights)
 
-        future = thread.submit(work)
+        future = thread.submit(compute)
 
-        def finish() -> Tensor:
+        def wait() -> Tensor:
             mean = future.result()
             if stream is not None:
                 torch.cuda.current_stream(rows.device).wait_stream(stream)
             return mean
 
-        return finish
+        return wait
 
-    def _mean(self, wires: Wires, rows: Tensor, weights: Tensor) -> Tensor:
-        is_of_all = bool((weights == weights[0]).all())
-        if self.exchange == "exact" or rows.is_complex() or not is_of_all:
-            return _combined(wires, rows, weights)
+    def _mean(self, exchange: ColumnExchange, rows: Tensor, weights: Tensor) -> Tensor:
+        is_mean_of_all = bool((weights == weights[0]).all())
+        if self.exchange == "exact" or rows.is_complex() or not is_mean_of_all:
+            return _combine(exchange, rows, weights)
         mean = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        for columns, _, part in mean_chunks(rows, self._mean_by(wires, rows)):
+        for columns, _, part in mean_by_chunk(rows, self._reducer(exchange, rows)):
             mean[columns].copy_(part)
         return mean
 
-    def _in_background(self, num_here: int) -> tuple[Wires, Background]:
-        """Wires of their own, so that what travels in the background never waits for, or overtakes, anything else."""
+    def _connect_background(self, num_local: int) -> tuple[ColumnExchange, BackgroundThread]:
+        """A second process group, so that background messages are never mixed up with those of the main thread."""
         if self._background is None:
-            ranks = dist.get_process_group_ranks(self._group)
-            with plainly("opening a second connection"):
+            ranks = dist.get_process_group_ranks(self.process_group)
+            with connection_errors("opening a second connection"):
                 group = dist.new_group(ranks, use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
-            self._background = Wires(group, self._connected(num_here).counts), Background()
+            self._background = ColumnExchange(group, self._connect(num_local).counts), BackgroundThread()
         return self._background
 
     def squared_distances(self, rows: Tensor) -> Tensor:
-        """Every rank some columns' part, added up in block order."""
-        wires = self._connected(len(rows))
+        """Each rank computes the part of its blocks; the parts are added in block order."""
+        exchange = self._connect(len(rows))
         mine = [
-            (turn.columns[self.rank].start, squared_distances_by_block(blocks_of(stage, turn)))
-            for turn, stage in wires.stages(rows)
-            if stage.shape[1]
+            (this.columns[self.rank].start, squared_distances_by_block(this.blocks(columns)))
+            for this, columns in exchange.local_columns(rows)
+            if columns.shape[1]
         ]
-        parts = sorted((part for parts in self._everyones(mine) for part in parts), key=lambda part: part[0])
-        nothing = torch.zeros(1, wires.size, dtype=torch.float64)
-        return torch.cat([part for _, part in parts] or [nothing]).sum(dim=0)
+        parts = [part for _, part in sorted(self.all_gather(mine), key=lambda part: part[0])]
+        return torch.cat(parts or [torch.zeros(1, exchange.size, dtype=torch.float64)]).sum(dim=0)
 
-    def gather(self, values: list[T]) -> list[T]:
-        """Every rank's values, in member order."""
-        return [value for part in self._everyones(values) for value in part]
-
-    def highest(self, *values: float) -> tuple[float, ...]:
-        """Also of those that train the same member."""
-        with plainly("comparing notes"):
-            found = highest_of(values, self._group)
-            return found if self._data is None else highest_of(found, self._data)
-
-    def wait(self) -> None:
-        """A barrier."""
-        with plainly("waiting for the others"):
-            dist.barrier(self._group)
+    def all_max(self, *values: float) -> tuple[float, ...]:
+        """Also over the processes that train the same member."""
+        found = super().all_max(*values)
+        return found if self._data_group is None else all_max(found, self._data_group)
 
     def last_means(self) -> dict[torch.dtype, Tensor]:
-        """What must be kept to go on exactly: the mean that the next differences are taken to, by dtype."""
-        return dict(self._means)
+        """For `bfloat16`, the means that the next differences are taken to."""
+        return dict(self._last_means)
 
     def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
-        """Go on where `last_means` was taken."""
-        self._means = {dtype: mean.clone() for dtype, mean in means.items()}
+        self._last_means = {dtype: mean.clone() for dtype, mean in means.items()}
 
 
-def _combined(wires: Wires, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+def _combine(exchange: ColumnExchange, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Each rank computes the sum for its columns and sends it to all; members of weight 0 send nothing."""
     combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
-    used = [member for member, weight in enumerate(weights.tolist()) if weight]
-    numbers = [weight for weight in weights.tolist() if weight]
+    used = {member: weight for member, weight in enumerate(weights.tolist()) if weight}
     previous: Callable[[], Tensor] | None = None
-    for turn, stage in wires.stages(rows, used):
-        part = torch.empty(stage.shape[1], dtype=rows.dtype, device=rows.device)
-        for block, target in zip(blocks_of(stage, turn), blocks_of(part[None], turn), strict=True):
-            combine_block_(target[0], zip(block, numbers, strict=True))
-        following = wires.start_spread(combined[turn.all], part, [len(columns) for columns in turn.columns])
-        if previous is not None:
-            previous()
-        previous = following
+    for this, columns in exchange.local_columns(rows, list(used)):
+        part = torch.empty(columns.shape[1], dtype=rows.dtype, device=rows.device)
+        for block, target in zip(this.blocks(columns), this.blocks(part[None]), strict=True):
+            combine_block_(target[0], zip(block, used.values(), strict=True))
+        sizes = [len(mine) for mine in this.columns]
+        finish, previous = previous, exchange.start_all_gather(combined[this.span], part, sizes)
+        if finish is not None:
+            finish()
     if previous is not None:
         previous()
     return combined
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -1,172 +1,162 @@
-"""Columns travel: every process gets a part of the columns of all rows, works on it, and hands it back.
+"""The exact exchange: columns of all members' rows travel to one process, which works on them, and back.
 
-The matrix is cut into the blocks of columns that one process would cut it into. In each round every process gets a few
-of them, all rows in member order. What is computed on them has therefore the bits that one process would compute.
-Rounds follow each other in a pipeline: while one is worked on, the next is on its way and the one before is going home.
+The matrix is cut into the blocks of columns that a single process would use. In each round every process receives a few
+whole blocks, with the rows of all members in member order, so what it computes has the bits of a single process.
+Rounds are pipelined: while a process works on one round, the next arrives and the one before is on its way back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from papa.group.plainly import plainly
-from papa.group.shared_memory import balanced_share
+from papa.group.base import balanced_ranges
+from papa.group.collectives import connection_errors
 from papa.product import block_width
 
 MESSAGE_BYTES = 2 << 20
-"""About how much one process sends another at once: large enough for the wire, small enough for a pipeline."""
+"""The approximate size of a message: large enough for full bandwidth, small enough for a pipeline."""
 
 Wait: TypeAlias = Callable[[], Tensor]
-"""Waits for something under way and returns it."""
+"""Waits for a collective and returns its output."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What is exchanged at once: for each rank, the columns it works on, which are whole blocks in rank order."""
+    """The columns that each rank works on at the same time."""
 
     columns: tuple[range, ...]
-    width: int
-    """The columns of a block."""
+    """One range of whole blocks for each rank."""
+    block_width: int
 
     @property
-    def all(self) -> slice:
+    def span(self) -> slice:
         """The columns of all ranks together."""
         return slice(self.columns[0].start, self.columns[-1].stop)
 
+    def blocks(self, columns: Tensor) -> list[Tensor]:
+        """The blocks of one rank's columns; none where the rank has no columns."""
+        return list(torch.split(columns, self.block_width, dim=1)) if columns.shape[1] else []
 
-class Wires:
-    """Moves bytes between the processes of a group, and counts those sent.
+
+class ColumnExchange:
+    """Moves columns between the processes of a group.
 
     Args:
         group: the processes.
-        counts: how many members each of them holds, in rank order.
+        counts: the number of members of each process, in rank order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, counts: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, counts: Sequence[int]) -> None:
         self.group = group
         self.counts = list(counts)
+        self.members = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+        """The members of each rank."""
         self.size = sum(counts)
         self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
+        self.num_ranks = len(self.counts)
         self.bytes_sent = 0
-        self._spares: dict[tuple[str, int, torch.device], Tensor] = {}
-        self._turns: dict[str, int] = {}
+        self._buffers: dict[tuple[str, int, torch.device], Tensor] = {}
+        self._last_used: dict[str, int] = {}
 
-    def spare(self, purpose: str, count: int, like: Tensor, *, depth: int) -> Tensor:
-        """Memory for `count` numbers of the dtype of `like`, used again after `depth` calls for the same purpose.
+    def buffer(self, purpose: str, numel: int, like: Tensor, *, depth: int) -> Tensor:
+        """Uninitialised memory with the dtype and device of `like`, reused after `depth` calls for the same purpose.
 
-        Fresh memory would be paged in at every exchange, which costs as much as the exchange itself.
+        New memory would have to be paged in at every exchange, which takes as long as the exchange itself.
         """
-        turn = self._turns[purpose] = (self._turns.get(purpose, -1) + 1) % depth
-        key, size = (purpose, turn, like.device), count * like.element_size()
-        if key not in self._spares or len(self._spares[key]) < size:
-            self._spares[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
-        return self._spares[key][:size].view(like.dtype)
+        index = self._last_used[purpose] = (self._last_used.get(purpose, -1) + 1) % depth
+        key, num_bytes = (purpose, index, like.device), numel * like.element_size()
+        if key not in self._buffers or len(self._buffers[key]) < num_bytes:
+            self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        return self._buffers[key][:num_bytes].view(like.dtype)
 
-    def rounds(self, rows: Tensor) -> list[Round]:
-        """All columns of a matrix that has `rows` as its part held here, in rounds."""
-        width, num_columns = block_width(rows, self.size), rows.shape[1]
-        num_blocks = -(-num_columns // width)
-        message_of_a_block = width * rows.element_size() * max(1, self.size // self.num_ranks)
-        at_once = self.num_ranks * max(1, MESSAGE_BYTES // message_of_a_block)
-        rounds = []
-        for first in range(0, num_blocks, at_once):
-            shares = [
-                balanced_share(min(at_once, num_blocks - first), rank, self.num_ranks) for rank in range(self.num_ranks)
-            ]
-            columns = [
-                range(min((first + s.start) * width, num_columns), min((first + s.stop) * width, num_columns))
-                for s in shares
-            ]
-            rounds.append(Round(tuple(columns), width))
-        return rounds
-
-    def start_gather(self, rows: Sequence[Tensor], counts: Sequence[int], turn: Round, *, like: Tensor) -> Wait:
-        """Send the columns of the rows held here to the ranks that work on them, and get ours of all rows.
+    def local_columns(self, rows: Tensor, members: Sequence[int] | None = None) -> Iterator[tuple[Round, Tensor]]:
+        """Round by round, the columns that this rank works on, of all members' rows.
 
         Args:
-            rows: the rows held here that take part, each a vector.
-            counts: how many rows of each rank take part.
-            turn: who works on which columns.
-            like: says dtype and device where no row held here takes part.
+            rows: the local rows.
+            members: take only these members of the whole population.
         """
-        mine = len(turn.columns[self.rank])
-        parts = [row[part.start : part.stop] for part in turn.columns for row in rows]
-        send = self.spare("send", sum(map(len, parts)), like, depth=2)
+        mine, chosen = self.members[self.rank], range(self.size) if members is None else members
+        vectors = [rows[member - mine.start] for member in chosen if member in mine]
+        counts = [sum(member in theirs for member in chosen) for theirs in self.members]
+        rounds = self._rounds(rows)
+        waits: list[Wait] = []
+        for number, this in enumerate(rounds):
+            for later in rounds[number + len(waits) : number + 2]:
+                waits.append(self._start_rows_to_columns(vectors, counts, later, like=rows))
+            yield this, waits.pop(0)()
+
+    def _rounds(self, rows: Tensor) -> list[Round]:
+        """All columns of the whole matrix, of which `rows` are the local rows."""
+        width, num_columns = block_width(rows, self.size), rows.shape[1]
+        num_blocks = -(-num_columns // width)
+        block_bytes = width * rows.element_size() * max(1, self.size // self.num_ranks)
+        per_round = self.num_ranks * max(1, MESSAGE_BYTES // block_bytes)
+        rounds = []
+        for first in range(0, num_blocks, per_round):
+            blocks = balanced_ranges(min(per_round, num_blocks - first), self.num_ranks)
+            ends = [min((first + end) * width, num_columns) for end in (0, *(part.stop for part in blocks))]
+            columns = tuple(range(start, stop) for start, stop in pairwise(ends))
+            rounds.append(Round(columns, width))
+        return rounds
+
+    def _start_rows_to_columns(
+        self, rows: Sequence[Tensor], counts: Sequence[int], this: Round, *, like: Tensor
+    ) -> Wait:
+        """Send every rank its columns of local rows, and receive this rank's columns of `counts` rows of each rank."""
+        width = len(this.columns[self.rank])
+        parts = [row[columns.start : columns.stop] for columns in this.columns for row in rows]
+        send = self.buffer("send", sum(map(len, parts)), like, depth=2)
         if parts:
             torch.cat(parts, out=send)
-        stage = self.spare("stage", sum(counts) * mine, like, depth=3).view(sum(counts), mine)
-        return self.start(
-            stage, send, [count * mine for count in counts], [len(rows) * len(part) for part in turn.columns]
-        )
+        received = self.buffer("columns", sum(counts) * width, like, depth=3).view(sum(counts), width)
+        sizes = [count * width for count in counts]
+        return self.start_all_to_all(received, send, sizes, [len(rows) * len(columns) for columns in this.columns])
 
-    def start_return(self, stage: Tensor, rows: Tensor, turn: Round) -> Callable[[], None]:
-        """Hand the columns that were worked on here back to the rows' owners; what is returned puts ours in place."""
-        mine, here = len(turn.columns[self.rank]), len(rows)
-        back = self.spare("back", here * sum(map(len, turn.columns)), rows, depth=2)
-        sizes = [here * len(part) for part in turn.columns]
-        wait = self.start(back, stage, sizes, [count * mine for count in self.counts])
+    def start_columns_to_rows(self, columns: Tensor, rows: Tensor, this: Round) -> Callable[[], None]:
+        """Send the columns of this rank back to the ranks of their rows; the returned function fills the local rows."""
+        num_rows, width = len(rows), len(this.columns[self.rank])
+        sizes = [num_rows * len(part) for part in this.columns]
+        received = self.buffer("back", sum(sizes), rows, depth=2)
+        wait = self.start_all_to_all(received, columns, sizes, [count * width for count in self.counts])
 
         def finish() -> None:
-            for columns, part in zip(turn.columns, torch.split(wait(), sizes), strict=True):
-                rows[:, columns.start : columns.stop].copy_(part.view(here, len(columns)))
+            for target, part in zip(this.columns, torch.split(wait(), sizes), strict=True):
+                rows[:, target.start : target.stop].copy_(part.view(num_rows, len(target)))
 
         return finish
 
-    def start_spread(self, target: Tensor, part: Tensor, sizes: Sequence[int]) -> Wait:
-        """Send a part to everyone, so that everyone has all ranks' parts, of these sizes, one after the other."""
-        return self.start(target, part.repeat(self.num_ranks), sizes, [len(part)] * self.num_ranks)
+    def start_all_gather(self, target: Tensor, part: Tensor, sizes: Sequence[int]) -> Wait:
+        """Send `part` to all ranks and fill `target` with the parts of all, whose sizes may differ."""
+        return self.start_all_to_all(target, part.repeat(self.num_ranks), sizes, [len(part)] * self.num_ranks)
 
-    def start(self, output: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int]) -> Wait:
-        """Send a part of `source` to each rank and fill `output` with theirs; sizes are counts of numbers."""
-        # As bytes: not every backend knows every dtype.
-        size = output.element_size()
-        with plainly("exchanging members' numbers"):
+    def start_all_to_all(self, output: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int]) -> Wait:
+        """Send a part of `source` to each rank and fill `output` with theirs; sizes are numbers of elements."""
+        itemsize = output.element_size()
+        with connection_errors("exchanging weights"):
+            # As bytes: not every backend supports every dtype.
             work = dist.all_to_all_single(
                 output.view(-1).view(torch.uint8),
                 source.contiguous().view(-1).view(torch.uint8),
-                [count * size for count in received],
-                [count * size for count in sent],
+                [size * itemsize for size in received],
+                [size * itemsize for size in sent],
                 group=self.group,
                 async_op=True,
             )
-        self.bytes_sent += (sum(sent) - sent[self.rank]) * size
+        self.bytes_sent += (sum(sent) - sent[self.rank]) * itemsize
 
         def wait() -> Tensor:
             assert work is not None
-            assert source is not None  # what is being sent stays alive until then
-            with plainly("exchanging members' numbers"):
+            assert source is not None  # keeps it alive until it was sent
+            with connection_errors("exchanging weights"):
                 work.wait()
             return output
 
         return wait
-
-    def stages(self, rows: Tensor, members: Sequence[int] | None = None) -> Iterator[tuple[Round, Tensor]]:
-        """Round by round, the columns that this rank works on, of all rows, or of some members'; the next is under way.
-
-        Args:
-            rows: the rows held here.
-            members: which members of the whole population take part; None for all.
-        """
-        ends = torch.tensor(self.counts).cumsum(0).tolist()
-        chosen = range(self.size) if members is None else members
-        parts = [[m for m in chosen if end - count <= m < end] for end, count in zip(ends, self.counts, strict=True)]
-        first = ends[self.rank] - self.counts[self.rank]
-        vectors, counts = [rows[member - first] for member in parts[self.rank]], [len(part) for part in parts]
-        rounds = self.rounds(rows)
-        waits: list[Wait] = []
-        for number, turn in enumerate(rounds):
-            for later in rounds[number + len(waits) : number + 2]:
-                waits.append(self.start_gather(vectors, counts, later, like=rows))
-            yield turn, waits.pop(0)()
-
-
-def blocks_of(stage: Tensor, turn: Round) -> list[Tensor]:
-    """The blocks of what one rank works on in a round; none where nothing was left for it."""
-    return list(torch.split(stage, turn.width, dim=1)) if stage.shape[1] else []

@@ -1,4 +1,4 @@
-"""From what PyTorch users have in hand, a process group or a device mesh, to a group of papa."""
+"""Converts the process groups and device meshes of `torch.distributed` to a `Group`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ POPULATION = "population"
 
 
 def as_group(group: Any, *, exchange: str = "exact") -> Group:
-    """A group of papa from whatever says where members live.
+    """The group for any object that says where members are.
 
     Args:
-        group: None when all members are here; a group of papa; a `torch.distributed` process group, each of whose
-            ranks holds members of its own; or a device mesh with a dimension called `population` and at most one other,
+        group: None when this process holds all members; a `Group`; a process group of `torch.distributed`, each rank of
+            which holds its own members; or a device mesh with a dimension called `population` and at most one other,
             along which several ranks train one member.
-        exchange: how numbers travel; see `papa.group.EXCHANGES`.
+        exchange: how weights travel; see `papa.group.EXCHANGES`.
     """
     if group is None:
-        _check_alone()
+        _check_single_process()
         return LocalGroup()
     if isinstance(group, DeviceMesh):
         return _from_mesh(group, exchange)
@@ -40,8 +40,8 @@ def as_group(group: Any, *, exchange: str = "exact") -> Group:
     return found
 
 
-def _check_alone() -> None:
-    """Raise where several processes look for each other: before they have met, `dist.group.WORLD` is None as well."""
+def _check_single_process() -> None:
+    """Raise under torchrun before `init_process_group`, where `dist.group.WORLD` is None too."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and num_ranks != "1" and not dist.is_initialized():
         raise ConfigError(
@@ -60,5 +60,5 @@ def _from_mesh(mesh: DeviceMesh, exchange: str) -> DistributedGroup:
             f"the device mesh has the dimensions {found}, expected 'population' and at most one more, along which one "
             "member is trained: init_device_mesh(device, (members, ranks), mesh_dim_names=('population', 'data'))"
         )
-    data = mesh.get_group(others[0]) if others else None
-    return DistributedGroup(mesh.get_group(POPULATION), exchange=exchange, data=data)
+    data_group = mesh.get_group(others[0]) if others else None
+    return DistributedGroup(mesh.get_group(POPULATION), exchange=exchange, data_group=data_group)

@@ -1,147 +1,119 @@
-"""The mean of all rows by a sum over processes: fewer bytes than an exchange of columns, but its last bits depend on
-how members are spread.
+"""The exchanges by sums: the mean row of all members from fewer bytes, but with last bits that depend on the processes.
 
-Rows are summed in each process first, then over processes, a chunk of columns at a time, several chunks under way.
+Each process adds up its own rows; the sums are then added over processes, a chunk of columns at a time, with several
+chunks under way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from papa.group.exchange import Wires
-from papa.group.plainly import plainly
-from papa.group.shared_memory import balanced_share
+from papa.group.base import balanced_ranges
+from papa.group.collectives import connection_errors
+from papa.group.exchange import ColumnExchange, Wait
 
 CHUNKS_UNDER_WAY = 2
 
-Finish: TypeAlias = Callable[[], Tensor]
 
+class AllReduceMean:
+    """The mean by an all-reduce in the dtype of the rows (`exchange="fast"`)."""
 
-class Mean(Protocol):
-    """Starts the mean over all members of one chunk of columns; what is returned waits for it."""
+    chunk_bytes = 16 << 20  # every all-reduce has a fixed cost
 
-    chunk_bytes: ClassVar[int]
-    """How much of a row, in float32, is one chunk."""
+    def __init__(self, exchange: ColumnExchange) -> None:
+        self.exchange = exchange
 
-    def __call__(self, rows: Tensor, columns: slice) -> Finish:
-        """`rows` are those held here, in float32 or better, already cut to the columns."""
-        ...
-
-
-class AllReduced:
-    """The mean by an all-reduce in float32 (float64 where the numbers are)."""
-
-    chunk_bytes: ClassVar[int] = 16 << 20  # starting a sum has its price
-
-    def __init__(self, wires: Wires) -> None:
-        self.wires = wires
-
-    def __call__(self, rows: Tensor, columns: slice) -> Finish:
-        """Sum the rows here, then over ranks."""
-        total = self.wires.spare("total", rows.shape[1], rows, depth=CHUNKS_UNDER_WAY + 2)
-        torch.mul(rows[0], 1.0 / self.wires.size, out=total)
+    def start(self, rows: Tensor, columns: slice) -> Wait:
+        """Start the mean of some columns, where `rows` has those columns of the local rows."""
+        exchange = self.exchange
+        total = exchange.buffer("total", rows.shape[1], rows, depth=CHUNKS_UNDER_WAY + 2)
+        torch.mul(rows[0], 1.0 / exchange.size, out=total)
         for row in rows[1:]:
-            total.add_(row, alpha=1.0 / self.wires.size)
-        with plainly("adding up members' numbers"):
-            work = dist.all_reduce(total, group=self.wires.group, async_op=True)
-        others = self.wires.num_ranks - 1
-        self.wires.bytes_sent += 2 * others * total.numel() * total.element_size() // self.wires.num_ranks
+            total.add_(row, alpha=1.0 / exchange.size)
+        with connection_errors("adding up weights"):
+            work = dist.all_reduce(total, group=exchange.group, async_op=True)
+        exchange.bytes_sent += 2 * (exchange.num_ranks - 1) * total.nbytes // exchange.num_ranks
 
-        def finish() -> Tensor:
+        def wait() -> Tensor:
             assert work is not None
-            with plainly("adding up members' numbers"):
+            with connection_errors("adding up weights"):
                 work.wait()
             return total
 
-        return finish
+        return wait
 
 
-class Differences:
-    """The mean by sums of differences to the last mean, which travel as bfloat16 and are added in float32.
+class DifferenceMean:
+    """The mean as the last mean plus a sum of differences, which travel as bfloat16 (`exchange="bfloat16"`).
 
-    Every rank keeps the last mean; rounding is relative to how far members moved, not to how large their weights are,
-    and does not add up: the next difference is taken to the mean that everyone has. Each rank adds up a part of the
-    columns in rank order and tells everyone, so that all have the same bits.
+    Every rank keeps the last mean. The rounding error is relative to how far members moved, not to their weights, and
+    does not accumulate: the next difference is taken to the mean that all ranks have. Differences are added in float32;
+    each rank adds up its part of the columns in rank order and sends the sum to all, so all ranks have the same bits.
 
     Args:
-        wires: to the other ranks.
-        last: the mean everyone has, one number per column; changed in place.
-        is_new: there is no mean yet, and `last` is zero: the differences to it travel in full.
+        exchange: sends and receives.
+        last: the last mean, changed in place.
+        is_new: `last` is zero because there was no mean yet; the differences then travel in full precision.
     """
 
-    chunk_bytes: ClassVar[int] = 4 << 20  # while some travel, others are rounded and added up
+    chunk_bytes = 4 << 20  # small, so that rounding and adding overlap with communication
 
-    def __init__(self, wires: Wires, last: Tensor, *, is_new: bool) -> None:
-        self.wires = wires
+    def __init__(self, exchange: ColumnExchange, last: Tensor, *, is_new: bool) -> None:
+        self.exchange = exchange
         self.last = last
-        self._wire_dtype = last.dtype if is_new else torch.bfloat16
-        self._half: _Once | None = None
+        self._sent_dtype = last.dtype if is_new else torch.bfloat16
+        self._share_previous: Callable[[], Wait] | None = None
 
-    def __call__(self, rows: Tensor, columns: slice) -> Finish:
-        """Scatter the differences; meanwhile add up those of the chunk before, and spread their sums."""
-        last, wires = self.last[columns], self.wires
-        difference = summed(rows - last).div_(wires.size).to(self._wire_dtype)
-        shares = [balanced_share(len(difference), rank, wires.num_ranks) for rank in range(wires.num_ranks)]
-        mine, sizes = len(shares[wires.rank]), [len(share) for share in shares]
-        stage = torch.empty(wires.num_ranks, mine, dtype=self._wire_dtype, device=rows.device)
-        scattered = wires.start(stage, difference, [mine] * wires.num_ranks, sizes)
+    def start(self, rows: Tensor, columns: slice) -> Wait:
+        last, exchange, num_ranks = self.last[columns], self.exchange, self.exchange.num_ranks
+        difference = add_rows(rows - last).div_(exchange.size).to(self._sent_dtype)
+        sizes = [len(part) for part in balanced_ranges(len(difference), num_ranks)]
+        mine = sizes[exchange.rank]
+        parts = torch.empty(num_ranks, mine, dtype=self._sent_dtype, device=rows.device)
+        scattered = exchange.start_all_to_all(parts, difference, [mine] * num_ranks, sizes)
 
-        def spread() -> Finish:
-            total = summed(scattered().to(last.dtype))
-            return wires.start_spread(torch.empty_like(difference), total.to(self._wire_dtype), sizes)
+        @functools.cache
+        def share_sum() -> Wait:
+            total = add_rows(scattered().to(last.dtype))
+            return exchange.start_all_gather(torch.empty_like(difference), total.to(self._sent_dtype), sizes)
 
-        half = _Once(spread)
-        if self._half is not None:
-            self._half()
-        self._half = half
-        return lambda: last.add_(half()())
-
-
-class _Once:
-    """A function that is called the first time it is asked for, and remembers what it returned."""
-
-    def __init__(self, function: Callable[[], Finish]) -> None:
-        self._function = function
-        self._value: Finish | None = None
-
-    def __call__(self) -> Finish:
-        if self._value is None:
-            self._value = self._function()
-        return self._value
+        if self._share_previous is not None:
+            self._share_previous()  # while the differences of this chunk travel
+        self._share_previous = share_sum
+        return lambda: last.add_(share_sum()())
 
 
-def summed(rows: Tensor) -> Tensor:
-    """The sum of rows, added in their order, as a new row."""
+MeanReducer: TypeAlias = AllReduceMean | DifferenceMean
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """The sum of rows, added in their order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
     return total
 
 
-def mean_chunks(rows: Tensor, mean: Mean) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Chunk by chunk: the columns, the rows held here in float32 or better, and the mean of all members' rows.
+def mean_by_chunk(rows: Tensor, reducer: MeanReducer) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Chunk by chunk: the columns, the local rows in float32 or float64, and the mean row of all members.
 
-    Where the rows have that precision, the chunk is their own memory.
+    The local rows are a view where they have that precision, else a copy.
     """
     wide_dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-    width = mean.chunk_bytes // wide_dtype.itemsize
-    under_way: deque[tuple[slice, Tensor, Finish]] = deque()
+    width = reducer.chunk_bytes // wide_dtype.itemsize
+    under_way: deque[tuple[slice, Tensor, Wait]] = deque()
     for start in range(0, rows.shape[1], width):
         columns = slice(start, min(start + width, rows.shape[1]))
         wide = rows[:, columns].to(wide_dtype)
-        under_way.append((columns, wide, mean(wide, columns)))
-        if len(under_way) > CHUNKS_UNDER_WAY:
-            yield _finished(under_way)
-    while under_way:
-        yield _finished(under_way)
-
-
-def _finished(under_way: deque[tuple[slice, Tensor, Finish]]) -> tuple[slice, Tensor, Tensor]:
-    columns, wide, finish = under_way.popleft()
-    return columns, wide, finish()
+        under_way.append((columns, wide, reducer.start(wide, columns)))
+        is_last = columns.stop == rows.shape[1]
+        while len(under_way) > (0 if is_last else CHUNKS_UNDER_WAY):
+            columns, wide, wait = under_way.popleft()
+            yield columns, wide, wait()

@@ -1,4 +1,4 @@
-"""Starting worker processes on this machine, and ending them together."""
+"""Starts worker processes on this machine, and ends them together."""
 
 from __future__ import annotations
 
@@ -21,131 +21,127 @@ from typing import Any
 import torch.distributed as dist
 
 from papa.errors import LostError, PapaError, RunError
+from papa.group.collectives import disconnect
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.process import configure_process
 
-PATIENCE = datetime.timedelta(days=7)
-"""How long a worker waits for the others: one may have an epoch more to train. Deaths are noticed by the parent."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(days=7)
+"""How long a worker waits for the others, which may train much longer. The parent notices a worker that died."""
 
-FOR_THE_PARENT = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
-"""Signals that a terminal or a scheduler sends to all processes, and that the parent passes on in its own way."""
+PARENT_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+"""Signals that a terminal or a scheduler sends to all processes; only the parent handles them."""
 
-SECONDS_FOR_THE_CAUSE = 10.0
-"""How long the parent waits for the reason why a worker lost the others: they may still be about to tell."""
+CAUSE_TIMEOUT = 10.0
+"""Seconds that the parent waits, after a worker lost the connection, for another worker's error that caused it."""
 
 
 def start_workers(job: Callable[..., Any], num_workers: int, size: int, *arguments: Any) -> Any:
-    """Run `job(group, *arguments)` in that many processes of one thread each, and return what rank 0's returned.
+    """Run `job(group, *arguments)` in worker processes of one thread each, and return the value of rank 0.
 
-    When one fails, the others are ended and its error is raised here.
+    When one of them fails, the others are ended and its error is raised.
 
     Args:
         job: a function at the top level of a module, so that a new process can import it.
-        num_workers: how many processes.
-        size: the number of members of the population they hold together.
-        arguments: given to every one.
+        num_workers: the number of processes.
+        size: the number of members of the population that they hold.
+        arguments: passed to every job.
     """
     context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # which the first worker would start, letting signals through again
+    resource_tracker.ensure_running()  # else the first worker would start it, which unblocks the signals again
     with tempfile.TemporaryDirectory(prefix="papa-") as directory:
-        workers = []
+        processes, connections = [], []
         for rank in range(num_workers):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work, args=(there, directory, rank, num_workers, size, job, arguments), daemon=True
-            )
-            with _signals_held_back():
+            receiver, sender = context.Pipe(duplex=False)
+            arguments_of_rank = (sender, f"file://{directory}/rendezvous", rank, num_workers, size, job, arguments)
+            process = context.Process(target=_run_worker, args=arguments_of_rank, daemon=True)
+            with _block_signals():
                 process.start()
-            there.close()
-            workers.append((process, here))
+            sender.close()
+            processes.append(process)
+            connections.append(receiver)
         try:
-            answers = _answers(workers)
+            return _receive_all(connections)[connections[0]]
         finally:
-            for process, _ in workers:
+            for process in processes:
                 process.kill()
-            for process, _ in workers:
+            for process in processes:
                 process.join()
-    return next(value for rank, value in answers if rank == 0)
 
 
 @contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Workers inherit that interrupts and requests to end do not reach them: those are for the parent to pass on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)
+def _block_signals() -> Iterator[None]:
+    """Let the processes started in this block inherit that signals for the parent do not reach them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _answers(workers: list[Any]) -> list[tuple[int, Any]]:
-    """What every worker returned; the error of one that failed, rather than of one that lost it for that."""
-    waiting = [connection for _, connection in workers]
-    answers, lost = [], None
+def _receive_all(connections: list[Connection]) -> dict[Connection, Any]:
+    """The value of each worker; raises a worker's own error rather than the `LostError` of one that lost it."""
+    values: dict[Connection, Any] = {}
+    lost: LostError | None = None
+    waiting = list(connections)
     while waiting:
-        ready = multiprocessing.connection.wait(waiting, None if lost is None else SECONDS_FOR_THE_CAUSE)
+        ready = multiprocessing.connection.wait(waiting, None if lost is None else CAUSE_TIMEOUT)
         for connection in [connection for connection in waiting if connection in ready]:
             waiting.remove(connection)
             try:
-                answers.append(_answer(connection))
+                values[connection] = _receive(connection)
             except LostError as error:
                 lost = error
-        if lost is not None and not ready:
+        if not ready:
             break
     if lost is not None:
         raise lost
-    return answers
+    return values
 
 
-def _answer(connection: Connection) -> tuple[int, Any]:
+def _receive(connection: Connection) -> Any:
     try:
-        kind, rank, value = pickle.loads(connection.recv_bytes())
+        error, value = pickle.loads(connection.recv_bytes())
     except EOFError:
-        raise RunError("a worker process died without a word: was it killed, or out of memory?") from None
-    if kind == "error":
-        raise value
-    return rank, value
+        raise RunError("a worker process died without a message: was it killed, or out of memory?") from None
+    if error is not None:
+        raise error
+    return value
 
 
-def _send(connection: Connection, kind: str, rank: int, value: Any) -> None:
-    # By value: torch's own way to send tensors between processes needs the sender to stay alive.
-    connection.send_bytes(pickle.dumps((kind, rank, value)))
-
-
-def _end_with_parent() -> None:
-    """Leave at once when the process that started us is gone, so that nobody trains on for no one."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _work(
+def _run_worker(
     connection: Connection,
-    directory: str,
+    init_method: str,
     rank: int,
     num_workers: int,
     size: int,
     job: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_PARENT)  # as inherited, but for a tracker started meanwhile
+    signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # inherited, unless a resource tracker was started since
     configure_process()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Workers of one machine talk over loopback, whatever the machine's name resolves to.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # Workers of one machine use the loopback interface, whatever the name of the machine resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=num_workers, timeout=PATIENCE
+            "gloo", init_method=init_method, rank=rank, world_size=num_workers, timeout=COLLECTIVE_TIMEOUT
         )
         value = job(SharedMemoryGroup(size), *arguments)
         dist.barrier()
-        _send(connection, "value", rank, value)
+        # Pickled here: torch would send tensors by shared memory, for which the sender must stay alive.
+        message = pickle.dumps((None, value))
     except PapaError as error:
-        _send(connection, "error", rank, error)
+        message = pickle.dumps((error, None))
     except BaseException:
-        _send(connection, "error", rank, RunError(f"worker {rank} failed:\n{traceback.format_exc()}"))
-    finally:
-        connection.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        message = pickle.dumps((RunError(f"worker {rank} failed:\n{traceback.format_exc()}"), None))
+    connection.send_bytes(message)
+    connection.close()
+    disconnect()
+
+
+def _exit_with_parent() -> None:
+    """Exit when the process that started this one is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)

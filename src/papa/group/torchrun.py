@@ -1,4 +1,4 @@
-"""Being one of the processes that `torchrun` started, on this machine and perhaps on others."""
+"""Connects the processes that torchrun started, on one or more machines."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from torch.distributed.rendezvous import rendezvous
 
 from papa.errors import ConfigError, RunError
 from papa.group.base import Group
+from papa.group.collectives import all_gather_object, disconnect
 from papa.group.distributed import DistributedGroup
-from papa.group.plainly import plainly
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.process import configure_process
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells each process it starts."""
+"""The environment variables that torchrun sets."""
 
-PATIENCE_TO_MEET = datetime.timedelta(minutes=2)
+RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=2)
 """How long processes wait for each other at the start."""
 
-PATIENCE = datetime.timedelta(minutes=30)
-"""How long a process waits for another that neither answers nor is gone; one that died is noticed at once."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a process waits for one that does not answer; a process that died is noticed at once."""
 
 
 def rank_of_torchrun(environment: Mapping[str, str] = os.environ) -> int | None:
-    """This process's number among those that torchrun started; None when it did not start this one.
-
-    Raises a `ConfigError` that names what is missing when only a part of what torchrun tells is there.
+    """The rank that torchrun gave to this process; None when torchrun did not start it.
 
     Example:
         >>> rank_of_torchrun({}) is None
         True
         >>> rank_of_torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
         1
+
+    Raises:
+        ConfigError: some variables of torchrun are missing or invalid.
     """
     if not environment.keys() & {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}:
         return None
@@ -64,110 +65,104 @@ def rank_of_torchrun(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 class Torchrun:
-    """The processes of one torchrun, connected.
+    """The connected processes of one torchrun.
 
     Args:
-        exchange: how numbers travel; see `papa.group.EXCHANGES`.
+        exchange: how weights travel; see `papa.group.EXCHANGES`.
     """
 
     def __init__(self, exchange: str = "exact") -> None:
         self.exchange = exchange
         _connect()
-        with plainly("comparing notes"):
-            pairs: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-            dist.all_gather_object(pairs, (_name_of(os.getppid()), _name_of(os.getpid())))
+        pairs = all_gather_object((_process_name(os.getppid()), _process_name(os.getpid())))
         self.names = {
             "agents": sorted({agent for agent, _ in pairs}),
             "processes": sorted(process for _, process in pairs),
         }
-        """Who these processes are, and the agents of torchrun, which start them and outlive them; a JSON value."""
+        """Names of these processes, and of torchrun's agents, which start them and outlive them; a JSON value."""
 
     def is_restart_of(self, names: Mapping[str, Any]) -> bool:
-        """Whether this torchrun started the processes that had these `names`, and has started all anew since.
+        """Whether the processes with these `names` were started by the same torchrun, and all restarted since.
 
-        It does so when one of them died, and when a machine came or went, which it does not count as a restart.
+        torchrun restarts all processes when one died, and, without counting it as a restart, when a machine joins.
         """
         same = {key: set(self.names[key]) & set(names.get(key, ())) for key in self.names}
         return bool(same["agents"]) and not same["processes"]
 
     def group(self, size: int) -> Group:
-        """What holds a population of `size`: one mapping where torchrun runs on one machine, else each its own rows."""
-        on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        if on_one_machine and self.exchange == "exact":
+        """The group for a population of `size`: shared memory on one machine, where the exchange is exact."""
+        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        if is_one_machine and self.exchange == "exact":
             return SharedMemoryGroup(size)
-        spread = DistributedGroup(exchange=self.exchange)
-        spread.share(size)
-        return spread
+        group = DistributedGroup(exchange=self.exchange)
+        group.local_range(size)  # raises where there are more ranks than members
+        return group
 
 
-def _name_of(process: int) -> str:
-    """A process's name that no other ever had: its host, its number, and where that can be known, when it began."""
+def _process_name(process: int) -> str:
+    """A unique name: host, process id and, on Linux, the start time, since ids are reused."""
     try:
-        began = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
-        began = ""
-    return f"{socket.gethostname()} {process} {began}".strip()
+        started = ""
+    return f"{socket.gethostname()} {process} {started}".strip()
 
 
 def _connect() -> None:
     if dist.is_initialized():
         return
     configure_process()
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    with _at_the_meeting_point(address):
-        store, rank, num_ranks = next(rendezvous("env://", timeout=PATIENCE_TO_MEET))
-        store.set_timeout(PATIENCE_TO_MEET)
+    with _rendezvous_errors(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
+        store, rank, num_ranks = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+        store.set_timeout(RENDEZVOUS_TIMEOUT)
         store = PrefixStore(agree_on_session(store, rank, num_ranks), store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        backend = "gloo"
         if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
-    atexit.register(_disconnect)
-
-
-def _disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
+    atexit.register(disconnect)
 
 
 def agree_on_session(store: Store, rank: int, num_ranks: int) -> str:
-    """A name that the processes of this start share with no earlier one.
+    """A key prefix that the processes of this start share with no earlier start.
 
-    torchrun's store outlives its processes, and what they left there would lead new ones to addresses where nobody is.
-    So every process greets with a word of its own, and rank 0 answers each greeting it finds with the new name. Only a
-    rank 0 that is alive answers a new word.
+    torchrun's store outlives its processes, and would send new processes to the addresses of old ones. So every
+    process stores a random token, and rank 0 answers each token with the prefix. No rank 0 of an earlier start can
+    answer a new token.
     """
     if rank == 0:
         session = uuid.uuid4().hex
-        waiting, deadline = set(range(1, num_ranks)), time.monotonic() + PATIENCE_TO_MEET.total_seconds()
+        waiting, deadline = set(range(1, num_ranks)), time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
         while waiting:
             for other in waiting:
-                if store.check([f"greeting/{other}"]):
-                    store.set(f"answer/{store.get(f'greeting/{other}').decode()}", session)
-            waiting = {other for other in waiting if not store.check([f"{session}/here/{other}"])}
+                if store.check([f"token/{other}"]):
+                    store.set(f"answer/{store.get(f'token/{other}').decode()}", session)
+            waiting = {other for other in waiting if not store.check([f"{session}/ready/{other}"])}
             if waiting and time.monotonic() > deadline:
-                raise RuntimeError(f"rank {min(waiting)} did not come within {PATIENCE_TO_MEET}")
+                raise RunError(
+                    f"rank {min(waiting)} did not connect within {RENDEZVOUS_TIMEOUT.total_seconds():g} seconds: are "
+                    "all processes started, and can their machines reach this one?"
+                )
             time.sleep(0.02)
         return session
-    word = uuid.uuid4().hex
-    store.set(f"greeting/{rank}", word)
-    session = str(store.get(f"answer/{word}").decode())
-    store.set(f"{session}/here/{rank}", "")
+    token = uuid.uuid4().hex
+    store.set(f"token/{rank}", token)
+    session = str(store.get(f"answer/{token}").decode())
+    store.set(f"{session}/ready/{rank}", "")
     return session
 
 
 @contextlib.contextmanager
-def _at_the_meeting_point(address: str) -> Iterator[None]:
+def _rendezvous_errors(address: str, port: str) -> Iterator[None]:
+    """Raise a `RunError` where processes cannot connect."""
     try:
         yield
-    except (RuntimeError, ValueError, dist.DistError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except (RuntimeError, ValueError) as error:
+        message = (
+            f"cannot connect to the other processes at {address}:{port}: are all of them started, and can this machine "
+            "reach that address?"
+        )
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise RunError(
-                f"port {address.rpartition(':')[2]} is in use: choose another with torchrun --master-port (or "
-                f"MASTER_PORT) ({reason})"
-            ) from error
-        raise RunError(
-            f"cannot meet the other processes at {address}: are all of them started, and can this machine reach that "
-            f"address? ({reason})"
-        ) from error
+            message = f"port {port} is in use: choose another with torchrun --master-port, or MASTER_PORT"
+        raise RunError(message) from error

@@ -179,7 +179,7 @@ def similarity_of(
     local = [model for member, model in zip(population.members, population, strict=True) if member in members]
 
     def gather(features: list[Features]) -> list[Features]:
-        return [*population.group.gather(features[:-1]), features[-1]]  # every process has the soup
+        return [*population.group.all_gather(features[:-1]), features[-1]]  # every process has the soup
 
     found = feature_similarity([*local, soup], batches, layers, gather=gather)
     size = len(members)

@@ -48,14 +48,14 @@ class CandidateScorer:
     def candidate_losses(self, rows: Tensor, candidates: Sequence[int]) -> list[float]:
         """The losses of the networks that rows of weights would make; each process scores its share."""
         population, group = self.training.population, self.training.group
-        mine, losses = group.share(len(rows)), []
+        mine, losses = group.local_range(len(rows)), []
         statistics = self._parent_statistics() if self.repairs else []
         for number, (row, candidate) in enumerate(zip(rows, candidates, strict=True)):
             tensors = population.combined(row)
             if number in mine:
                 network = self._make_child(tensors, row, candidate, statistics)
                 losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
-        return group.gather(losses)
+        return group.all_gather(losses)
 
     def survivors(self, children: Sequence[int | None]) -> None:
         """Give each member the noise of the child it becomes; parents that survive get none."""
@@ -69,7 +69,7 @@ class CandidateScorer:
         if step != now:
             batches = self.training.batches.plain_repair()
             local = [layer_statistics(model, batches) for model in self.training.population]
-            self._statistics = now, statistics = now, self.training.group.gather(local)
+            self._statistics = now, statistics = now, self.training.group.all_gather(local)
         return statistics
 
     @torch.no_grad()

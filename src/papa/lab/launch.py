@@ -125,10 +125,10 @@ def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
     is_finished = run.is_finished
     if not spec.resume:
         run.check_free(overwrite=spec.overwrite)  # all see the same directory, so all raise
-    group.wait()  # nobody writes before everybody has looked
+    group.barrier()  # nobody writes before everybody has looked
     if spec.resume and is_finished:
         return _finished_result(spec)
-    with run.lock() if group.leads else contextlib.nullcontext(), stop_flag(stop) as flag:
+    with run.lock() if group.is_leader else contextlib.nullcontext(), stop_flag(stop) as flag:
         return run_in_group(group, spec, flag, on_begin=partial(write_json, run.torchrun, processes.names))
 
 
@@ -136,20 +136,20 @@ def _check_shared(path: Path, group: Group) -> None:
     """Raise unless all processes see the same file system."""
     mark = path.absolute().parent / f".{path.name}.shared"
     problem = ""
-    if group.leads:
+    if group.is_leader:
         try:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError as error:
             problem = f"cannot write to {mark.parent}: {error.strerror or error}"
-    group.wait()
+    group.barrier()
     if not problem and not mark.exists():
         problem = (
             f"a process does not see what rank 0 wrote to {mark.parent}: the run directory must be on a file system "
             "that all machines share"
         )
-    problems = [found for found in group.gather([problem] * len(group.share(group.num_ranks))) if found]
-    if group.leads:
+    problems = [found for found in group.all_gather([problem] * len(group.local_range(group.num_ranks))) if found]
+    if group.is_leader:
         mark.unlink(missing_ok=True)
     if problems:
         raise RunError(problems[0])
@@ -180,17 +180,17 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
     """
     config, run = spec.config, spec.run
     continues = spec.resume and run.holds_run
-    group.wait()  # nobody writes before everybody has looked
+    group.barrier()  # nobody writes before everybody has looked
     if continues:
         _check_same(config, Config.from_json(run.read_config()), spec.path)
     images = images_for(config)
     training = build(config, group, images)  # errors show before anything is written or removed
     notices = _resume(config, run, training) if continues else []
     if not continues:
-        if group.leads:
+        if group.is_leader:
             run.create(config.to_json(), overwrite=spec.overwrite)
-        group.wait()
-    if on_begin is not None and group.leads:
+        group.barrier()
+    if on_begin is not None and group.is_leader:
         on_begin()
     options = spec.checkpoints
     with contextlib.ExitStack() as stack:
@@ -205,7 +205,7 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
         )
         recorder = Recorder(run, writer, config, minutes=options.minutes, stop=stop, notices=notices)
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
-        if spec.make_callback is not None and group.leads:
+        if spec.make_callback is not None and group.is_leader:
             callbacks.append(stack.enter_context(spec.make_callback()))
         training.run(callbacks)
         recorder.finish(training)
@@ -248,12 +248,12 @@ def _resume(config: Config, run: RunDirectory, training: Training) -> list[str]:
                 f"the options in its config.json:\n{listing}"
             )
         notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
-    if training.group.leads:
+    if training.group.is_leader:
         run.make_directories()
         run.rewind_metrics(None if found.state is None else found.state["metrics"])
         for path in found.damaged:
             discard(path)
-    training.group.wait()
+    training.group.barrier()
     return [*notices, *(f"{error}; continuing from step {training.step}" for error in found.damaged.values())]
 
 
@@ -268,7 +268,7 @@ def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
 def _finish(config: Config, run: RunDirectory, training: Training, card: dict[str, Any]) -> dict[str, Any]:
     """Make soups, score everything, and write networks, result and report."""
     outcome = finalize_run(training, config)
-    if outcome.analysis is not None and training.group.leads:
+    if outcome.analysis is not None and training.group.is_leader:
         for kind, found in outcome.analysis.to_json().items():
             run.log({"event": kind, "step": training.step, **found})
     for member, network in zip(training.members, training.population, strict=True):
@@ -283,14 +283,14 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: dict[st
         "environment": environment(training),
         **outcome.to_json(),
         "num_averagings": training.averager.num_averagings,
-        "communication": communication(run.read_metrics()) if training.group.leads else None,
+        "communication": communication(run.read_metrics()) if training.group.is_leader else None,
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
         "paper_details": paper_details(config),
         "paper_soups": paper_soups(config),
     }
-    training.group.wait()
-    if training.group.leads:
+    training.group.barrier()
+    if training.group.is_leader:
         _write_result(run, training, outcome, result)
     return result
 

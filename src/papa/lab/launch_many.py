@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.group import Group, rank_of_torchrun, start_workers
-from papa.lab.packages import missing_package
 from papa.lab.launch import RunSpec, execute
+from papa.lab.packages import missing_package
 from papa.lab.signals import watching_signals
 
 Outcome: TypeAlias = "dict[str, Any] | PapaError"
@@ -108,7 +108,7 @@ def _execute_next(group: Group, runs: Sequence[RunSpec], num_taken: Any, stop: A
             yield index
 
     outcomes = _execute_each([replace(spec, workers=1) for spec in runs], indices(), stop)
-    return {index: outcome for part in group.gather([outcomes]) for index, outcome in part.items()}
+    return {index: outcome for part in group.all_gather([outcomes]) for index, outcome in part.items()}
 
 
 def _execute_each(runs: Sequence[RunSpec], indices: Iterable[int], stop: Any) -> dict[int, Outcome]:

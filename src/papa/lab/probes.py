@@ -84,7 +84,7 @@ class MergeProbes(Callback):
             self._log(training, event, {"scores": self._score(training)})
 
     def _log(self, training: Training, event: Event, scores: Mapping[str, list[float]]) -> None:
-        if training.group.leads:
+        if training.group.is_leader:
             data = "validation" if training.data.test is None else "test"
             self.log({**event, "data": data, **scores})
 

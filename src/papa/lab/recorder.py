@@ -97,7 +97,7 @@ class Recorder(Saver):
             raise RunError(
                 f"{self.run.path} was asked to stop at step {training.step}, but {describe_failure(failure)}"
             )
-        training.group.wait()  # nobody leaves while somebody still writes
+        training.group.barrier()  # nobody leaves while somebody still writes
         raise StoppedError(
             f"stopped at step {training.step} of {training.length.num_steps}, and saved; continue with: papa resume "
             f"{self.run.path}"
@@ -110,7 +110,7 @@ class Recorder(Saver):
             raise RunError(f"training is done, but {self._log_error}; free some space and continue with --resume")
 
     def _log(self, training: Training, event: Mapping[str, Any]) -> None:
-        if not training.group.leads:
+        if not training.group.is_leader:
             return
         error = self.run.log(event)
         if error is not None and self._log_error is None:

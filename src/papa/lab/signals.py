@@ -1,4 +1,4 @@
-"""Hearing that a run is to stop: the first signal is noted where all its processes see it, the second ends it."""
+"""Signals that stop a run: the first sets a flag that all its processes see, the second ends the run at once."""
 
 from __future__ import annotations
 
@@ -6,50 +6,30 @@ import contextlib
 import multiprocessing
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 
 @contextlib.contextmanager
 def stop_flag(stop: Any) -> Iterator[Any]:
-    """What notes signals: the given one, to which somebody else listens, or a new one."""
+    """The flag that a signal sets: `stop`, or, if that is None, a new one that is set while the block runs."""
     if stop is not None:
         yield stop
         return
-    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # one number that all processes see
+    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # an integer in shared memory
     with watching_signals(stop):
         yield stop
 
 
 @contextlib.contextmanager
-def leaving() -> Iterator[None]:
-    """Leave on SIGTERM as on SIGINT, by an exception: what was begun and must not stay is cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
 def watching_signals(stop: Any) -> Iterator[None]:
-    """Note the first SIGINT, SIGTERM or SIGHUP in `stop.value`; leave at once on the second.
+    """Store the number of the first SIGINT, SIGTERM or SIGHUP in `stop.value`, and exit on the second.
 
-    Who ignores SIGHUP, as under `nohup`, goes on ignoring it.
+    A SIGHUP that is ignored, as under `nohup`, stays ignored.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may listen
-        return
 
-    def note(number: int, _: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         if stop.value:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         stop.value = number
@@ -57,7 +37,26 @@ def watching_signals(stop: Any) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
+    with _handler(handle, numbers):
+        yield
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Exit on SIGTERM by an exception, as on SIGINT, so that `finally` blocks run."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handler(handle, [signal.SIGTERM]):
+        yield
+
+
+@contextlib.contextmanager
+def _handler(handle: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Handle signals in this block; nothing happens outside the main thread, where Python permits no handlers."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handle) for number in numbers if is_main_thread}
     try:
         yield
     finally:

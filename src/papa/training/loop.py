@@ -65,7 +65,7 @@ class Training:
         self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
         self.device = find_device(settings.device)
         self.group = group if group is not None else LocalGroup()
-        self.members = self.group.share(settings.num_members)
+        self.members = self.group.local_range(settings.num_members)
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
         self.optimizers = [settings.make_optimizer(model) for model in self.population]
         self.scalers = [self._make_scaler() for _ in self.members]
@@ -274,7 +274,7 @@ class Training:
             epoch=self.epoch,
             step=self.step,
             lr=float(self.optimizers[0].param_groups[0]["lr"]),
-            losses=self.group.gather(losses),
+            losses=self.group.all_gather(losses),
             validation=self._epoch_scores(self.data.validation, soup),
             test=None if test is None else self._epoch_scores(test, soup),
             distances=self.population.distances().tolist(),
@@ -296,7 +296,7 @@ class Training:
         """Score every member of the whole population, or of another one on the same processes, and their ensemble."""
         population = self.population if population is None else population
         members, ensemble = self.evaluate(
-            list(population), source, gather=self.group.gather, ensemble_of=population.active
+            list(population), source, gather=self.group.all_gather, ensemble_of=population.active
         )
         nothing = Evaluation(math.nan, math.nan)
         scores = [nothing if member in population.dropped else found for member, found in enumerate(members)]

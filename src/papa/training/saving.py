@@ -112,7 +112,7 @@ class Saver(Callback):
             num_steps = int(SECONDS_BETWEEN_SYNCS / max(seconds_per_step, 1e-6))
             num_steps = max(1, min(num_steps, 2 * (training.step - self._synced_step)))
         local = (self.should_stop(), now - self._saved_at >= self.seconds_between, num_steps)
-        everyone = training.group.gather([local] * len(training.members))
+        everyone = training.group.all_gather([local] * len(training.members))
         self._synced_at, self._synced_step = now, training.step
         self._next_sync = training.step + everyone[0][2]
         return any(stop for stop, _, _ in everyone), everyone[0][1]
@@ -170,7 +170,7 @@ def resume_(training: Training, directory: Path, check: Callable[[Path, Mapping[
     for _, path in reversed(checkpoints(directory)):
         state, error = _load_(training, path, check)
         # One process's file may be damaged and another's not.
-        errors = [other for other in training.group.gather([error] * len(training.members)) if other is not None]
+        errors = [other for other in training.group.all_gather([error] * len(training.members)) if other is not None]
         if not errors:
             found.state = state
             return found

@@ -79,7 +79,7 @@ def build(config: Config, group: Group | None = None, images: ImageSet | None = 
         images: the data set of the config, if it was loaded already.
     """
     config.check()
-    device = (group or LocalGroup()).place(find_device(config.device, option="--device"))
+    device = (group or LocalGroup()).local_device(find_device(config.device, option="--device"))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where tensors from other processes arrive
     images = images_for(config) if images is None else images

@@ -1,4 +1,4 @@
-"""What the ranks of the tests between machines do; in a module of its own, so that new processes can import it."""
+"""Jobs that ranks run in the tests of `DistributedGroup` and torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import group_jobs
+from group_jobs import make_mlp, message_of, states_of
 from helpers import small_training
 from papa import (
     AlignMerges,
@@ -42,7 +42,7 @@ from papa import (
 )
 from papa.checkpoint import read_json, write_json
 from papa.cli.main import main
-from papa.errors import PapaError
+from papa.errors import LostError
 from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup, background
 from papa.lab import launch
 from papa.lab.config import AverageConfig, Config
@@ -55,7 +55,7 @@ from papa.training import Align
 SIZE = 5
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
 WIDTHS = (1, 37, 9_001)
-"""In cache lines: from fewer blocks than ranks to a block and a bit."""
+"""In cache lines: from fewer blocks than ranks to more than one block."""
 MANY_ROUNDS = 50_003
 SCALES = (0.0, 100.0)
 SOUPS = {"mean": [0.2] * 5, "one": [0.0, 0.0, 0.0, 1.0, 0.0], "two": [0.25, 0.0, 0.75, 0.0, 0.0]}
@@ -83,9 +83,9 @@ def rows_of(members: range, num_columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
-    """Every operation of a group on matrices of many shapes and dtypes; the whole population's result comes back."""
-    mine = group.share(SIZE)
-    if uneven and isinstance(group, DistributedGroup):  # the first rank gives members away
+    """Every operation of a group on matrices of many shapes and dtypes, with the results of the whole population."""
+    mine = group.local_range(SIZE)
+    if uneven and isinstance(group, DistributedGroup):
         mine = range(0, 1) if group.rank == 0 else range(1, SIZE)
     found: dict[str, Any] = {}
     for dtype, lines in [*itertools.product(DTYPES, WIDTHS), (torch.float32, MANY_ROUNDS)]:
@@ -97,11 +97,11 @@ def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
                 continue
             rows.copy_(start)
             group.mix_(rows, matrix)
-            found[f"{dtype} {lines} {name}"] = group.gather([digest(row) for row in rows])
+            found[f"{dtype} {lines} {name}"] = group.all_gather([digest(row) for row in rows])
         rows.copy_(start)
         for name, weights in SOUPS.items():
             found[f"{dtype} {lines} {name}"] = digest(group.combine(rows, torch.tensor(weights, dtype=torch.float64)))
-        found[f"{dtype} {lines} begun"] = digest(
+        found[f"{dtype} {lines} started"] = digest(
             group.begin_mean(rows, rows.clone(), mixing.soup_row(SIZE, range(SIZE)))()
         )
         if not dtype.is_complex:
@@ -113,43 +113,31 @@ def digest(row: Tensor) -> str:
     return hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def spread_operations(group: SharedMemoryGroup) -> dict[str, Any]:
+def distributed_operations(group: SharedMemoryGroup) -> dict[str, Any]:
     found = operations(DistributedGroup())
     if group.num_ranks == 2:
         found.update({f"uneven {name}": value for name, value in operations(DistributedGroup(), uneven=True).items()})
     return found
 
 
-def march_spread(group: SharedMemoryGroup) -> dict[str, Any]:
-    return group_jobs.march(DistributedGroup())
-
-
-def delayed_march(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
-    """A push that lands later, on members that move on their own in between; perhaps saved and loaded on the way."""
-    population = Population([group_jobs.make_member(member) for member in group.share(SIZE)], group)
+def delayed_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
+    """Delayed pushes of members that move in between; optionally saved and loaded on the way."""
+    population = Population([group_jobs.make_member(member) for member in group.local_range(SIZE)], group)
     averager = Averager(population, Push(alpha=0.7, every_steps=5, delay=2))
     logs = []
     for step in range(1, 19):
-        for index, member in enumerate(population.members):
-            generator = torch.Generator().manual_seed(100 * step + member)
-            with torch.no_grad():
-                for parameter in population[index].parameters():
-                    parameter += torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        group_jobs.add_noise_(population, step)
         logs.append(averager.step())
         if step == save_at:
             state = averager.state_dict()
             averager = Averager(population, averager.rule)
             averager.load_state_dict(state)
-    return {"states": group.gather([net.state_dict() for net in population]), "logs": logs}
-
-
-def delayed_spread(group: SharedMemoryGroup) -> dict[str, Any]:
-    return delayed_march(DistributedGroup())
+    return {"states": states_of(population), "logs": logs}
 
 
 def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
-    """A few pushes of members that drift, then a merge; the means of every rank come back."""
-    population = Population([nn.Linear(300, 200) for _ in group.share(SIZE)], group)
+    """A few pushes of members that move in between, then a merge."""
+    population = Population([nn.Linear(300, 200) for _ in group.local_range(SIZE)], group)
     for index, member in enumerate(population.members):
         generator = torch.Generator().manual_seed(member)
         with torch.no_grad():
@@ -167,19 +155,19 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
             population = Population(copy.deepcopy(list(population)), group)
             averager = Averager(population, averager.rule, measure=False)
             averager.load_state_dict(state)
-    pushed = group.gather([net.weight.detach().clone() for net in population])
+    pushed = group.all_gather([net.weight.detach().clone() for net in population])
     Averager(population, MergeAll(every_steps=1)).step()
-    merged = group.gather([net.weight.detach().clone() for net in population])
+    merged = group.all_gather([net.weight.detach().clone() for net in population])
     return {"pushed": pushed, "merged": merged, "bytes": log.bytes}
 
 
-def spread_fast_pushes(group: SharedMemoryGroup) -> dict[str, dict[str, Any]]:
+def pushes_by_exchange() -> dict[str, dict[str, Any]]:
     found = {exchange: fast_pushes(DistributedGroup(exchange=exchange)) for exchange in ("exact", "fast", "bfloat16")}
     return found | {"bfloat16, resumed": fast_pushes(DistributedGroup(exchange="bfloat16"), save_at=1)}
 
 
 def half_precision_bytes() -> dict[str, int]:
-    """What a push of float16 sends; the first with bfloat16 travels in full."""
+    """The bytes that a push of float16 weights sends; not the first, which `bfloat16` sends in full precision."""
     found = {}
     for exchange in ("fast", "bfloat16"):
         population = Population([nn.Linear(300, 200, dtype=torch.float16)], DistributedGroup(exchange=exchange))
@@ -188,8 +176,8 @@ def half_precision_bytes() -> dict[str, int]:
     return found
 
 
-def after_a_number_that_is_not_finite() -> list[float]:
-    """Members that were poisoned and given new weights, merged again: the same member number on every rank."""
+def merge_after_nonfinite() -> list[float]:
+    """Merges of finite, non-finite and again finite members, by differences to the last mean."""
     net = nn.Linear(3, 2)
     population = Population([net], DistributedGroup(exchange="bfloat16"))
     averager = Averager(population, MergeAll(every_steps=1), measure=False, on_nonfinite=None)
@@ -201,16 +189,11 @@ def after_a_number_that_is_not_finite() -> list[float]:
     return found
 
 
-def make_matchable(member: int) -> nn.Module:
-    torch.manual_seed(member)
-    return nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
-
-
-def matched_and_repaired(group: Group) -> dict[str, Any]:
-    """What looks at several members at once, in a script of one's own: REPAIR, alignment, soups, the ensemble."""
+def repair_and_align(group: Group) -> dict[str, Any]:
+    """Everything that reads several members at once: REPAIR, alignment, soups and the ensemble."""
     torch.manual_seed(0)
     batches = [torch.randn(16, 5) for _ in range(2)]
-    population = Population([make_matchable(member) for member in group.share(SIZE)], group)
+    population = Population([make_mlp(member) for member in group.local_range(SIZE)], group)
     groups, found = symmetries(population[0], batches[0]), group_jobs.align(group)
     found["ensemble"] = Ensemble(population)(batches[0]).detach()
     soup = average_soup(population)
@@ -224,23 +207,23 @@ def matched_and_repaired(group: Group) -> dict[str, Any]:
     for rule in (MergePairs(every_steps=1), MergeAll(every_steps=1)):
         hooks = [AlignMerges(batches, symmetries=groups), RepairMerges(lambda member: batches)]
         Averager(population, rule, merge_hooks=hooks).step()
-        found[type(rule).__name__] = group.gather([copy.deepcopy(net.state_dict()) for net in population])
+        found[type(rule).__name__] = group.all_gather([copy.deepcopy(net.state_dict()) for net in population])
         for index, member in enumerate(population.members):
-            population[index].load_state_dict(make_matchable(member).state_dict())
+            population[index].load_state_dict(make_mlp(member).state_dict())
     alignments = align_all_(population, batches, symmetries=groups)
-    found["aligned"] = group.gather([net.state_dict() for net in population])
-    found["alignments"] = group.gather([(one.before, one.after, one.permutations) for one in alignments])
+    found["aligned"] = states_of(population)
+    found["alignments"] = group.all_gather([(one.before, one.after, one.permutations) for one in alignments])
     return found
 
 
-def harvested(group: Group) -> dict[str, Any]:
-    """Two whole trainings and all that is made of them: members that never met, and members that merged."""
+def train_and_finalize(group: Group) -> dict[str, Any]:
+    """A training of independent members and one with merges, and all results of both."""
     found: dict[str, Any] = {}
     for name, rule, align in (
-        ("apart", Independent(), None),
+        ("independent", Independent(), None),
         ("merged", MergeAll(every_steps=5), Align(num_batches=2)),
     ):
-        training = small_training(rule=rule, align=align, num_members=4, group=group_jobs.fresh(group))
+        training = small_training(rule=rule, align=align, num_members=4, group=group_jobs.new_group(group))
         training.run()
         before = [copy.deepcopy(net.state_dict()) for net in training.population]
         average = AverageConfig(align_soups=True, align_batches=2)
@@ -249,10 +232,10 @@ def harvested(group: Group) -> dict[str, Any]:
             **{key: value for key, value in outcome.to_json().items() if key != "seconds"},
             "soup": outcome.training.average_soup.state_dict(),
             "greedy": outcome.training.greedy.network.state_dict(),
-            "states": group.gather([net.state_dict() for net in training.population]),
-            "unchanged": group.gather(
+            "states": states_of(training.population),
+            "unchanged": group.all_gather(
                 [
-                    group_jobs.same(state, net.state_dict())
+                    group_jobs.identical(state, net.state_dict())
                     for state, net in zip(before, training.population, strict=True)
                 ]
             ),
@@ -260,10 +243,10 @@ def harvested(group: Group) -> dict[str, Any]:
     return found
 
 
-def one_sick(group: Group) -> dict[str, str]:
-    """A member that cannot be looked at is everyone's error, wherever it lives; nobody waits for its process."""
+def nonfinite_member_errors(group: Group) -> dict[str, str]:
+    """The errors about a non-finite member, which all ranks must raise, so that none waits for the others."""
     batches = [torch.randn(16, 5, generator=torch.Generator().manual_seed(0))]
-    population = Population([make_matchable(member) for member in group.share(SIZE)], group)
+    population = Population([make_mlp(member) for member in group.local_range(SIZE)], group)
     groups = symmetries(population[0], batches[0])
     for index, member in enumerate(population.members):
         if member == SIZE - 1:
@@ -285,29 +268,31 @@ def one_sick(group: Group) -> dict[str, str]:
     }
 
 
-def everything(group: SharedMemoryGroup) -> dict[str, Any]:
-    """All of the above in one start of the processes."""
+def run_distributed(group: SharedMemoryGroup) -> dict[str, Any]:
+    """All of the above, in processes that are started once."""
     return {
-        "operations": spread_operations(group),
-        "march": march_spread(group),
-        "delayed": delayed_spread(group),
-        "delayed, shared": delayed_march(group),
-        "delayed, resumed": delayed_march(DistributedGroup(), save_at=11),
-        "delayed, bfloat16": delayed_march(DistributedGroup(exchange="bfloat16")),
-        "delayed, bfloat16, resumed": delayed_march(DistributedGroup(exchange="bfloat16"), save_at=10),
+        "operations": distributed_operations(group),
+        "rules": group_jobs.apply_every_rule(DistributedGroup()),
+        "delayed": delayed_pushes(DistributedGroup()),
+        "delayed, shared": delayed_pushes(group),
+        "delayed, resumed": delayed_pushes(DistributedGroup(), save_at=11),
+        "delayed, bfloat16": delayed_pushes(DistributedGroup(exchange="bfloat16")),
+        "delayed, bfloat16, resumed": delayed_pushes(DistributedGroup(exchange="bfloat16"), save_at=10),
         "half precision": half_precision_bytes(),
-        "not finite": after_a_number_that_is_not_finite(),
-        "fast": spread_fast_pushes(group),
-        "matched": matched_and_repaired(DistributedGroup()),
-        "harvested": harvested(DistributedGroup()),
-        "one sick": one_sick(DistributedGroup()),
-        "bfloat16": {scale: bfloat16_pushes(DistributedGroup(exchange="bfloat16"), scale, 40) for scale in SCALES},
-        "names": named_errors(),
+        "nonfinite": merge_after_nonfinite(),
+        "pushes": pushes_by_exchange(),
+        "aligned": repair_and_align(DistributedGroup()),
+        "training": train_and_finalize(DistributedGroup()),
+        "nonfinite errors": nonfinite_member_errors(DistributedGroup()),
+        "bfloat16 errors": {
+            scale: bfloat16_errors(DistributedGroup(exchange="bfloat16"), scale, 40) for scale in SCALES
+        },
+        "mismatch errors": mismatch_errors(),
     }
 
 
-def named_errors() -> dict[str, str]:
-    """What is said to those who ask for what cannot be."""
+def mismatch_errors() -> dict[str, str]:
+    """The errors where ranks disagree, or a group is impossible."""
     rank, world = dist.get_rank(), dist.group.WORLD
     names = ("one", "two") if rank == 0 else ("two", "one")
     order = torch.channels_last if rank else torch.contiguous_format
@@ -315,9 +300,11 @@ def named_errors() -> dict[str, str]:
     def disagree_on(rule: Push, **options: Any) -> str:
         return message_of(lambda: Averager(Population([nn.Linear(3, 2)], world), rule, **options))
 
-    def push_at(lr_ratio: float, sick: str | None, delay: int) -> str:
+    def push_at(lr_ratio: float, on_nonfinite: str | None, delay: int) -> str:
         averager = Averager(
-            Population([nn.Linear(3, 2)], world), Push(alpha=0.99, every_steps=3, delay=delay), on_nonfinite=sick
+            Population([nn.Linear(3, 2)], world),
+            Push(alpha=0.99, every_steps=3, delay=delay),
+            on_nonfinite=on_nonfinite,
         )
         averager.step(lr_ratio), averager.step(lr_ratio)
         return message_of(lambda: averager.step(lr_ratio))
@@ -333,70 +320,70 @@ def named_errors() -> dict[str, str]:
         "cadence": disagree_on(Push(alpha=0.99, every_steps=10 + rank)),
         "steps": disagree_on(Push(alpha=0.99), num_steps=100 + rank),
         **{
-            f"learning rate, {sick}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), sick, delay)
-            for sick, delay in (("restart", 0), ("restart", 2), (None, 0))
+            f"learning rate, {policy}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), policy, delay)
+            for policy, delay in (("restart", 0), ("restart", 2), (None, 0))
         },
-        "too many": message_of(lambda: DistributedGroup().share(1)),
+        "too many": message_of(lambda: DistributedGroup().local_range(1)),
         "exchange": message_of(lambda: DistributedGroup(exchange="quick")),
     }
 
 
-def look_like_torchrun(group: SharedMemoryGroup) -> None:
+def set_torchrun_variables(group: SharedMemoryGroup) -> None:
     """Set the variables that torchrun sets; the processes are connected already."""
     rank = str(group.rank)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def when_begun(run: Path) -> int | None:
-    """When a run was begun, which writes its config; one that goes on keeps it."""
+def config_time(run: Path) -> int | None:
+    """The time of the config file, which a new run writes and a resumed run keeps."""
     config = run / "config.json"
     return config.stat().st_mtime_ns if config.exists() else None
 
 
 def commands(group: SharedMemoryGroup, path: str) -> dict[str, list[tuple[int, str, bool]]]:
-    """Commands under torchrun: what each rank returned and said, and whether the run that was there is the same still.
+    """Commands under torchrun: the exit code and output of each rank, and whether the run directory was continued.
 
-    The second run stands for the first one's second attempt: its result is gone, its checkpoints are there.
+    `remove_result` makes a finished run an interrupted one, with its checkpoints.
     """
-    look_like_torchrun(group)
+    set_torchrun_variables(group)
     out = Path(path) / "run"
     small = ("--members", "2", "--train.epochs", "2")
     found = {}
 
-    def tell(name: str, *arguments: str) -> None:
-        begun = when_begun(out)
-        group.wait()
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+    def run_command(name: str, *arguments: str) -> None:
+        before = config_time(out)
+        group.barrier()
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             code = main(arguments)
-        group.wait()
-        found[name] = group.gather([(code, said.getvalue(), when_begun(out) == begun)])
+        group.barrier()
+        found[name] = group.all_gather([(code, output.getvalue(), config_time(out) == before)])
 
-    def break_off() -> None:
-        group.wait()
-        if group.leads:
+    def remove_result() -> None:
+        group.barrier()
+        if group.is_leader:
             (out / "result.json").unlink()
             shutil.rmtree(max((out / "checkpoint").glob("step-*")))
 
     run = ("run", "digits", *small, "--out", str(out))
-    tell("run", *run)
-    break_off()
-    tell("resume", "resume", str(out))
-    break_off()
+    run_command("run", *run)
+    remove_result()
+    run_command("resume", "resume", str(out))
+    remove_result()
     mark = out / ".torchrun"
-    if group.leads:  # as if other processes of the same torchrun had begun it
+    if group.is_leader:  # as if earlier processes of the same torchrun had started it
         write_json(mark, {**read_json(mark), "processes": ["elsewhere 1"]})
-    tell("overwrite, restarted", *run, "--overwrite")
-    tell("overwrite", *run, "--overwrite")
+    run_command("overwrite, restarted", *run, "--overwrite")
+    run_command("overwrite", *run, "--overwrite")
     compare = ("compare", "digits", *small, "--methods", "independent,papa", "--out", str(Path(path) / "compare"))
-    tell("compare", *compare)
-    tell("compare, parallel", *compare, "--parallel", "2")
+    run_command("compare", *compare)
+    run_command("compare, parallel", *compare, "--parallel", "2")
     return found
 
 
-def bad_starts(group: SharedMemoryGroup, path: str) -> dict[str, str]:
-    """What `papa run` says under torchrun to those who cannot go on."""
-    look_like_torchrun(group)
+def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
+    """The errors at the start of a run under torchrun."""
+    set_torchrun_variables(group)
     config, fast = replace(find("digits").config(), members=2), AverageConfig(exchange="fast")
     version = launch.__version__
 
@@ -410,15 +397,15 @@ def bad_starts(group: SharedMemoryGroup, path: str) -> dict[str, str]:
         "resume": lambda: launch.execute(config, Path(path) / "run", resume=bool(group.rank)),
         "version": with_version,
         "too many": lambda: launch.execute(replace(config, members=1), Path(path) / "run"),
-        "too many, spread": lambda: launch.execute(replace(config, members=1, average=fast), Path(path) / "run"),
+        "too many, fast": lambda: launch.execute(replace(config, members=1, average=fast), Path(path) / "run"),
         "workers": lambda: launch.execute(config, Path(path) / "run", workers=2),
         "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
     }
     return {name: message_of(call) for name, call in calls.items()}
 
 
-def left_alone() -> None:
-    """Two ranks push; rank 1 leaves without a word, rank 0 tells what it was told."""
+def lose_rank_1() -> None:
+    """Two ranks push; rank 1 exits, and rank 0 prints the error it gets and the class of its cause."""
     dist.init_process_group("gloo")
     population = Population([nn.Linear(300, 300)], dist.group.WORLD)
     averager = Averager(population, Push(alpha=0.9, every_steps=1))
@@ -426,22 +413,25 @@ def left_alone() -> None:
         averager.step()
     if dist.get_rank() == 1:
         os._exit(3)
-    sys.stdout.write(message_of(averager.step))
+    try:
+        averager.step()
+    except LostError as error:
+        sys.stdout.write(f"LostError: {error} (cause: {type(error.__cause__).__name__})")
     sys.stdout.flush()
     os._exit(0)
 
 
-def leave_with_a_push_under_way(how: str) -> None:
-    """A script that ends before its last push lands; in one way, rank 1 never begins it."""
+def exit_during_push(how: str) -> None:
+    """A script that ends before its last delayed push is applied."""
     dist.init_process_group("gloo")
     population = Population([nn.Linear(600, 600)], dist.group.WORLD)
     averager = Averager(population, Push(alpha=0.9, every_steps=4, delay=2), measure=False, on_nonfinite=None)
     for _ in range(4):
         averager.step()
-    if how == "the connections are closed":
+    if how == "connections closed":
         dist.destroy_process_group()
-    if how == "another never comes":
-        background.SECONDS_AT_THE_END = 2.0
+    if how == "rank 1 takes no part":
+        background.SHUTDOWN_TIMEOUT = 2.0
         rank = dist.get_rank()
         for _ in range(2 if rank else 4):
             averager.step()
@@ -450,14 +440,15 @@ def leave_with_a_push_under_way(how: str) -> None:
     sys.stdout.write("done")
 
 
-def bfloat16_pushes(group: Group, scale: float, num_pushes: int) -> dict[str, Any]:
-    """Members far from zero that move a little between pushes: how far the mean is off the exact one each time, in
-    units of how far members moved."""
-    population = Population([nn.Linear(200, 100, bias=False) for _ in group.share(SIZE)], group)
-    exact = Population([nn.Linear(200, 100, bias=False) for _ in group.share(SIZE)], group_jobs.fresh(group, "exact"))
+def bfloat16_errors(group: Group, scale: float, num_pushes: int) -> list[float]:
+    """The largest error of the mean at each push, relative to how far members moved since the last push."""
+    population = Population([nn.Linear(200, 100, bias=False) for _ in group.local_range(SIZE)], group)
+    exact = Population(
+        [nn.Linear(200, 100, bias=False) for _ in group.local_range(SIZE)], group_jobs.new_group(group, "exact")
+    )
     for net in (*population, *exact):
         nn.init.constant_(net.weight, scale)
-    off, last = [], exact.mean()
+    errors, last = [], exact.mean()
     for push in range(num_pushes):
         for index, member in enumerate(population.members):
             generator = torch.Generator().manual_seed(100 * push + member)
@@ -465,29 +456,22 @@ def bfloat16_pushes(group: Group, scale: float, num_pushes: int) -> dict[str, An
                 population[index].weight += torch.randn(100, 200, generator=generator)
                 exact[index].weight.copy_(population[index].weight)
         mean = exact.mean().double()
-        moved = max(group.gather([float((row - last).abs().max()) for row in exact.matrix]))
+        moved = max(group.all_gather([float((row - last).abs().max()) for row in exact.matrix]))
         group.mix_(population.matrix, mixing.merge_all(SIZE))
-        off.append(float((population.matrix[0].double() - mean).abs().max()) / moved)
+        errors.append(float((population.matrix[0].double() - mean).abs().max()) / moved)
         last = population.matrix[0].clone()
-    return {"off": off}
+    return errors
 
 
-def message_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except PapaError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was wrong"
-
-
-def alone() -> dict[str, Any]:
+def run_local() -> dict[str, Any]:
+    """The same in one process."""
     torch.set_num_threads(1)
     return {
         "operations": operations(LocalGroup()),
-        "march": group_jobs.march(LocalGroup()),
-        "delayed": delayed_march(LocalGroup()),
-        "fast": fast_pushes(LocalGroup()),
-        "matched": matched_and_repaired(LocalGroup()),
-        "harvested": harvested(LocalGroup()),
-        "one sick": one_sick(LocalGroup()),
+        "rules": group_jobs.apply_every_rule(LocalGroup()),
+        "delayed": delayed_pushes(LocalGroup()),
+        "pushes": fast_pushes(LocalGroup()),
+        "aligned": repair_and_align(LocalGroup()),
+        "training": train_and_finalize(LocalGroup()),
+        "nonfinite errors": nonfinite_member_errors(LocalGroup()),
     }

@@ -1,0 +1,124 @@
+"""Collectives of `torch.distributed` on Python values, and the methods that groups of several processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from papa.errors import LostError, MemberError
+from papa.group.base import Group, balanced_ranges
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def connection_errors(action: str) -> Iterator[None]:
+    """Raise a `LostError` where the backend reports a broken connection during `action`."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        raise LostError(
+            f"{rank} lost the connection to the other processes while {action}: one of them failed, was killed or "
+            "cannot be reached; the cause is in the output of the other processes"
+        ) from error
+
+
+def disconnect() -> None:
+    """Close the connections, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all processes of a group (None: of all), in rank order.
+
+    Unlike with `torch.distributed.all_gather_object`, tensors arrive on the receiver's accelerator, not the sender's.
+    """
+    values = [b""] * dist.get_world_size(group)
+    with connection_errors("exchanging values"):
+        dist.all_gather_object(values, dumps(value), group=group)
+    return [pickle.loads(received) for received in values]
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value so that tensors on accelerators are loaded on the reader's current device of that type."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            return to_device_type, (value.detach().cpu(), value.device.type)
+        return NotImplemented
+
+
+def to_device_type(tensor: Tensor, device_type: str) -> Tensor:
+    """The tensor on this process's current device of a type."""
+    return tensor.to(torch.device(device_type))
+
+
+class MultiProcessGroup(Group):
+    """The methods that do not depend on where the rows are.
+
+    Args:
+        group: the processes; None for all.
+    """
+
+    is_local = False
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = dist.group.WORLD if group is None else group
+        self.rank: int = dist.get_rank(group)
+        self.num_ranks: int = dist.get_world_size(group)
+        self.is_leader: bool = dist.get_rank() == 0
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among the processes of this machine."""
+        return self.rank
+
+    def local_range(self, size: int) -> range:
+        return balanced_ranges(size, self.num_ranks)[self.rank]
+
+    def local_device(self, device: torch.device) -> torch.device:
+        """One accelerator for each process of a machine."""
+        index: int | None = device.index
+        return device if device.type == "cpu" or index is not None else torch.device(device.type, self.local_rank)
+
+    def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
+        everyone = all_gather_object(dict(facts), self.process_group)
+        ranks = dist.get_process_group_ranks(self.process_group)
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            for name in sorted(everyone[0].keys() | theirs.keys()):
+                found, expected = theirs.get(name, "nothing"), everyone[0].get(name, "nothing")
+                if found != expected:
+                    raise MemberError(f"rank {rank} has {found} as '{name}', rank {ranks[0]} has {expected}: {cure}")
+
+    def all_gather(self, values: list[T]) -> list[T]:
+        return [value for part in all_gather_object(values, self.process_group) for value in part]
+
+    def all_max(self, *values: float) -> tuple[float, ...]:
+        return all_max(values, self.process_group)
+
+    def barrier(self) -> None:
+        with connection_errors("waiting at a barrier"):
+            dist.barrier(self.process_group)
+
+
+def all_max(values: tuple[float, ...], group: dist.ProcessGroup | None) -> tuple[float, ...]:
+    """The maximum of each value over the processes of a group."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    with connection_errors("exchanging values"):
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return tuple(numbers.tolist())

@@ -1,4 +1,4 @@
-"""The layers: the library never imports the lab or the command line, and modules import only from modules before them."""
+"""The library never imports the lab or the command line, and modules import only from modules before them."""
 
 from __future__ import annotations
 

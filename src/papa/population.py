@@ -222,7 +222,7 @@ class Population:
 
         Args:
             matrix: the weights `A`, `(size, size)`, with rows that sum to 1; anything `torch.as_tensor` takes.
-            synchronised: all processes have synchronised since any member last changed, and need not wait for each other again.
+            synchronised: all processes have synchronised since any member last changed, so no barrier is needed.
         """
         checked = check_rows(matrix, self.size)
         self._settle_()

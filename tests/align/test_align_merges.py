@@ -12,7 +12,6 @@ import group_jobs
 from align_networks import mlp, random_permutations, same
 from papa import AlignMerges, Averager, MergeAll, Population, Push, align_, aligned_soups, average_soup, greedy_soup
 from papa.align import permute_all_, symmetries
-from papa.averager import chain
 from papa.errors import MixingError, PapaError, SoupError
 from papa.group import LocalGroup, start_workers
 from papa.repair import RepairMerges, repair_
@@ -100,7 +99,7 @@ def test_alignment_and_repair_combine_in_one_merge() -> None:
     child = average_soup(expected)
     repair_(child, expected, batches())
     given = batches()
-    hooks = chain(AlignMerges(given), RepairMerges(lambda member: given))
+    hooks = [AlignMerges(given), RepairMerges(lambda member: given)]
     Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=hooks).step()
     assert all(same(net, child, tolerance=1e-5) for net in nets)
 

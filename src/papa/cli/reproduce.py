@@ -45,7 +45,7 @@ class ReproduceOptions(ManyOptions):
     budget: str = "full"
     """full is the paper's setting, mini takes ten to twenty minutes a run on two CPU cores, smoke takes seconds."""
     seeds: str | None = None
-    """Which seeds, separated by commas; None for as many as the paper has, with budget full, else for 1."""
+    """Which seeds, separated by commas; None for those of each row in the paper with budget full, else for 1."""
     rows: str | None = None
     """Which rows, separated by commas; None for all."""
     out: Path | None = None
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         table=table,
         rows=table.pick(None if options.rows is None else split_names("--rows", options.rows, known)),
         budget=options.budget,
-        seeds=_seeds(options, table),
+        seeds=None if options.seeds is None else tuple(split_numbers("--seeds", options.seeds)),
         data_root=options.data_root,
     )
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
@@ -112,15 +112,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _seeds(options: ReproduceOptions, table: Table) -> tuple[int, ...]:
-    if options.seeds is not None:
-        return tuple(split_numbers("--seeds", options.seeds))
-    return table.seeds if options.budget == "full" else (1,)
-
-
 def _words(request: Request) -> str:
-    seeds = ", ".join(map(str, request.seeds))
-    spread = ", with the standard deviation over seeds in parentheses" if len(request.seeds) > 1 else ""
+    of_rows = {request.seeds_of(row) for row in request.rows if row.recipe is not None} or {()}
+    most = max(of_rows, key=len)
+    seeds = ", ".join(map(str, most)) + (", seed 1 for rows that the paper ran once" if len(of_rows) > 1 else "")
+    spread = ", with the standard deviation over seeds in parentheses" if len(most) > 1 else ""
     budget = f"budget {request.budget} ({BUDGETS[request.budget]})"
     return f"Ours: {budget}, seeds {seeds}{spread}. Difference: ours less the paper's."
 

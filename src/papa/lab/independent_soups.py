@@ -56,9 +56,7 @@ def repaired_soups(training: Training) -> Soups:
     )
 
     def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(
-            network, goals_of(moments, row), batches, scope=training.merging.repaired_layers, restores=False
-        )
+        repair_toward_(network, goals_of(moments, row), batches, scope=training.merging.repaired_layers, restores=False)
 
     average = average_soup(training.population, after=repair)
     greedy = greedy_soup(

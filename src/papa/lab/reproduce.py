@@ -27,9 +27,14 @@ class Request:
     table: Table
     rows: tuple[Row, ...]
     budget: str = "full"
-    seeds: tuple[int, ...] = (1,)
+    seeds: tuple[int, ...] | None = None
+    """None for each row's own under the full budget, and 1 under others."""
     data_root: str | None = None
     """Where the data lies; None for what the recipes say."""
+
+    def seeds_of(self, row: Row) -> tuple[int, ...]:
+        """The seeds with which a row is run."""
+        return self.seeds or (row.seeds if self.budget == "full" else (1,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,7 @@ def jobs_for(request: Request, out: Path) -> list[Job]:
         Job(row=row, config=config, path=out / "runs" / f"{_slug(config)}" / f"seed{seed}")
         for row in request.rows
         if row.recipe is not None
-        for seed in request.seeds
+        for seed in request.seeds_of(row)
         for config in [
             config_of(row, request.table, budget=request.budget, seed=seed, data_root=request.data_root).check()
         ]

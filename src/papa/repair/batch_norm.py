@@ -19,8 +19,8 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     """Re-estimate a network's BatchNorm statistics over some batches.
 
     The running mean and variance become the mean over batches (weighted by their sizes) of the batch statistics.
-    Everything else is left as found: weights, momentum, counters, modes and random state. Dropout is off meanwhile. When
-    an error is raised, the old statistics are restored.
+    Everything else is left as found: weights, momentum, counters, modes and random state. Dropout is off meanwhile.
+    When an error is raised, the old statistics are restored.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))

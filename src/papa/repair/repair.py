@@ -239,7 +239,7 @@ def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, 
 def _rescaled_statistics(
     child: nn.Module, layers: Mapping[str, nn.Module], goals: Mapping[str, Goal], batches: Sequence[Any]
 ) -> dict[str, ChannelStatistics]:
-    """The child's statistics when each layer's output is rescaled to its goals, batch by batch, before the next layer."""
+    """The child's statistics when each layer's output is rescaled to its goals, batch by batch."""
     found = {name: ChannelStatistics() for name in layers}
 
     def rescale(name: str, layer: nn.Module, output: Tensor, use: int) -> Tensor:

@@ -131,7 +131,11 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def layer_statistics(
-    model: nn.Module, batches: Iterable[Any], *, layers: Mapping[str, nn.Module] | None = None, subject: str = "the network"
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    layers: Mapping[str, nn.Module] | None = None,
+    subject: str = "the network",
 ) -> dict[str, ChannelStatistics]:
     """The statistics of layers over the batches, in the order in which the layers first run.
 

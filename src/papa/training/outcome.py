@@ -136,6 +136,4 @@ def _repair_plan(training: Training) -> RepairReport | None:
     is_whole = isinstance(rule, Independent) or training.merging.repair_scope != "batch-norm"
     if not batches.num_repair_batches or not rule.is_merge or not is_whole:
         return None
-    return repair_plan(
-        training.population[0], batches.plain_repair_batches(), scope=training.merging.repaired_layers
-    )
+    return repair_plan(training.population[0], batches.plain_repair_batches(), scope=training.merging.repaired_layers)

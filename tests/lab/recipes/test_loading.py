@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_soup_scores_as_it_did_in_its_run(run: Path) -> None:
+def test_a_soup_scores_as_in_its_run(run: Path) -> None:
     config = find("digits").config("smoke")
     result = json.loads((run / "result.json").read_text())
     training, images = build(config), images_for(config)
@@ -41,7 +41,7 @@ def test_a_soup_scores_as_it_did_in_its_run(run: Path) -> None:
         assert torch.equal(member[name], tensor)
 
 
-def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
+def test_missing_networks_are_reported(run: Path, tmp_path: Path) -> None:
     for which, message in ((7, "has no member 7, it has 0, 1"), ("soop", "expected soup, greedy or the number")):
         with pytest.raises(RunError, match=message):
             load(run, which)

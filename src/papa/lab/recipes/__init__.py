@@ -1,4 +1,4 @@
-"""Recipes: named configurations, one module per table of the paper; and the networks that came of them."""
+"""Recipes: named configurations for the paper's tables, and networks loaded from finished runs."""
 
 from papa.lab.recipes.loading import Ready, load
 from papa.lab.recipes.recipe import BUDGETS, Recipe

@@ -1,4 +1,4 @@
-"""What the paper compares with, and its ablations: DART, SWA, ESGD's setting, the ablations' base."""
+"""The paper's comparisons with DART, SWA and ESGD, and the base of its ablations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def dart(data: str, budget: str) -> Config:
 
 
 def swa(budget: str) -> Config:
-    """The ablations' base for 225 epochs, then 225 more with SWA, which the cosine takes to its own rate first."""
+    """The ablations' base for 225 epochs, then 225 more with SWA, whose learning rate is reached along a cosine."""
     base = ablation("full")
     config = replace(
         base,
@@ -84,7 +84,7 @@ RECIPES = (
     Recipe(
         name="cifar100-resnet18-ablation",
         summary="the ablations' base: five ResNet-18 on CIFAR-100, multistep schedule",
-        table="ablation",
+        table="ablation, ablation_gradual",
         make=ablation,
     ),
     *(

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, ModelConfig, TrainConfig
-from papa.lab.recipes import paper
 from papa.lab.recipes.budgets import mini, smoke
 from papa.lab.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A network on a data set, and how wide it is and how it is trained when there is little time."""
+    """A network on a data set, and its widths and training under smaller budgets."""
 
     data: str
     model: str
@@ -21,8 +20,8 @@ class _Row:
     smoke_width: int
     mini_epochs: int = 20
     mini_lr_divisor: float = 1.0
-    """How much lower the learning rate is: the one of several with which independent members score highest on
-    validation data (`RESULTS.md`), where that was tried."""
+    """Divides the learning rate. Where several were tried, independent members scored highest on validation data with
+    this one (`RESULTS.md`)."""
 
     @property
     def name(self) -> str:
@@ -71,7 +70,7 @@ def cifar_long(row: _Row, budget: str) -> Config:
 
 
 def imagenet(budget: str) -> Config:
-    """90 epochs of ResNet-50, three members; merges every epoch. REPAIR is for soups of independent members alone."""
+    """90 epochs of ResNet-50, three members; merges every epoch. Only soups of independent members are repaired."""
     config = Config(
         members=3,
         data=DataConfig(name="imagenet", image_size=224),
@@ -97,19 +96,15 @@ def _cifar_recipe(row: _Row) -> Recipe:
         summary=f"{row.model} from scratch on {row.data}",
         table=row.table,
         make=lambda budget: cifar(row, budget),
-        paper=paper.detailed(row.table),
-        paper_soups="aligned",
     )
 
 
 def _long_recipe(row: _Row) -> Recipe:
-    name = f"{row.name}-long"
     return Recipe(
-        name=name,
+        name=f"{row.name}-long",
         summary=f"one {row.model} on {row.data}, trained as long as the whole population",
-        table="comparing_long" if name in paper.LONG else "",
+        table="comparing_long" if row.data == "cifar100" else "",
         make=lambda budget: cifar_long(row, budget),
-        paper=paper.long(name),
     )
 
 
@@ -121,7 +116,5 @@ RECIPES = (
         summary="ResNet-50 from scratch on ImageNet",
         table="summary_table",
         make=imagenet,
-        paper=paper.main("imagenet-resnet50", "imagenet", 3),
-        paper_soups="repaired",
     ),
 )

@@ -1,4 +1,4 @@
-"""Re-estimation of BatchNorm statistics, for networks whose weights were averaged."""
+"""Re-estimation of BatchNorm statistics, for networks with averaged weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
 
     Args:
         model: changed in place; unchanged when it has no BatchNorm.
-        batches: inputs, or tuples whose first entry is the inputs.
+        batches: inputs, or tuples with the inputs first.
 
     Returns:
         The same model.

@@ -64,7 +64,7 @@ def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool
 
 
 def feeds_activation(model: nn.Module, batches: Iterable[Any]) -> set[str]:
-    """The convolutions and linear layers whose output reaches an activation function before another layer.
+    """The convolutions and linear layers with an output that reaches an activation function before another layer.
 
     It may pass through normalisation, pooling, reshaping and residual connections on the way. Determined on two
     examples.

@@ -35,7 +35,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tiles(root: Path) -> None:
-    """Images of four sizes whose brightness tells the class of every pixel, 255 for none."""
+    """Images of six sizes; a pixel's brightness gives its class, and label 255 stands for no class."""
     generator = torch.Generator().manual_seed(0)
     for folder in ("images", "labels"):
         (root / folder).mkdir(parents=True)

@@ -56,6 +56,21 @@ def mini(
     )
 
 
+def with_budget(config: Config, budget: str, *, mini_width: int | None, smoke_width: int, **options: Any) -> Config:
+    """A configuration under a budget.
+
+    Args:
+        config: the full setting.
+        budget: full, mini or smoke.
+        mini_width: the width of the network under mini; None for unchanged.
+        smoke_width: the same under smoke.
+        options: others of `mini`.
+    """
+    if budget == "mini":
+        return mini(config, width=mini_width, **options)
+    return smoke(config, width=smoke_width) if budget == "smoke" else config
+
+
 def fast_precision() -> str:
     """bfloat16 on hardware that computes in it, else float32: emulated bfloat16 is ten times slower."""
     is_native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()

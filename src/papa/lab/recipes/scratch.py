@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, ModelConfig, TrainConfig
-from papa.lab.recipes.budgets import mini, smoke
+from papa.lab.recipes.budgets import mini, smoke, with_budget
 from papa.lab.recipes.recipe import Recipe
 
 
@@ -17,7 +17,6 @@ class _Row:
     model: str
     table: str
     mini_width: int
-    smoke_width: int
     mini_epochs: int = 20
     mini_lr_divisor: float = 1.0
     """Divides the learning rate. Where several were tried, independent members scored highest on validation data with
@@ -29,10 +28,10 @@ class _Row:
 
 
 CIFAR_ROWS = (
-    _Row("cifar10", "vgg11", "cifar10_gradual", mini_width=12, smoke_width=4, mini_epochs=10, mini_lr_divisor=10.0),
-    _Row("cifar10", "resnet18", "cifar10_res_gradual", mini_width=8, smoke_width=4),
-    _Row("cifar100", "vgg16", "cifar100_gradual", mini_width=8, smoke_width=4),
-    _Row("cifar100", "resnet18", "cifar100_res_gradual", mini_width=8, smoke_width=4),
+    _Row("cifar10", "vgg11", "cifar10_gradual", mini_width=12, mini_epochs=10, mini_lr_divisor=10.0),
+    _Row("cifar10", "resnet18", "cifar10_res_gradual", mini_width=8),
+    _Row("cifar100", "vgg16", "cifar100_gradual", mini_width=8),
+    _Row("cifar100", "resnet18", "cifar100_res_gradual", mini_width=8),
 )
 
 
@@ -51,9 +50,14 @@ def cifar(row: _Row, budget: str) -> Config:
         ),
         diversity=DiversityConfig(grid="default"),
     )
-    if budget == "mini":
-        return mini(config, width=row.mini_width, epochs=row.mini_epochs, lr_divisor=row.mini_lr_divisor)
-    return smoke(config, width=row.smoke_width) if budget == "smoke" else config
+    return with_budget(
+        config,
+        budget,
+        mini_width=row.mini_width,
+        smoke_width=4,
+        epochs=row.mini_epochs,
+        lr_divisor=row.mini_lr_divisor,
+    )
 
 
 def cifar_long(row: _Row, budget: str) -> Config:

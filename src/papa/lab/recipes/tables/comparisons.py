@@ -140,7 +140,7 @@ COSINE_NUMBERS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 COSINE_COLUMNS = tuple(f"{kind}.{layer}" for kind in ("members", "soup") for layer in range(1, 5))
 COSINE_RECIPES = {"": "cifar100-resnet18", "-ablation": "cifar100-resnet18-ablation"}
-"""The paper names the ablations' setting, whose schedule and grid differ from the main table's: both are run."""
+"""The paper names the ablations' setting, but schedule and grid differ from the main table's there: both are run."""
 
 
 def _cosine_rows() -> list[Row]:

@@ -1,9 +1,9 @@
-"""Readings of the paper's logistic regression: what scaling of pixels, and which order of images, give its numbers?
+"""Readings of the paper's logistic regression: which scaling of pixels and which order of images give its numbers?
 
     python examples/logistic_readings.py FOLDER_WITH_OPTDIGITS
 
 Ten runs of ten members for each reading, all in one array: a minute and a half on one core. Independent members and
-PAPA-all see the same images. No library but NumPy is in the training, so this is also a check of papa's own numbers.
+PAPA-all see the same images. Training uses NumPy only, so this also checks papa's own numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORDERS = ("each member its own", "one for all members, new in each epoch", "one 
 
 
 def scaled(train: Floats, test: Floats, scaling: str) -> tuple[Floats, Floats]:
-    """Images by one of SCALINGS, and a one for the bias."""
+    """Images under one of SCALINGS, with a one appended for the bias."""
     shift, scale = np.zeros(64, np.float32), np.full(64, {"0 to 16": 1.0, "0 to 1": 16.0}.get(scaling, 1.0), np.float32)
     if scaling == "standardised":
         shift, scale = train.mean(axis=0), np.maximum(train.std(axis=0), 0.01)
@@ -33,7 +33,7 @@ def scaled(train: Floats, test: Floats, scaling: str) -> tuple[Floats, Floats]:
 
 
 def epoch_order(order: str, num_images: int, epoch: int) -> Numbers:
-    """Which image each member of each run sees at each step of an epoch."""
+    """The index of the image that each member of each run sees at each step of an epoch."""
     if order == ORDERS[0]:
         seeds = [(run, member, epoch) for run in range(NUM_RUNS) for member in range(NUM_MEMBERS)]
     else:
@@ -45,21 +45,21 @@ def train(images: Floats, labels: Numbers, order: str) -> Floats:
     """Weights of shape (independent or PAPA-all, runs, members, classes, pixels and bias)."""
     begin = np.random.default_rng(0).uniform(-1 / 8, 1 / 8, (NUM_RUNS, NUM_MEMBERS, 10, 65))
     weights = np.stack([begin, begin]).astype(np.float32)
-    flat, everyone = weights.reshape(2, NUM_RUNS * NUM_MEMBERS, 10, 65), np.arange(NUM_RUNS * NUM_MEMBERS)
+    flat, members = weights.reshape(2, NUM_RUNS * NUM_MEMBERS, 10, 65), np.arange(NUM_RUNS * NUM_MEMBERS)
     for epoch in range(NUM_EPOCHS):
         for indices in epoch_order(order, len(images), epoch).T:
             inputs = images[indices]
             outputs = np.matmul(flat, inputs[None, :, :, None])[..., 0]
-            shares = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
-            shares /= shares.sum(axis=-1, keepdims=True)
-            shares[:, everyone, labels[indices]] -= 1.0
-            flat -= (np.float32(LR) * shares)[..., None] * inputs[None, :, None, :]
-        if epoch < NUM_EPOCHS - 1:  # members of the soup have trained apart since the last merge
+            probabilities = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
+            probabilities /= probabilities.sum(axis=-1, keepdims=True)
+            probabilities[:, members, labels[indices]] -= 1.0
+            flat -= (np.float32(LR) * probabilities)[..., None] * inputs[None, :, None, :]
+        if epoch < NUM_EPOCHS - 1:  # no merge at the end
             weights[1] = weights[1].mean(axis=1, keepdims=True)
     return weights
 
 
-def told(weights: Floats, images: Floats, labels: Numbers) -> str:
+def accuracies(weights: Floats, images: Floats, labels: Numbers) -> str:
     """The accuracy of members and of their soup, mean over runs, standard deviation in parentheses."""
     members = (np.einsum("rmcp,np->rmnc", weights, images).argmax(-1) == labels).mean((-1, -2)) * 100.0
     soups = (np.einsum("rcp,np->rnc", weights.mean(1), images).argmax(-1) == labels).mean(-1) * 100.0
@@ -78,10 +78,11 @@ def main(root: str) -> None:
     for scaling, order in [(scaling, ORDERS[0]) for scaling in SCALINGS] + [
         (SCALINGS[0], order) for order in ORDERS[1:]
     ]:
-        here, there = scaled(train_images, test_images, scaling)
-        independent, merged = train(here, train_labels, order)
-        scores = f"independent {told(independent, there, test_labels)}; PAPA-all {told(merged, there, test_labels)}"
-        print(f"pixels {scaling}; order {order}: {scores}", flush=True)
+        inputs, test_inputs = scaled(train_images, test_images, scaling)
+        independent, merged = (
+            accuracies(weights, test_inputs, test_labels) for weights in train(inputs, train_labels, order)
+        )
+        print(f"pixels {scaling}; order {order}: independent {independent}; PAPA-all {merged}", flush=True)
 
 
 if __name__ == "__main__":

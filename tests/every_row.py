@@ -1,7 +1,7 @@
 """Every row of every table and figure under the smoke budget: `python tests/every_row.py DATA_ROOT OUT`.
 
-The tests run one row of each kind; this runs all, side by side, and is no part of them. Data sets that are not in
-DATA_ROOT are made up. Runs that are in OUT are not run again.
+The tests run one row of each kind; this runs all, in parallel, and is not a test. Data sets that are not in DATA_ROOT
+are made up. Runs that are in OUT are not run again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from recipes.test_smoke import write_optdigits, write_tiles
-
 from helpers import write_images
+from lab.recipes.test_smoke import write_optdigits, write_tiles
 from papa.errors import DataError
 from papa.lab.config import Config
 from papa.lab.launch import RunSpec, usable_cores
@@ -37,7 +36,7 @@ MADE_UP: dict[str, Callable[[Path], None]] = {
 
 
 def made_up_roots(configs: Iterable[Config], place: Path) -> dict[str, str]:
-    """Where data is that was made up because it is missing, by its name."""
+    """The folders of data that is made up because it is missing, by name."""
     roots = {}
     for name, config in {config.data.name: config for config in configs}.items():
         try:
@@ -51,7 +50,7 @@ def made_up_roots(configs: Iterable[Config], place: Path) -> dict[str, str]:
 
 
 def main(data_root: str, out: Path) -> int:
-    """Run all, count rows, and see that each has its numbers."""
+    """Run all rows, and count those without their numbers."""
     requests = [Request(table=table, rows=table.rows, budget="smoke", data_root=data_root) for table in TABLES.values()]
     jobs = {request.table.name: jobs_for(request, out) for request in requests}
     configs = {job.path: job.config for of_table in jobs.values() for job in of_table}

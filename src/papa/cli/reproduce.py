@@ -98,12 +98,14 @@ def _print_table(request: Request, jobs: Sequence[Job], outcomes: Outcomes, out:
     head = ("row", "", "paper's" if is_full else "paper's, full setting", "ours", "difference")
     rows = [_cells(entry) for entry in entries_of(request, results)]
     print_table(head, rows)
-    seeds = max((request.seeds_of(row) for row in request.rows if row.recipe is not None), key=len, default=())
+    seeds_of_rows = {request.seeds_of(row) for row in request.rows if row.recipe is not None} or {()}
+    seeds = max(seeds_of_rows, key=len)
+    single = ", seed 1 for rows that the paper ran once" if len(seeds_of_rows) > 1 else ""
     deviation = ", with the standard deviation over seeds in parentheses" if len(seeds) > 1 else ""
     with_curves = outcomes.results if table.kind == "figure" else {}
     page = table_page(
         f"{table.name}: {table.title}",
-        f"Ours: budget {request.budget} ({BUDGETS[request.budget]}), seeds {', '.join(map(str, seeds))}{deviation}. "
+        f"Ours: budget {request.budget} ({BUDGETS[request.budget]}), seeds {', '.join(map(str, seeds))}{single}{deviation}. "
         "Difference: ours minus the paper's.",
         head,
         rows,

@@ -26,13 +26,13 @@ class Request:
     rows: tuple[Row, ...]
     budget: str = "full"
     seeds: tuple[int, ...] | None = None
-    """None for the seeds of the paper with the full budget, otherwise for seed 1."""
+    """None for the seeds of each row in the paper with the full budget, otherwise for seed 1."""
     data_root: str | None = None
     """Directory of the data; None for the directories of the recipes."""
 
     def seeds_of(self, row: Row) -> tuple[int, ...]:
-        """The seeds of a row."""
-        return self.seeds or (self.table.seeds if self.budget == "full" else (1,))
+        """The seeds with which a row is run."""
+        return self.seeds or (row.seeds if self.budget == "full" else (1,))
 
 
 @dataclass(frozen=True, kw_only=True)

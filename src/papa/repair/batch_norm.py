@@ -1,4 +1,4 @@
-"""Re-estimation of BatchNorm statistics, for networks whose weights were averaged."""
+"""Re-estimation of BatchNorm statistics, for networks with averaged weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     """Re-estimate a network's BatchNorm statistics over some batches.
 
     The running mean and variance become the mean over batches (weighted by their sizes) of the batch statistics.
-    Everything else is left as found: weights, momentum, counters, modes and random state. Dropout is off meanwhile. When
-    an error is raised, the old statistics are restored.
+    Everything else is left as found: weights, momentum, counters, modes and random state. Dropout is off meanwhile.
+    When an error is raised, the old statistics are restored.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -28,7 +28,7 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
 
     Args:
         model: changed in place; unchanged when it has no BatchNorm.
-        batches: inputs, or tuples whose first entry is the inputs.
+        batches: inputs, or tuples with the inputs first.
 
     Returns:
         The same model.

@@ -16,85 +16,26 @@ from torch.utils._pytree import tree_leaves
 from papa.inputs import each, inputs_of, num_examples
 from papa.repair.statistics import all_layers, run_with_hook
 
-# Names of aten operators, without the trailing underscore of those that work in place. Softmax is not among the
-# activation functions: what it is applied to are attention scores, not the outputs of a layer.
-ACTIVATIONS = frozenset(
-    [
-        "_prelu_kernel",
-        "celu",
-        "clamp",
-        "clamp_min",
-        "elu",
-        "erf",
-        "gelu",
-        "glu",
-        "hardshrink",
-        "hardsigmoid",
-        "hardswish",
-        "hardtanh",
-        "leaky_relu",
-        "log_sigmoid_forward",
-        "mish",
-        "prelu",
-        "relu",
-        "relu6",
-        "rrelu_with_noise",
-        "selu",
-        "sigmoid",
-        "silu",
-        "softplus",
-        "softshrink",
-        "tanh",
-        "threshold",
-    ]
-)
-PASSED_THROUGH = frozenset(
-    [
-        "_adaptive_avg_pool2d",
-        "_adaptive_avg_pool3d",
-        "_batch_norm_with_update",
-        "_fused_rms_norm",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_no_training",
-        "_reshape_alias",
-        "_to_copy",
-        "_unsafe_view",
-        "add",
-        "alias",
-        "avg_pool2d",
-        "avg_pool3d",
-        "cat",
-        "clone",
-        "cudnn_batch_norm",
-        "detach",
-        "div",
-        "expand",
-        "max_pool2d_with_indices",
-        "max_pool3d_with_indices",
-        "miopen_batch_norm",
-        "mul",
-        "native_batch_norm",
-        "native_dropout",
-        "native_group_norm",
-        "native_layer_norm",
-        "neg",
-        "permute",
-        "rsub",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "stack",
-        "sub",
-        "t",
-        "transpose",
-        "unbind",
-        "unsqueeze",
-        "view",
-    ]
-)
-"""Normalisation, pooling, reshaping, and arithmetic such as residual connections."""
+# Names of aten operators, without the trailing underscore of those that work in place. Softmax is not an activation
+# function here: it is applied to attention scores.
+# fmt: off
+ACTIVATIONS = frozenset({
+    "_prelu_kernel", "celu", "clamp", "clamp_min", "elu", "erf", "gelu", "glu", "hardshrink", "hardsigmoid",
+    "hardswish", "hardtanh", "leaky_relu", "log_sigmoid_forward", "mish", "prelu", "relu", "relu6", "rrelu_with_noise",
+    "selu", "sigmoid", "silu", "softplus", "softshrink", "tanh", "threshold",
+})
+# Normalisation, pooling, reshaping, and arithmetic such as residual connections.
+PASSED_THROUGH = frozenset({
+    "_batch_norm_with_update", "_fused_rms_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm", "native_dropout", "native_group_norm",
+    "native_layer_norm",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d", "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "cat", "clone", "detach", "expand", "permute", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "view",
+    "add", "div", "mul", "neg", "rsub", "sub",
+})
+# fmt: on
 
 
 def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool]:
@@ -123,7 +64,7 @@ def feeds_batch_norm(model: nn.Module, batches: Iterable[Any]) -> dict[str, bool
 
 
 def feeds_activation(model: nn.Module, batches: Iterable[Any]) -> set[str]:
-    """The convolutions and linear layers whose output reaches an activation function before another layer.
+    """The convolutions and linear layers with an output that reaches an activation function before another layer.
 
     It may pass through normalisation, pooling, reshaping and residual connections on the way. Determined on two
     examples.
@@ -133,7 +74,8 @@ def feeds_activation(model: nn.Module, batches: Iterable[Any]) -> set[str]:
         >>> feeds_activation(net, [torch.randn(2, 4)])
         {'0'}
     """
-    with _FollowOutputs() as follow:
+    follow = _FollowOutputs()
+    with follow:
         run_with_hook(
             model,
             _two_examples(batches),
@@ -148,11 +90,11 @@ def _two_examples(batches: Iterable[Any]) -> list[Any]:
     return [each(inputs, lambda part: part[:2]) for inputs in itertools.islice(filled, 1)]
 
 
-class _FollowOutputs(TorchDispatchMode):
+class _FollowOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows outputs of layers through the operators of a forward pass."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sources: dict[int, tuple[Tensor, frozenset[str]]] = {}  # keeps tensors, so that no id is used twice
         self.activated: set[str] = set()
 

@@ -99,7 +99,7 @@ def repair_(
         child: the average; changed in place, or unchanged when an error is raised.
         parents: the networks that it is the average of; or a population, in which case every process of its group must
             call this, each with its own child.
-        batches: inputs, or tuples whose first entry is the inputs; the same for all networks. Never test data.
+        batches: inputs, or tuples with the inputs first; the same for all networks. Never test data.
         weights: one per parent, summing to 1; equal when None.
         parent_batches: one list of batches for each local parent, used instead of `batches` for the parents, such as
             the same images under each parent's own augmentation.
@@ -239,7 +239,7 @@ def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, 
 def _rescaled_statistics(
     child: nn.Module, layers: Mapping[str, nn.Module], goals: Mapping[str, Goal], batches: Sequence[Any]
 ) -> dict[str, ChannelStatistics]:
-    """The child's statistics when each layer's output is rescaled to its goals, batch by batch, before the next layer."""
+    """The child's statistics when each layer's output is rescaled to its goals, batch by batch."""
     found = {name: ChannelStatistics() for name in layers}
 
     def rescale(name: str, layer: nn.Module, output: Tensor, use: int) -> Tensor:

@@ -141,7 +141,7 @@ def layer_statistics(
 
     Args:
         model: the network.
-        batches: inputs, or tuples whose first entry is the inputs.
+        batches: inputs, or tuples with the inputs first.
         layers: by name; None for `repairable_layers`. Layers that do not run are left out.
         subject: the network's name in an error.
 

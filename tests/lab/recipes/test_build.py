@@ -2,12 +2,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.lab.augment import DART_POLICIES, draw_policies
 from papa.lab.candidates import CandidateScorer
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
+from papa.lab.models import make_model
 from papa.lab.probes import MergeProbes
 from papa.lab.recipes.build import (
     GRIDS,
@@ -22,6 +24,7 @@ from papa.lab.recipes.build import (
 )
 from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
+from papa.repair import repair_plan
 from papa.training import Align, Length, Repair, TrajectoryAverage
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
@@ -146,19 +149,33 @@ def test_options_of_merging_reach_the_training() -> None:
         repair=3,
         repair_policy="shared",
         repair_scope="batch-norm",
-        align="weights",
+        align="sinkhorn",
+        align_momentum=False,
         align_every_epochs=2.0,
         align_batches=3,
     )
     config = Config(average=average)
     assert repair_for(config) == Repair(num_batches=3, own_policies=False, scope="batch-norm")
-    assert align_for(config) == Align(by="weights", every_epochs=2.0, num_batches=3)
+    assert align_for(config) == Align(by="sinkhorn", every_epochs=2.0, num_batches=3, move_momentum=False)
 
 
 def test_recipes_say_where_members_are_repaired() -> None:
     batches = {name: recipe.config().average.repair for name, recipe in RECIPES.items()}
     for name, number in batches.items():
         assert number == (0 if name.startswith(("digits", "imagenet", "optdigits")) else 5), name
+
+
+@pytest.mark.parametrize("name", ["effnetv2s", "eva02", "convit"])
+def test_fine_tuning_repairs_the_layers_before_activation_functions(name: str) -> None:
+    config = find(f"cifar100-finetune-{name}").config("smoke")
+    network = make_model(config.model.name, num_classes=10, image_size=112)
+    batches = [torch.randn(2, 3, 112, 112)]
+    found = repair_plan(network, batches, scope=merging_for(config).repaired_layers)
+    assert found == repair_plan(network, batches, scope="activations")
+    if name == "effnetv2s":
+        assert found == repair_plan(network, batches)
+    else:
+        assert found.repaired == tuple(f"blocks.{block}.mlp.fc1" for block in range(12))
 
 
 def test_the_papers_soups_of_independent_members_are_aligned_on_cifar_and_repaired_elsewhere() -> None:

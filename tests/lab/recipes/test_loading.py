@@ -1,4 +1,4 @@
-"""Networks of finished runs, ready to be used without the run's data."""
+"""Networks of finished runs, loaded to be used without the run's data."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_soup_scores_as_it_did_in_its_run(run: Path) -> None:
+def test_a_soup_scores_as_in_its_run(run: Path) -> None:
     config = find("digits").config("smoke")
     result = json.loads((run / "result.json").read_text())
     training, images = build(config), images_for(config)
     for which, name in (("soup", "average_soup"), ("greedy", "greedy_soup")):
-        ready = load(run, which)
-        assert not ready.network.training
-        assert ready.classes == images.classes
-        _, found = training.evaluate([ready.network], training.data.test)
+        loaded = load(run, which)
+        assert not loaded.network.training
+        assert loaded.classes == images.classes
+        _, found = training.evaluate([loaded.network], training.data.test)
         assert found.score == pytest.approx(result["test"][name])
         batch, _ = images.test.batch(torch.arange(4))
-        assert torch.equal(ready.prepare(batch), training.batches.prepare(batch))
+        assert torch.equal(loaded.prepare(batch), training.batches.prepare(batch))
     member = load(run, 1).network.state_dict()
     for name, tensor in load_file(run / "members" / "001.safetensors").items():
         assert torch.equal(member[name], tensor)
 
 
-def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
-    for which, message in ((7, "has no member 7, it has 0, 1"), ("soop", "expected soup, greedy or the number")):
+def test_missing_networks_are_reported(run: Path, tmp_path: Path) -> None:
+    for which, message in ((7, "has no member 7, it has 0, 1"), ("soop", "expected soup, greedy or the index")):
         with pytest.raises(RunError, match=message):
             load(run, which)
     with pytest.raises(RunError, match="holds no run of papa"):
@@ -53,11 +53,11 @@ def test_what_is_not_there_is_told(run: Path, tmp_path: Path) -> None:
         load(unfinished.path)
 
 
-def test_results_that_do_not_say_what_the_network_is_are_refused(run: Path, tmp_path: Path) -> None:
+def test_results_without_a_description_of_the_network_are_refused(run: Path, tmp_path: Path) -> None:
     copy = RunDirectory(tmp_path / "copy")
     copy.create(json.loads((run / "config.json").read_text()))
     result = json.loads((run / "result.json").read_text())
     for network in (None, {}, {**result["network"], "num_classes": "many"}, {**result["network"], "mean": 3}):
         copy.result.write_text(json.dumps({**result, "network": network}))
-        with pytest.raises(RunError, match="does not say what its network is: it was altered, or is too old"):
+        with pytest.raises(RunError, match="does not describe its network: it was edited, or written by an"):
             load(copy.path)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +16,7 @@ from papa.lab.recipes import RECIPES
 from papa.lab.recipes.build import make_schedule
 from papa.lab.recipes.change import changed, translated
 from papa.lab.recipes.tables import TABLES, Row, Table, find_table, number
-from papa.lab.reproduce import Entry, config_of
+from papa.lab.reproduce import Entry, Request, config_of, jobs_for
 
 PAPERS_TABLES = (
     *("summary_table", "summary_table2", "comparing_long", "dart_replication", "cosine", "comparing2", "cifar100_swa"),
@@ -32,7 +33,7 @@ def test_every_table_and_figure_of_results_is_there() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_rows_have_names_of_their_own_and_numbers_under_the_columns(table: Table) -> None:
+def test_rows_have_unique_names_and_numbers_under_the_columns(table: Table) -> None:
     names = [row.name for row in table.rows]
     assert len(set(names)) == len(names)
     for row in table.rows:
@@ -62,8 +63,8 @@ def test_rows_of_the_full_setting_are_the_recipe_and_its_changes() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_rows_that_are_run_apart_are_experiments_apart(table: Table) -> None:
-    """No schedule, cadence or strength of the full setting turns out to be that of another row."""
+def test_no_two_rows_are_the_same_experiment(table: Table) -> None:
+    """Schedule, cadence or strength differ in the full setting."""
     rows = [row for row in table.rows if row.recipe is not None]
     built = {}
     for row in rows:
@@ -72,6 +73,31 @@ def test_rows_that_are_run_apart_are_experiments_apart(table: Table) -> None:
         plain = dataclasses.replace(config, train=Config().train, trajectory=Config().trajectory)
         built[row.name] = (json.dumps(plain.to_json()), config.train.epochs, rates)
     assert len(set(built.values())) == len(rows)
+
+
+def test_the_paper_has_three_seeds_where_it_gives_a_standard_deviation_and_else_one() -> None:
+    for table in TABLES.values():
+        for row in table.rows:
+            expected = 10 if table.label == "logistic" else 3 if row.spread else 1
+            assert row.seeds == tuple(range(1, expected + 1))
+    single = {row.name for row in find_table("summary_table").rows if row.seeds == (1,)}
+    assert single == {f"imagenet-resnet50-{method}" for method in ("independent", "papa", "papa-all", "papa-2")}
+    single = {row.name for row in find_table("comparing_long").rows if row.seeds == (1,)}
+    networks, methods = ("cifar100-vgg16", "cifar100-resnet18"), ("papa", "papa-all", "papa-2")
+    assert single == {f"{network}-none-{method}" for network in networks for method in methods}
+
+
+def test_a_request_runs_each_row_with_its_own_seeds(tmp_path: Path) -> None:
+    table = find_table("summary_table")
+    rows = table.pick(["cifar10-vgg11-papa", "imagenet-resnet50-papa"])
+
+    def seeds(**changes: Any) -> list[tuple[str, int]]:
+        jobs = jobs_for(Request(table=table, rows=rows, **changes), tmp_path)
+        return [(job.config.data.name, job.config.seed) for job in jobs]
+
+    assert seeds() == [("cifar10", 1), ("cifar10", 2), ("cifar10", 3), ("imagenet", 1)]
+    assert seeds(budget="mini") == [("cifar10", 1), ("imagenet", 1)]
+    assert seeds(seeds=(4,)) == [("cifar10", 4), ("imagenet", 4)]
 
 
 class TestChanged:
@@ -89,26 +115,26 @@ class TestTranslated:
     full: ClassVar[Config] = RECIPES["cifar100-resnet18-ablation"].config("full")
     mini: ClassVar[Config] = RECIPES["cifar100-resnet18-ablation"].config("mini")
 
-    def test_moments_keep_their_share_of_training(self) -> None:
-        said = translated({"average.start": 75.0, "average.stop": 150.0}, self.full, self.mini)
-        assert said["average.start"] / self.mini.train.epochs == pytest.approx(75 / 300)
-        assert said["average.stop"] / self.mini.train.epochs == pytest.approx(150 / 300)
+    def test_epochs_keep_their_share_of_training(self) -> None:
+        found = translated({"average.start": 75.0, "average.stop": 150.0}, self.full, self.mini)
+        assert found["average.start"] / self.mini.train.epochs == pytest.approx(75 / 300)
+        assert found["average.stop"] / self.mini.train.epochs == pytest.approx(150 / 300)
 
     def test_a_cadence_keeps_its_ratio(self) -> None:
-        said = translated({"average.every_epochs": 10.0}, self.full, self.mini)
-        assert said["average.every_epochs"] == 2 * self.mini.average.every_epochs
+        found = translated({"average.every_epochs": 10.0}, self.full, self.mini)
+        assert found["average.every_epochs"] == 2 * self.mini.average.every_epochs
 
     @pytest.mark.parametrize("every_steps", [1, 10, 50])
     @pytest.mark.parametrize("alpha", [0.9999, 0.99, 0.5])
     def test_a_half_life_keeps_its_ratio(self, alpha: float, every_steps: int) -> None:
-        said = translated({"average.alpha": alpha, "average.every_steps": every_steps}, self.full, self.mini)
+        found = translated({"average.alpha": alpha, "average.every_steps": every_steps}, self.full, self.mini)
         ratio = (every_steps / math.log(alpha)) / (10 / math.log(0.99))
         assert self.mini.average.half_life is not None
-        assert said["average.half_life"] == pytest.approx(ratio * self.mini.average.half_life)
-        assert said["average.alpha"] is None
-        assert said["average.every_steps"] == every_steps
+        assert found["average.half_life"] == pytest.approx(ratio * self.mini.average.half_life)
+        assert found["average.alpha"] is None
+        assert found["average.every_steps"] == every_steps
 
-    def test_everything_else_stays_as_it_is(self) -> None:
+    def test_other_changes_stay_the_same(self) -> None:
         changes = {"method": "papa-2", "diversity.same_init": True, "members": 10}
         assert translated(changes, self.full, self.mini) == changes
 
@@ -143,7 +169,7 @@ class TestNumber:
             ("test", "ensemble", None),
             ("test", "details.average_soup.F1 cars", None),
             ("repaired", "mean", 70.0),
-            ("repaired", "average_soup", None),  # a soup of another kind is never shown in its place
+            ("repaired", "average_soup", None),  # never a soup of another kind
             ("repaired", "greedy_size", None),
             ("trajectory", "mean", 75.0),
             ("trajectory", "average_soup", 20.0),

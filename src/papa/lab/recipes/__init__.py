@@ -1,7 +1,17 @@
-"""Recipes: named configurations, one module per table of the paper; and the networks that came of them."""
+"""Recipes: named configurations for the paper's tables, and networks loaded from finished runs."""
 
-from papa.lab.recipes.loading import Ready, load
+from papa.lab.recipes.loading import LoadedNetwork, load
 from papa.lab.recipes.recipe import BUDGETS, Recipe
 from papa.lab.recipes.registry import RECIPES, find, paper_details, paper_scores, paper_soups
 
-__all__ = ["BUDGETS", "RECIPES", "Ready", "Recipe", "find", "load", "paper_details", "paper_scores", "paper_soups"]
+__all__ = [
+    "BUDGETS",
+    "RECIPES",
+    "LoadedNetwork",
+    "Recipe",
+    "find",
+    "load",
+    "paper_details",
+    "paper_scores",
+    "paper_soups",
+]

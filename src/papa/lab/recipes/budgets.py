@@ -11,9 +11,9 @@ from papa.lab.config import Config
 from papa.rules import HALF_LIFE_SHARE
 
 ALIGN_BATCHES = 10
-"""On how much data units are matched, where all of it would take too long."""
+"""The number of batches for alignment, instead of all data."""
 CADENCES = ("every_epochs", "align_every_epochs", "mutation_every_epochs")
-"""What happens every few epochs."""
+"""Options in epochs that are scaled with the length of training."""
 
 
 def mini(
@@ -27,16 +27,16 @@ def mini(
 ) -> Config:
     """Ten to twenty minutes on two CPU cores.
 
-    What the paper says in epochs and steps of its long training keeps its share of the short one: a push with a
-    half-life of 690 steps would never bring members together in 3,000, nor would four merges.
+    Cadences in epochs and the half-life of the push keep their share of training: with its half-life of 690 steps, the
+    paper's push would not bring members together in 3,000 steps, nor would four merges.
 
     Args:
         config: the full setting.
-        width: of the network; None for as it is.
-        epochs: how many.
-        max_train: how many images at most.
+        width: of the network; None for unchanged.
+        epochs: the number of epochs.
+        max_train: the number of images, at most.
         half_life: of the push, as a share of training.
-        lr_divisor: how much lower the learning rate is than the full setting's.
+        lr_divisor: divides the full setting's learning rate.
     """
     shorter = epochs / config.train.epochs
     cadences: dict[str, Any] = {name: getattr(config.average, name) * shorter for name in CADENCES}
@@ -56,8 +56,23 @@ def mini(
     )
 
 
+def with_budget(config: Config, budget: str, *, mini_width: int | None, smoke_width: int, **options: Any) -> Config:
+    """A configuration under a budget.
+
+    Args:
+        config: the full setting.
+        budget: full, mini or smoke.
+        mini_width: the width of the network under mini; None for unchanged.
+        smoke_width: the same under smoke.
+        options: others of `mini`.
+    """
+    if budget == "mini":
+        return mini(config, width=mini_width, **options)
+    return smoke(config, width=smoke_width) if budget == "smoke" else config
+
+
 def fast_precision() -> str:
-    """bfloat16 where the hardware computes in it, float32 elsewhere: emulated it is ten times slower."""
+    """bfloat16 on hardware that computes in it, else float32: emulated bfloat16 is ten times slower."""
     is_native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return "bfloat16" if is_native else "float32"
 

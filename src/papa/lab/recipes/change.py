@@ -1,4 +1,4 @@
-"""Changing a configuration by dotted names, and saying the same change of a shorter training."""
+"""Changes to a configuration by dotted names, and their translation to a shorter training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from papa.lab.config import Config
 from papa.rules import Push
 
 STRENGTH = ("average.alpha", "average.every_steps")
-"""What the half-life of a push is made of."""
-MOMENTS = ("average.start", "average.stop")
+"""Options that determine the half-life of a push."""
+EPOCHS = ("average.start", "average.stop")
 """Epochs counted from the start of training."""
 
 
@@ -49,31 +49,30 @@ def _replaced(value: Any, tree: Mapping[str, Any], where: str) -> Any:
 
 
 def translated(changes: Mapping[str, Any], full: Config, small: Config) -> dict[str, Any]:
-    """Changes to a full setting, said of its smaller version.
+    """Changes to a full setting, translated to its smaller version.
 
-    Moments of training keep their share of it. A cadence of merges, and the half-life of a push, keep their ratio to
-    the unchanged ones: twice as often there is twice as often here. A population is no larger than a recipe that was
-    made to end in seconds has. All else stays as it is.
+    Epochs keep their share of training. A cadence of merges, and the half-life of a push, keep their ratio to the
+    recipe's own. Under the smoke budget the population is no larger than the recipe's. Other changes stay the same.
 
     Args:
         changes: by dotted names.
-        full: the full setting, unchanged.
-        small: its smaller version, unchanged.
+        full: the full setting, without the changes.
+        small: its smaller version, without the changes.
     """
-    said = dict(changes)
+    result = dict(changes)
     shorter = small.train.epochs / full.train.epochs
-    for name in MOMENTS:
-        if said.get(name) is not None:
-            said[name] *= shorter
-    if "average.every_epochs" in said:
-        said["average.every_epochs"] *= small.average.every_epochs / full.average.every_epochs
-    if any(name in said for name in STRENGTH) and small.average.half_life is not None:
-        ratio = _half_life(changed(full, said)) / _half_life(full)
-        said["average.alpha"] = None
-        said["average.half_life"] = small.average.half_life * ratio
-    if "members" in said and small.members < 3:
-        said["members"] = min(said["members"], small.members)
-    return said
+    for name in EPOCHS:
+        if result.get(name) is not None:
+            result[name] *= shorter
+    if "average.every_epochs" in result:
+        result["average.every_epochs"] *= small.average.every_epochs / full.average.every_epochs
+    if any(name in result for name in STRENGTH) and small.average.half_life is not None:
+        ratio = _half_life(changed(full, result)) / _half_life(full)
+        result["average.alpha"] = None
+        result["average.half_life"] = small.average.half_life * ratio
+    if "members" in result and small.members < 3:
+        result["members"] = min(result["members"], small.members)
+    return result
 
 
 def _half_life(config: Config) -> float:

@@ -1,4 +1,4 @@
-"""What the paper compares with, and its ablations: DART, SWA, ESGD's setting, the ablations' base."""
+"""The paper's comparisons with DART, SWA and ESGD, and the base of its ablations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from papa.lab.config import (
     TrainConfig,
     TrajectoryConfig,
 )
-from papa.lab.recipes.budgets import mini, smoke
+from papa.lab.recipes.budgets import with_budget
 from papa.lab.recipes.recipe import Recipe
 
-MINI_WIDTH, SMOKE_WIDTH = 8, 4
-
-
-def _shrunk(config: Config, budget: str, **options: int) -> Config:
-    if budget == "mini":
-        return mini(config, width=MINI_WIDTH, **options)
-    return smoke(config, width=SMOKE_WIDTH) if budget == "smoke" else config
+WIDTHS = {"mini_width": 8, "smoke_width": 4}
+"""Of ResNet-18 under smaller budgets."""
 
 
 def ablation(budget: str) -> Config:
@@ -38,7 +33,7 @@ def ablation(budget: str) -> Config:
         ),
         diversity=DiversityConfig(grid="ablation"),
     )
-    return _shrunk(config, budget)
+    return with_budget(config, budget, **WIDTHS)
 
 
 def dart(data: str, budget: str) -> Config:
@@ -51,18 +46,18 @@ def dart(data: str, budget: str) -> Config:
         average=AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5),
         diversity=DiversityConfig(grid="dart"),
     )
-    return _shrunk(config, budget)
+    return with_budget(config, budget, **WIDTHS)
 
 
 def swa(budget: str) -> Config:
-    """The ablations' base for 225 epochs, then 225 more with SWA, which the cosine takes to its own rate first."""
+    """The ablations' base for 225 epochs, then 225 more with SWA; a cosine leads to its learning rate."""
     base = ablation("full")
     config = replace(
         base,
         train=replace(base.train, epochs=450, milestones=(1 / 3, 1 / 2)),
         trajectory=TrajectoryConfig(kind="swa", start=0.5, lr=0.05, anneal=10 / 450),
     )
-    return _shrunk(config, budget)
+    return with_budget(config, budget, **WIDTHS)
 
 
 def esgd(budget: str) -> Config:
@@ -75,16 +70,14 @@ def esgd(budget: str) -> Config:
         average=AverageConfig(alpha=0.95, every_steps=10, every_epochs=5.0, repair=5),
         diversity=DiversityConfig(grid="none"),
     )
-    if budget == "mini":
-        return mini(config, width=None)
-    return smoke(config, width=SMOKE_WIDTH) if budget == "smoke" else config
+    return with_budget(config, budget, mini_width=None, smoke_width=4)
 
 
 RECIPES = (
     Recipe(
         name="cifar100-resnet18-ablation",
         summary="the ablations' base: five ResNet-18 on CIFAR-100, multistep schedule",
-        table="ablation",
+        table="ablation, ablation_gradual",
         make=ablation,
     ),
     *(

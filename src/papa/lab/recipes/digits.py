@@ -7,10 +7,7 @@ from papa.lab.recipes.recipe import Recipe
 
 
 def digits(budget: str) -> Config:
-    """Five small convolutional networks; the push's half-life is a share of this short training, not the paper's.
-
-    Merges are left as they are, without REPAIR.
-    """
+    """Five small convolutional networks; a push with a half-life of 1% of training; merges without REPAIR."""
     return Config(
         members=5,
         data=DataConfig(name="digits", validation=0.1),

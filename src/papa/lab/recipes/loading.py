@@ -1,4 +1,4 @@
-"""From the directory of a run to a network that can be used."""
+"""Networks loaded from the directories of finished runs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from papa.lab.runs import RunDirectory
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A network of a run, and what it needs to be used."""
+class LoadedNetwork:
+    """A network of a run, with its preprocessing and the names of its classes."""
 
     network: nn.Module
     """In evaluation mode, on the CPU."""
     prepare: Callable[[Tensor], Tensor]
-    """From images as the data set has them, uint8 `(N, channels, height, width)`, to what the network takes."""
+    """From uint8 images `(N, channels, height, width)` to the network's inputs."""
     classes: tuple[str, ...]
-    """What its scores are of, where the data set names its classes."""
+    """The names of the classes, in the order of the network's outputs; empty when the data set has none."""
 
 
 def card_for(config: Config, images: ImageSet) -> dict[str, Any]:
-    """What must be known of the data to make a run's network again; a JSON value."""
+    """What `load` needs to know about the data to build a run's network without it, as a JSON value."""
     pipeline = pipeline_for(config, images)
     return {
         "num_classes": images.num_classes,
@@ -46,12 +46,12 @@ def card_for(config: Config, images: ImageSet) -> dict[str, Any]:
     }
 
 
-def load(run: str | os.PathLike[str], which: str | int = "soup") -> Ready:
-    """A network of a run of `papa run`, ready to be used; the run's data is not needed.
+def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwork:
+    """Load a network of a finished run, ready to be used; the run's data is not needed.
 
     Args:
         run: the run's directory.
-        which: `soup` for the average soup, `greedy` for the greedy soup, or the number of a member.
+        which: `soup` for the average soup, `greedy` for the greedy soup, or the index of a member.
     """
     directory = RunDirectory(Path(run))
     config = Config.from_json(directory.read_config())
@@ -66,7 +66,9 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> Ready:
         resize = None if card["resize"] is None else int(card["resize"])
         classes = tuple(map(str, card["classes"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{directory.result} does not say what its network is: it was altered, or is too old") from error
+        raise RunError(
+            f"{directory.result} does not describe its network: it was edited, or written by an older version"
+        ) from error
     file = _file_of(directory, which)
     network = make_model(
         config.model.name,
@@ -76,7 +78,7 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> Ready:
         width=config.model.width,
         weights=file,
     ).eval()
-    return Ready(network, partial(prepared, mean=mean, std=std, resize=resize), classes)
+    return LoadedNetwork(network, partial(prepared, mean=mean, std=std, resize=resize), classes)
 
 
 def _file_of(run: RunDirectory, which: str | int) -> Path:
@@ -84,9 +86,9 @@ def _file_of(run: RunDirectory, which: str | int) -> Path:
     if isinstance(which, int):
         file = run.members / f"{which:03d}.safetensors"
         if not file.is_file():
-            there = ", ".join(str(int(path.stem)) for path in sorted(run.members.glob("[0-9]*.safetensors")))
-            raise RunError(f"{run.path} has no member {which}, it has {there or 'none'}")
+            known = ", ".join(str(int(path.stem)) for path in sorted(run.members.glob("[0-9]*.safetensors")))
+            raise RunError(f"{run.path} has no member {which}, it has {known or 'none'}")
         return file
     if which not in soups:
-        raise RunError(f"which is {which!r}, expected soup, greedy or the number of a member")
+        raise RunError(f"which is {which!r}, expected soup, greedy or the index of a member")
     return soups[which]

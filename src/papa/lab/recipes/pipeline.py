@@ -1,4 +1,4 @@
-"""What happens to a batch of images on its way into a network."""
+"""Preprocessing and augmentation of batches of images."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from papa.lab.augment import Policy, normalize, random_crop, random_flip
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePipeline:
-    """From uint8 images to what a network sees, a whole batch at a time, on the device the images are on."""
+    """From uint8 images to a network's inputs, a batch at a time, on the images' device."""
 
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_padding: int
-    """How far a training image may be shifted."""
+    """The number of pixels by which training images are shifted, at most."""
     flip: bool
     """Whether training images are mirrored at random."""
     resize: int | None = None
-    """Resize to this before normalising; None to leave the size."""
+    """The height and width before normalisation; None to leave the size."""
     ignore: int | None = None
-    """The label of pixels without a class; None where everything has one."""
+    """The label of pixels without a class; None when all have one."""
 
     @property
     def draws(self) -> bool:
-        """Whether training images are changed at random, whatever the policy."""
+        """Whether training images are changed at random under every policy."""
         return self.crop_padding > 0 or self.flip
 
     def prepare(self, images: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class ImagePipeline:
         *,
         policy: Policy | Callable[[torch.Generator], Policy],
     ) -> Batch:
-        """Shift and mirror, then the policy around the normalisation; a policy may be drawn for each batch."""
+        """Shift and mirror, then apply the policy around normalisation; a function draws a policy for each batch."""
         drawn = policy if isinstance(policy, Policy) else policy(generator)
         shifted = random_crop(images, padding=self.crop_padding, generator=generator)
         if self.flip:
@@ -56,13 +56,13 @@ class ImagePipeline:
 
 
 def prepared(images: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], resize: int | None) -> Tensor:
-    """Images of pixels from 0 to 255, resized where asked for and normalised.
+    """Images with pixels from 0 to 255, resized if `resize` is given, and normalised.
 
     Args:
         images: uint8, `(N, channels, height, width)`.
-        mean: of each channel, of pixels scaled to [0, 1].
-        std: the same.
-        resize: the height and width they get; None to leave them.
+        mean: of each channel, for pixels scaled to [0, 1].
+        std: likewise.
+        resize: the new height and width; None to leave them.
     """
     if resize is not None:
         size = (resize, resize)

@@ -1,16 +1,20 @@
-"""Every recipe by its name."""
+"""Every recipe by its name, and the paper's numbers for a recipe's configurations."""
 
 from __future__ import annotations
 
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config
 from papa.lab.recipes import comparisons, digits, finetune, logistic, scratch, segmentation
-from papa.lab.recipes.recipe import PaperDetails, PaperScores, Recipe
+from papa.lab.recipes.change import changed
+from papa.lab.recipes.recipe import Recipe
+from papa.lab.recipes.tables import Row, find_table
 
-SHELVES = (digits, scratch, finetune, comparisons, segmentation, logistic)
-"""The modules that hold recipes, in the order of listings."""
+MODULES = (digits, scratch, finetune, comparisons, segmentation, logistic)
+"""The modules with recipes, in the order of listings."""
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for shelf in SHELVES for recipe in shelf.RECIPES}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for module in MODULES for recipe in module.RECIPES}
+
+SCORES = ("mean", "min", "max", "ensemble", "average_soup", "greedy_soup")
 
 
 def find(name: str) -> Recipe:
@@ -20,18 +24,43 @@ def find(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def paper_scores(config: Config) -> PaperScores | None:
-    """What the paper reports for a recipe's method, grid and population size, in its full setting."""
-    return RECIPES[config.recipe].paper_scores(config) if config.recipe in RECIPES else None
+def paper_scores(config: Config) -> dict[str, float] | None:
+    """The paper's scores for a recipe's method, grid and population size in its full setting, as in `result.json`."""
+    row = _paper_row(config)
+    if row is None:
+        return None
+    averages = {kind: details["average F1"] for kind, details in (paper_details(config) or {}).items()}
+    return averages | {column: value for column, value in row.paper.items() if column in SCORES} or None
 
 
-def paper_details(config: Config) -> PaperDetails | None:
-    """What else the paper tells of these scores, such as the score of each class."""
-    details = RECIPES[config.recipe].paper_details if config.recipe in RECIPES else {}
-    return details.get((config.method, config.diversity.grid, config.members))
+def paper_details(config: Config) -> dict[str, dict[str, float]] | None:
+    """The paper's details of these scores, such as the score of each class."""
+    row = _paper_row(config)
+    details: dict[str, dict[str, float]] = {}
+    for column, value in ({} if row is None else row.paper).items():
+        if column.startswith("details."):
+            _, kind, name = column.split(".", maxsplit=2)
+            details.setdefault(kind, {})[name] = value
+    return details or None
 
 
 def paper_soups(config: Config) -> str | None:
-    """Which of a result's soups to compare the paper's with: `repaired` or `aligned`; None for those as they are."""
-    is_known = config.recipe in RECIPES and paper_scores(config) is not None
-    return RECIPES[config.recipe].paper_soups if is_known and config.method == "independent" else None
+    """The kind of the paper's soups of independent members: `repaired`, or `aligned` (and repaired); None for plain."""
+    row = _paper_row(config)
+    return row.part if row is not None and row.part in ("repaired", "aligned") else None
+
+
+def _paper_row(config: Config) -> Row | None:
+    """The row of the recipe's own tables with this method, grid and population size, and no other change."""
+    recipe = RECIPES.get(config.recipe)
+    labels = recipe.table.split(", ") if recipe is not None and recipe.table else []
+    for row in (row for label in labels for row in find_table(label).rows):
+        if row.recipe == config.recipe and row.change.keys() <= {"method", "members", "diversity.grid"}:
+            full = changed(find(config.recipe).config("full"), row.change)
+            if _kind_of(full) == _kind_of(config):
+                return row
+    return None
+
+
+def _kind_of(config: Config) -> tuple[str, int, str]:
+    return config.method, config.members, config.diversity.grid

@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, ModelConfig, TrainConfig
-from papa.lab.recipes import paper
-from papa.lab.recipes.budgets import mini, smoke
+from papa.lab.recipes.budgets import mini, smoke, with_budget
 from papa.lab.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A network on a data set, and how wide it is and how it is trained when there is little time."""
+    """A network on a data set, and its widths and training under smaller budgets."""
 
     data: str
     model: str
     table: str
     mini_width: int
-    smoke_width: int
     mini_epochs: int = 20
     mini_lr_divisor: float = 1.0
-    """How much lower the learning rate is: the one of several with which independent members score highest on
-    validation data (`RESULTS.md`), where that was tried."""
+    """Divides the learning rate. Where several were tried, independent members scored highest on validation data with
+    this one (`RESULTS.md`)."""
 
     @property
     def name(self) -> str:
@@ -30,10 +28,10 @@ class _Row:
 
 
 CIFAR_ROWS = (
-    _Row("cifar10", "vgg11", "cifar10_gradual", mini_width=12, smoke_width=4, mini_epochs=10, mini_lr_divisor=10.0),
-    _Row("cifar10", "resnet18", "cifar10_res_gradual", mini_width=8, smoke_width=4),
-    _Row("cifar100", "vgg16", "cifar100_gradual", mini_width=8, smoke_width=4),
-    _Row("cifar100", "resnet18", "cifar100_res_gradual", mini_width=8, smoke_width=4),
+    _Row("cifar10", "vgg11", "cifar10_gradual", mini_width=12, mini_epochs=10, mini_lr_divisor=10.0),
+    _Row("cifar10", "resnet18", "cifar10_res_gradual", mini_width=8),
+    _Row("cifar100", "vgg16", "cifar100_gradual", mini_width=8),
+    _Row("cifar100", "resnet18", "cifar100_res_gradual", mini_width=8),
 )
 
 
@@ -52,9 +50,14 @@ def cifar(row: _Row, budget: str) -> Config:
         ),
         diversity=DiversityConfig(grid="default"),
     )
-    if budget == "mini":
-        return mini(config, width=row.mini_width, epochs=row.mini_epochs, lr_divisor=row.mini_lr_divisor)
-    return smoke(config, width=row.smoke_width) if budget == "smoke" else config
+    return with_budget(
+        config,
+        budget,
+        mini_width=row.mini_width,
+        smoke_width=4,
+        epochs=row.mini_epochs,
+        lr_divisor=row.mini_lr_divisor,
+    )
 
 
 def cifar_long(row: _Row, budget: str) -> Config:
@@ -71,7 +74,7 @@ def cifar_long(row: _Row, budget: str) -> Config:
 
 
 def imagenet(budget: str) -> Config:
-    """90 epochs of ResNet-50, three members; merges every epoch. REPAIR is for soups of independent members alone."""
+    """90 epochs of ResNet-50, three members; merges every epoch. Only soups of independent members are repaired."""
     config = Config(
         members=3,
         data=DataConfig(name="imagenet", image_size=224),
@@ -97,19 +100,15 @@ def _cifar_recipe(row: _Row) -> Recipe:
         summary=f"{row.model} from scratch on {row.data}",
         table=row.table,
         make=lambda budget: cifar(row, budget),
-        paper=paper.detailed(row.table),
-        paper_soups="aligned",
     )
 
 
 def _long_recipe(row: _Row) -> Recipe:
-    name = f"{row.name}-long"
     return Recipe(
-        name=name,
+        name=f"{row.name}-long",
         summary=f"one {row.model} on {row.data}, trained as long as the whole population",
-        table="comparing_long" if name in paper.LONG else "",
+        table="comparing_long" if row.data == "cifar100" else "",
         make=lambda budget: cifar_long(row, budget),
-        paper=paper.long(name),
     )
 
 
@@ -121,7 +120,5 @@ RECIPES = (
         summary="ResNet-50 from scratch on ImageNet",
         table="summary_table",
         make=imagenet,
-        paper=paper.main("imagenet-resnet50", "imagenet", 3),
-        paper_soups="repaired",
     ),
 )

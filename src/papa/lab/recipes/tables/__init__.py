@@ -4,10 +4,10 @@ from papa.errors import ConfigError, did_you_mean
 from papa.lab.recipes.tables import ablations, comparisons, logistic, main, segmentation
 from papa.lab.recipes.tables.table import Row, Table, number
 
-SHELVES = (main, ablations, comparisons, segmentation, logistic)
-"""The modules that hold tables, in the order of listings."""
+MODULES = (main, ablations, comparisons, segmentation, logistic)
+"""The modules with tables, in the order of listings."""
 
-TABLES: dict[str, Table] = {table.name: table for shelf in SHELVES for table in shelf.TABLES}
+TABLES: dict[str, Table] = {table.name: table for module in MODULES for table in module.TABLES}
 
 
 def find_table(name: str) -> Table:

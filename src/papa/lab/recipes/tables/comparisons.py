@@ -1,4 +1,4 @@
-"""What the paper compares with: DART, SWA, ESGD; and what members share."""
+"""The paper's comparisons with DART, SWA and ESGD, the similarity of members, and the figure of accuracies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SWA_NUMBERS: dict[tuple[str, float], tuple[tuple[float, float, float], ...]] = {
     ("cosine", 0.01): ((80.77, 12.22, 76.72), (81.62, 81.87, 77.73), (81.80, 81.30, 79.98)),
 }
 SWA_COLUMNS = ("mean", "average_soup", "greedy_soup", "greedy_as_it_is")
-"""The paper's greedy soups are below their members' mean, as if BatchNorm was not re-estimated: both are shown."""
+"""The paper's greedy soups score below their members' mean, as if without re-estimated BatchNorm: both are shown."""
 SWA_START = 225.0
 
 
@@ -140,11 +140,11 @@ COSINE_NUMBERS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 COSINE_COLUMNS = tuple(f"{kind}.{layer}" for kind in ("members", "soup") for layer in range(1, 5))
 COSINE_RECIPES = {"": "cifar100-resnet18", "-ablation": "cifar100-resnet18-ablation"}
-"""The paper says the ablations' setting, whose schedule and grid are not those of the main table: both are run."""
+"""The paper names the ablations' setting, but schedule and grid differ from the main table's there: both are run."""
 
 
 def _cosine_rows() -> list[Row]:
-    """Units of independent members are matched, and their soup repaired; those of others are compared as they are."""
+    """Independent members are matched and their soup repaired; other members are compared unchanged."""
     return [
         Row(
             name=f"{method}{ending}",
@@ -165,7 +165,6 @@ TABLES = (
         title="average soups of PAPA and PAPA-all, step by step toward DART",
         columns=("average_soup",),
         rows=(*_dart_rows("cifar10"), *_dart_rows("cifar100")),
-        seeds=(1, 2, 3),
     ),
     Table(
         label="cifar100_swa",

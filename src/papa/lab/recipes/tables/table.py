@@ -1,4 +1,4 @@
-"""What a table of the paper is made of: rows, each a recipe with changes, and the paper's numbers beside them."""
+"""A table of the paper: rows, each a recipe with changes, and the paper's numbers for them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ class Row:
     """One row: what to run, and what the paper reports."""
 
     name: str
-    """What the row is picked by; unique in its table."""
+    """Unique in its table; selects the row."""
     title: str
-    """What it is, for readers."""
+    """For readers."""
     recipe: str | None
     """The recipe it runs; None for numbers that the paper quotes from others."""
     change: Mapping[str, Any] = field(default_factory=dict)
-    """What is different from the recipe's full setting, by the config's dotted names."""
+    """The differences to the recipe's full setting, by the config's dotted names."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """The paper's numbers by column."""
     spread: Mapping[str, float] = field(default_factory=dict)
     """The paper's standard deviations, where it gives them."""
+    num_runs: int | None = None
+    """The number of the paper's runs; None for three where it gives a standard deviation, else one."""
     part: str = "test"
-    """Where in a result its columns are: `test`; `aligned`, `repaired`, `trajectory` or `trajectory.aligned` for such
-    networks; or `plain` for the similarity of features as they are, without matching."""
+    """The part of a result that holds its columns: `test`; `aligned`, `repaired`, `trajectory` or `trajectory.aligned`
+    for such networks; or `plain` for the similarity of features without matching."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The paper's seeds, from 1."""
+        return tuple(range(1, 1 + (self.num_runs or (3 if self.spread else 1))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +44,18 @@ class Table:
     label: str
     """The paper's label; ours where it has none."""
     title: str
-    """What it shows, in one line."""
+    """One line for listings."""
     columns: tuple[str, ...]
-    """Which numbers of a result it compares; see `number`."""
+    """The numbers of a result that it compares; see `number`."""
     rows: tuple[Row, ...]
     kind: str = "table"
     """table or figure."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What all its runs need switched on to give these numbers, by the config's dotted names."""
-    seeds: tuple[int, ...] = (1,)
-    """The paper's."""
+    """Options that all its runs need to give these numbers, by the config's dotted names."""
 
     @property
     def name(self) -> str:
-        """What it is asked for by, such as `table:ablation1`."""
+        """Kind and label, such as `table:ablation1`."""
         return f"{self.kind}:{self.label}"
 
     def pick(self, names: Sequence[str] | None) -> tuple[Row, ...]:
@@ -68,10 +73,10 @@ def number(result: Mapping[str, Any], row: Row, column: str) -> float | None:
     """A column's number in a run's result; None when the run does not have it.
 
     Columns are the keys of a result's scores (`mean`, `min`, `max`, `ensemble`, `average_soup`, `greedy_soup`), or
-    `greedy_size` for how many members are in the greedy soup, `members.2` and `soup.2` for the cosine similarity at
+    `greedy_size` for the number of members in the greedy soup, `members.2` and `soup.2` for the cosine similarity at
     the second layer, `details.average_soup.F1 cars` for one of the details of a score, and `greedy_as_it_is` for the
-    greedy soup of averages along trajectories whose BatchNorm is not re-estimated. Soups are the row's own kind of
-    soups, or there is no number; means and ensembles are those of the members.
+    greedy soup of averages along trajectories without re-estimated BatchNorm. Soups are those of the row's part, never
+    of another; means and ensembles are those of the members.
     """
     kind, _, rest = column.partition(".")
     if kind == "greedy_size":
@@ -102,7 +107,7 @@ def _part(result: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
 
 
 def _scores(result: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
-    """The row's own networks' scores; soups of another kind are never shown in their place."""
+    """The scores of the row's part, completed by those of the members; soups of another kind are left out."""
     whole = result if row.part.partition(".")[0] != "trajectory" else result.get("trajectory") or {}
     own, members = (part.get("test") or part.get("validation") or {} for part in (_part(result, row), whole))
     details = {**_without_soups(members.get("details") or {}), **(own.get("details") or {})}

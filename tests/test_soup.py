@@ -336,7 +336,7 @@ def test_an_average_that_has_nan_says_whose(kind: str) -> None:
         nets[1].weight[0, 0] = math.nan
     members: Any = nets if kind == "modules" else [net.state_dict() for net in nets]
     members = Population(nets) if kind == "population" else members
-    with pytest.warns(UserWarning, match="the average soup has NaN, as member 1 has: leave it out by a weight of 0"):
+    with pytest.warns(UserWarning, match="the average soup has NaN, from member 1: give it weight 0"):
         average_soup(members)
     average_soup(members, weights=[0.5, 0.0, 0.5])  # without a warning
 
@@ -353,5 +353,5 @@ def test_averages_of_narrow_numbers_are_looked_at_too(dtype: torch.dtype) -> Non
     states = [{"weight": torch.ones(4).to(dtype)} for _ in range(2)]
     assert average_soup(states)["weight"].dtype == dtype
     states[0]["weight"] = torch.tensor([1.0, math.nan]).to(dtype).repeat(2)
-    with pytest.warns(UserWarning, match="the average soup has NaN, as member 0 has"):
+    with pytest.warns(UserWarning, match="the average soup has NaN, from member 0: give"):
         average_soup(states)

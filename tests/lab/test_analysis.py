@@ -99,7 +99,7 @@ def test_a_member_that_diverged_costs_the_comparison_and_not_the_result() -> Non
     training.run()
     training.population[1].get_parameter("0.weight").data[0] = float("nan")
     with (
-        pytest.warns(UserWarning, match="the average soup has NaN, as member 1 has"),
+        pytest.warns(UserWarning, match="the average soup has NaN, from member 1"),
         pytest.warns(UserWarning, match="members are not compared: layer '0' of network 1 gives values that are not"),
     ):
         assert finalize(training, analysis=True).to_json()["similarity"] is None

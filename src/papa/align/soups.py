@@ -23,7 +23,7 @@ from papa.mixing import soup_row
 from papa.population import Population
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics
-from papa.soup import GreedySoup, Pot, Score, Trial, pot_for, reading
+from papa.soup import GreedySoup, MeanNetwork, Score, Trial, is_as_good, mean_network, score_and_loss
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,22 @@ def aligned_soups(
         raise SoupError("a soup needs at least one network, got none")
     plan = Plan(batches, by=by, groups=groups, seed=seed)
     plan.symmetries_of(here[0])  # before a pot is there: deriving them takes memory of its own
-    with _Kitchen(pot_for(members), plan, repair_batches) as evaluation_context:
+    with _Kitchen(mean_network(members), plan, repair_batches) as evaluation_context:
         readings, order = evaluation_context.pot.ranked(score)
         best = readings[order[0]][0]
         greedy, trials = evaluation_context.soup_of(order[0]), []
         for member in order[1:]:
             candidate = evaluation_context.joined(greedy, member)
-            result, _ = reading(score(evaluation_context.served(candidate)))
+            result, _ = score_and_loss(score(evaluation_context.served(candidate)))
             result = evaluation_context.pot.agreed(result)
-            trials.append(Trial(tuple(candidate.members), result, result >= best))
-            if result >= best:
+            trials.append(Trial(tuple(candidate.members), result, is_as_good(result, best)))
+            if is_as_good(result, best):
                 greedy, best = candidate, result
         average = evaluation_context.soup_of(order[0])
         for member in order[1:]:
             average = evaluation_context.joined(average, member)
         average_network = evaluation_context.served(average)
-        evaluation_context.pot = pot_for(members)
+        evaluation_context.pot = mean_network(members)
         scores = tuple(value for value, _ in readings)
         return AlignedSoups(
             average_network,
@@ -118,12 +118,10 @@ class _Kitchen:
         repair_batches: on which soups are repaired; None for not.
     """
 
-    def __init__(self, pot: Pot, plan: Plan, repair_batches: Sequence[Any] | None) -> None:
+    def __init__(self, pot: MeanNetwork, plan: Plan, repair_batches: Sequence[Any] | None) -> None:
         self.pot = pot
         self._plan, self._repair_batches = plan, repair_batches
-        self._here: dict[int, nn.Module] = dict(
-            zip(pot.group.members(len(pot.members_here)), pot.members_here, strict=True)
-        )
+        self._here: dict[int, nn.Module] = pot.local_members
         self._permuted: dict[int, Orders] = {}
 
     def __enter__(self) -> _Kitchen:

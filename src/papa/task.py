@@ -1,0 +1,29 @@
+"""The task that networks are trained for: its loss, its metric and how networks are evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.nn import functional as F
+
+from papa.evaluation import Apply, Loss, Metric, accuracy, call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A loss and a metric, and how to compute a network's outputs for them; classification by default.
+
+    Example:
+        >>> regression = Task(loss=F.mse_loss, metric=lambda outputs, targets: -F.mse_loss(outputs, targets))
+        >>> regression.eval_batch_size
+        512
+    """
+
+    loss: Loss = F.cross_entropy
+    """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them."""
+    metric: Metric = accuracy
+    """Computes the score by which networks are compared; higher is better."""
+    apply: Apply = call
+    """Computes a network's outputs for a batch of inputs in evaluation."""
+    eval_batch_size: int = 512
+    """The number of examples per batch in evaluation."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from papa.errors import DataError
-from papa.lab.augment import crop, flip, normalize, random_crop, random_flip
+from papa.lab.augment.images import crop, flip, normalize, random_crop, random_flip
 from papa.streams import stream
 
 

@@ -8,7 +8,7 @@ from scipy import stats
 from timm.data.mixup import mixup_target
 
 from papa.errors import DataError
-from papa.lab.augment import Blend, Box, blend_images, blend_targets, draw_blend, soft_targets
+from papa.lab.augment.blend import Blend, Box, blend_images, blend_targets, draw_blend, soft_targets
 from papa.streams import stream
 
 SIZE = {"height": 32, "width": 32}

@@ -9,7 +9,7 @@ from scipy import stats
 from timm.data.random_erasing import RandomErasing
 
 from papa.errors import DataError
-from papa.lab.augment import cutout, draw_cutout_boxes, draw_erasing_boxes, fill_boxes, random_erase
+from papa.lab.augment.erase import cutout, draw_cutout_boxes, draw_erasing_boxes, fill_boxes, random_erase
 from papa.streams import stream
 
 

@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from papa.errors import ConfigError, DataError
-from papa.lab.augment import (
-    DART_POLICIES,
-    Policy,
-    blend_images,
-    blend_targets,
-    cutout,
-    draw_blend,
-    rand_augment,
-    random_erase,
-    soft_targets,
-)
+from papa.lab.augment import DART_POLICIES, Policy
+from papa.lab.augment.blend import blend_images, blend_targets, draw_blend, soft_targets
+from papa.lab.augment.erase import cutout, random_erase
+from papa.lab.augment.randaugment import rand_augment
 from papa.streams import stream
 
 EVERYTHING = Policy(mixup=0.5, smoothing=0.1, cutmix=1.0, erasing=0.35, cutout=8, randaugment="rand-m4-n1-p1.0-mstd1.0")

@@ -10,7 +10,8 @@ from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from papa.errors import ConfigError, DataError
-from papa.lab.augment import rand_augment, randaugment
+from papa.lab.augment import randaugment
+from papa.lab.augment.randaugment import rand_augment
 from papa.streams import stream
 
 DART = "rand-m4-n1-p1.0-mstd1.0"

@@ -1,4 +1,4 @@
-"""Which member gets which policy: the paper's grids, and draws from them."""
+"""The paper's grids of augmentation policies, and how members draw their policy from a grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from papa.streams import stream
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The values each augmentation may take; a policy is one of their combinations.
+    """The values of each augmentation; policies are their combinations.
 
     Example:
         >>> grid = Grid(mixup=(0.0, 0.5), smoothing=(0.0, 0.1))
@@ -25,13 +25,9 @@ class Grid:
     """
 
     mixup: tuple[float, ...] = (0.0,)
-    """Alphas of Mixup."""
     smoothing: tuple[float, ...] = (0.0,)
-    """Shares of label smoothing."""
     cutmix: tuple[float, ...] = (0.0,)
-    """Alphas of CutMix."""
     erasing: tuple[float, ...] = (0.0,)
-    """Probabilities of Random Erasing."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -43,19 +39,16 @@ class Grid:
 
     @functools.cached_property
     def policies(self) -> tuple[Policy, ...]:
-        """Every combination, the last field changing fastest."""
-        points = itertools.product(self.mixup, self.smoothing, self.cutmix, self.erasing)
-        return tuple(
-            Policy(mixup=mixup, smoothing=smoothing, cutmix=cutmix, erasing=erasing)
-            for mixup, smoothing, cutmix, erasing in points
-        )
+        """All combinations; the last field changes fastest."""
+        values = dataclasses.asdict(self)
+        return tuple(Policy(**dict(zip(values, point, strict=True))) for point in itertools.product(*values.values()))
 
     def __len__(self) -> int:
         return len(self.policies)
 
 
 PLAIN = Grid()
-"""A single point: no augmentation beyond crop and flip."""
+"""One policy: no augmentation beyond crop and flip."""
 
 DEFAULT_GRID = Grid(
     mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1), cutmix=(0.0, 0.5, 1.0), erasing=(0.0, 0.15, 0.35)
@@ -76,19 +69,14 @@ DART_POLICIES = (Policy(randaugment="rand-m4-n1-p1.0-mstd1.0"), Policy(cutmix=0.
 
 
 def draw_policies(grid: Grid, num_members: int, *, seed: int) -> tuple[Policy, ...]:
-    """One policy per member, without replacement: the shuffled grid, started over when members outnumber policies.
+    """Draw one policy per member without replacement; the shuffled grid repeats if there are more members.
 
-    Member `j`'s policy depends on the grid and the seed, not on how many members there are.
+    The policy of a member does not depend on the number of members.
 
     Example:
         >>> policies = draw_policies(DEFAULT_GRID, 5, seed=1)
         >>> policies[:3] == draw_policies(DEFAULT_GRID, 3, seed=1)
         True
-
-    Args:
-        grid: the policies to draw from.
-        num_members: how many to draw.
-        seed: the run's seed.
     """
     if num_members < 1:
         raise ConfigError(f"num_members is {num_members}, expected at least 1")
@@ -97,5 +85,5 @@ def draw_policies(grid: Grid, num_members: int, *, seed: int) -> tuple[Policy, .
 
 
 def draw_policy_per_batch(grid: Grid, generator: torch.Generator) -> Policy:
-    """One policy, drawn uniformly: for the baseline in which a single network gets a new one for every mini-batch."""
+    """Draw one policy uniformly, for the baseline that trains one network with a new policy for every batch."""
     return grid.policies[int(torch.randint(len(grid), (), generator=generator))]

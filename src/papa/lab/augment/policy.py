@@ -1,4 +1,4 @@
-"""A policy: which augmentations a member gets, and how strong."""
+"""A policy: the augmentations of one member and their strengths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from papa.lab.augment.randaugment import check_rand_augment, rand_augment
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Which augmentations, and how strong; everything is off unless given.
+    """Augmentations and their strengths; all are off by default.
 
     Example:
         >>> policy = Policy(mixup=0.5, smoothing=0.1)
@@ -32,15 +32,15 @@ class Policy:
     """
 
     mixup: float = 0.0
-    """Alpha of Mixup; with CutMix on as well, a fair coin decides for each batch."""
+    """Alpha of Mixup; if CutMix is on as well, each batch gets one of the two with equal probability."""
     smoothing: float = 0.0
-    """The share of label mass spread over all classes."""
+    """Label smoothing: the probability that is spread over all classes."""
     cutmix: float = 0.0
     """Alpha of CutMix."""
     erasing: float = 0.0
-    """The probability that an image has a random rectangle erased."""
+    """The probability of Random Erasing for each image."""
     cutout: int = 0
-    """The side, in pixels, of the square that Cutout removes from every image."""
+    """The side of the Cutout square in pixels."""
     randaugment: str | None = None
     """timm's RandAugment string, such as `rand-m4-n1-p1.0-mstd1.0`."""
 
@@ -61,7 +61,7 @@ class Policy:
 
     @property
     def description(self) -> str:
-        """What is on, in a few words: `mixup 0.5, smoothing 0.1`, or `plain`."""
+        """The augmentations that are on, such as `mixup 0.5, smoothing 0.1`, or `plain`."""
         strengths = {name: value for name, value in self.to_dict().items() if value and name != "randaugment"}
         parts = [f"{name} {value:g}" for name, value in strengths.items()]
         if self.randaugment is not None:
@@ -70,20 +70,15 @@ class Policy:
 
     @property
     def makes_soft_targets(self) -> bool:
-        """Whether `on_batch` turns classes into shares of classes."""
+        """Whether `on_batch` turns class labels into class probabilities."""
         return bool(self.mixup or self.cutmix or self.smoothing)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, ready for JSON; `Policy(**policy.to_dict())` is the policy again."""
+        """All fields, for JSON; `Policy(**policy.to_dict())` equals the policy."""
         return dataclasses.asdict(self)
 
     def on_images(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """What happens before normalising: RandAugment. `images` themselves when it is off.
-
-        Args:
-            images: uint8, of shape (N, C, H, W); left as they are.
-            generator: where everything is drawn from.
-        """
+        """Augment uint8 images before normalisation: RandAugment."""
         return images if self.randaugment is None else rand_augment(images, self.randaugment, generator=generator)
 
     def on_batch(
@@ -95,20 +90,18 @@ class Policy:
         generator: torch.Generator,
         ignore: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What happens after normalising: erasing, Cutout, then Mixup or CutMix, and smoothing.
-
-        Nothing is changed in place: what is off hands back the tensor it was given.
+        """Augment a batch after normalisation: erasing, Cutout, then Mixup or CutMix, and label smoothing.
 
         Args:
             inputs: normalised images of shape (N, C, H, W).
-            targets: classes of shape (N,), or (N, H, W) when every pixel has one.
-            num_classes: how many classes there are.
-            generator: where everything is drawn from.
-            ignore: the number that stands for no class, as in `soft_targets`; None where every target is a class.
+            targets: class labels of shape (N,), or (N, H, W) for one class per pixel.
+            num_classes: the number of classes.
+            generator: the generator to draw from.
+            ignore: the label for "no class", as in `soft_targets`.
 
         Returns:
-            The inputs, and the targets: float32 shares of shape (N, num_classes, ...) when Mixup, CutMix or smoothing
-            is on, else the classes as given.
+            Inputs and targets; targets are float32 class probabilities of shape (N, num_classes, ...) if
+            `makes_soft_targets`, otherwise unchanged.
         """
         if len(inputs) != len(targets):
             raise DataError(f"a batch has {len(inputs)} inputs and {len(targets)} targets, expected as many of each")

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1797 real images of 8 x 8 pixels that come with the package."""
+"""scikit-learn's handwritten digits: 1797 images of 8 x 8 pixels that are part of the package."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ NUM_TRAIN = 300
 
 
 def load_digits() -> tuple[Arrays, Arrays]:
-    """Train (300) and test (1497) images as uint8 of 0 to 255, and their labels.
-
-    The split is a fixed shuffle, so that every seed and method is tested on the same images.
-    """
-    import sklearn.datasets  # takes longer to import than all of papa, and nothing else here needs it
+    """300 training and 1497 test images as uint8 from 0 to 255; the split is always the same."""
+    import sklearn.datasets  # slow to import, and needed only here
 
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     pixels = torch.from_numpy(np.rint(images * (255.0 / 16.0)).astype(np.uint8)).reshape(-1, 1, 8, 8)

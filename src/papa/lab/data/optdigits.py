@@ -1,4 +1,4 @@
-"""UCI's optical digits: 3823 training and 1797 test images of 8 x 8 pixels, by different writers."""
+"""The optical digits of UCI: 3823 training and 1797 test images of 8 x 8 pixels, by different writers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from papa.errors import DataError
 from papa.lab.data.splits import check_labels
 
 BRIGHTEST = 16
-"""Pixels are counts from 0 to 16: how many of the 4 x 4 dots of the scan are on."""
+"""Each pixel counts the dots of a 4 x 4 part of the scan that are on."""
 
 TEXT_FILES = ("optdigits.tra", "optdigits.tes")
 NPZ_FILE = "optdigits.npz"
 
 
 def load_optdigits(root: str | Path) -> tuple[Arrays, Arrays]:
-    """Train and test images as uint8 of 0 to 16, as they are in the files, and their labels.
+    """Training and test images as uint8 from 0 to 16, as in the files.
 
     Args:
-        root: a folder with the original `optdigits.tra` and `optdigits.tes`, in which every line has 64 pixels and the
-            label, separated by commas; or with one `optdigits.npz` of `train_images` (N, 8, 8), `train_labels` (N,),
-            `test_images` and `test_labels`, pixels from 0 to 16.
+        root: a folder with the original files `optdigits.tra` and `optdigits.tes`, which have 64 pixels and the label
+            in each line, separated by commas; or with a file `optdigits.npz` of `train_images` (N, 8, 8),
+            `train_labels` (N,), `test_images` and `test_labels`.
     """
     root = Path(root)
     if all((root / name).is_file() for name in TEXT_FILES):
         train, test = (_read_text(root / name) for name in TEXT_FILES)
-    elif (root / NPZ_FILE).is_file():
-        train, test = _read_npz(root / NPZ_FILE)
-    else:
-        raise DataError(
-            f"optdigits is not in {root}: expected {' and '.join(TEXT_FILES)} of the data set 'Optical Recognition of "
-            f"Handwritten Digits' of the UCI Machine Learning Repository, or {NPZ_FILE}. Download them from there, and "
-            "set --data.root to their folder (scikit-learn's digits are the test part only)"
-        )
-    return train, test
+        return train, test
+    if (root / NPZ_FILE).is_file():
+        return _read_npz(root / NPZ_FILE)
+    raise DataError(
+        f"optdigits is not in {root}: expected {' and '.join(TEXT_FILES)} of the data set 'Optical Recognition of "
+        f"Handwritten Digits' of the UCI Machine Learning Repository, or {NPZ_FILE}. Download them from there, and "
+        "set data.root to their folder (scikit-learn's digits are the test part only)"
+    )
 
 
 def _read_text(path: Path) -> Arrays:

@@ -1,4 +1,4 @@
-"""Networks by name: small ones for 8x8 and 32x32 images, UNet for segmentation, and every network of timm."""
+"""Networks by name: small ones for 8x8 and 32x32 images, UNet for segmentation, and all networks of timm."""
 
 from papa.lab.models.head import freeze_all_but_head_, head_of, head_parameters, unfreeze_
 from papa.lab.models.registry import input_size_of, make_model, model_names, normalization_of

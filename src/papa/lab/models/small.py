@@ -1,4 +1,4 @@
-"""Networks small enough to train a whole population in seconds on a CPU."""
+"""Small networks, to train a whole population within seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ class DigitsCNN(nn.Module):
         >>> import torch
         >>> DigitsCNN()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
-
-    Weights start from PyTorch's defaults. Any image of at least 2x2 fits.
 
     Args:
         width: channels of the first convolution; the other two have twice as many.
@@ -31,7 +29,7 @@ class DigitsCNN(nn.Module):
         self.head = nn.Linear(2 * width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores for a batch of images."""
+        """Class scores."""
         scores: Tensor = self.head(self.pool(self.features(images)))
         return scores
 
@@ -43,8 +41,6 @@ class Linear(nn.Module):
         >>> import torch
         >>> Linear()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
-
-    Weights start from PyTorch's defaults.
     """
 
     def __init__(self, *, num_classes: int = 10, in_channels: int = 1, image_size: int = 8) -> None:
@@ -52,12 +48,12 @@ class Linear(nn.Module):
         self.head = nn.Linear(in_channels * image_size**2, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores for a batch of images."""
+        """Class scores."""
         scores: Tensor = self.head(images.flatten(1))
         return scores
 
 
 def _block(in_channels: int, out_channels: int) -> list[nn.Module]:
-    # BatchNorm has a shift of its own, so the convolution needs no bias.
+    # BatchNorm adds a bias, so the convolution needs none.
     convolution = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False)
     return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU()]

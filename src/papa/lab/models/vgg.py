@@ -1,4 +1,4 @@
-"""VGG with BatchNorm in its form for 32x32 images: five stages of convolutions, then a single linear layer."""
+"""VGG with BatchNorm for 32x32 images: five stages of convolutions and one linear layer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class VGG(nn.Module):
         >>> VGG(11, num_classes=100, width=8)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
 
-    Each stage ends by halving the image, so images must be at least 32x32; of larger ones the last maps are averaged.
-    Weights start from PyTorch's defaults. The convolutions keep their biases, as published, though BatchNorm undoes
-    them.
+    Each stage halves the image, so images must be at least 32x32. Convolutions have biases, as published, although
+    BatchNorm cancels them.
 
     Args:
-        depth: 11, 13, 16 or 19; it counts the three linear layers of the original, for which one stands here.
-        width: channels of the first stage; the published networks have 64 (and 512 in the last).
+        depth: 11, 13, 16 or 19, which counts three linear layers, as in the original.
+        width: channels of the first stage; the published networks have 64.
     """
 
     def __init__(self, depth: int, *, num_classes: int = 10, in_channels: int = 3, width: int = 64) -> None:
@@ -50,6 +49,6 @@ class VGG(nn.Module):
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores for a batch of images."""
+        """Class scores."""
         scores: Tensor = self.head(self.pool(self.features(images)))
         return scores

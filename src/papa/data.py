@@ -183,12 +183,6 @@ def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source
     return Subset(source, order[num_held_out:]), Subset(source, order[:num_held_out])
 
 
-def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Inputs, Tensor]]:
-    """All examples in order; the last batch may be smaller."""
-    for indices in torch.split(torch.arange(len(source), device="cpu"), batch_size):
-        yield source.batch(indices)
-
-
 def stream_batches(
     source: Source, index_batches: Iterable[Tensor], *, seed: int, start: int = 0
 ) -> Iterator[tuple[Inputs, Tensor]]:

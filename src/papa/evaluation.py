@@ -125,8 +125,9 @@ def evaluate_together(
         One evaluation per network of all processes, and that of the ensemble (the mean of the outputs).
     """
     counting = metric if isinstance(metric, Counting) else _BatchMean(metric)
-    sums = [_Sums(counting, loss) for _ in models]
-    ensemble = _Sums(counting, loss)
+    num_examples = 0
+    losses: list[Tensor] = []
+    counts: list[Tensor] = []
     with contextlib.ExitStack() as modes, torch.no_grad():
         for model in models:
             modes.enter_context(evaluating(model))
@@ -134,15 +135,22 @@ def evaluate_together(
             if not len(targets):
                 continue
             outputs = [_output(model, inputs, apply).float() for model in models]
-            for own, output in zip(sums, outputs, strict=True):
-                own.add(output, targets)
-            ensemble.add(_mean_output(outputs, gather, ensemble_of), targets)
-    if not ensemble.num_examples:
+            outputs.append(_mean_output(outputs, gather, ensemble_of))
+            losses = _added(losses, [loss(output, targets).double() * len(targets) for output in outputs])
+            counts = _added(counts, [counting.counts(output, targets) for output in outputs])
+            num_examples += len(targets)
+    if not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
-    losses = gather([own.loss_sum for own in sums])
-    counts = gather([own.counts for own in sums])
-    each = [ensemble.evaluation(*pair) for pair in zip(losses, counts, strict=True)]
-    return each, ensemble.evaluation(ensemble.loss_sum, ensemble.counts)
+    sums = zip([*gather(losses[:-1]), losses[-1]], [*gather(counts[:-1]), counts[-1]], strict=True)
+    *members, ensemble = (
+        Evaluation(counting.score(count), float(total) / num_examples, counting.details(count) or None)
+        for total, count in sums
+    )
+    return members, ensemble
+
+
+def _added(sums: list[Tensor], terms: list[Tensor]) -> list[Tensor]:
+    return [one + other for one, other in zip(sums, terms, strict=True)] if sums else terms
 
 
 def _mean_output(outputs: list[Tensor], gather: Gather, members: Sequence[int] | None) -> Tensor:
@@ -153,27 +161,6 @@ def _mean_output(outputs: list[Tensor], gather: Gather, members: Sequence[int] |
         chosen = gathered if members is None else [gathered[member] for member in members]
         means.append(mean_logits(torch.stack(chosen)))
     return torch.cat(means).view(outputs[0].shape)
-
-
-class _Sums:
-    """Loss and counts of one network or of the ensemble, summed over batches."""
-
-    def __init__(self, metric: Counting, loss: Loss) -> None:
-        self._metric, self._loss = metric, loss
-        self.num_examples = 0
-        self.loss_sum = self.counts = torch.zeros((), dtype=torch.float64)
-
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        counts = self._metric.counts(outputs, targets)
-        loss = self._loss(outputs, targets).double() * len(targets)
-        is_first = self.num_examples == 0
-        self.counts = counts if is_first else self.counts + counts
-        self.loss_sum = loss if is_first else self.loss_sum + loss
-        self.num_examples += len(targets)
-
-    def evaluation(self, loss_sum: Tensor, counts: Tensor) -> Evaluation:
-        details = self._metric.details(counts)
-        return Evaluation(self._metric.score(counts), float(loss_sum) / self.num_examples, details or None)
 
 
 class _BatchMean:

@@ -293,10 +293,6 @@ def _check_states(states: list[StateDict]) -> None:
                 raise SoupError(
                     f"{subject} as {other.dtype}, state dict 0 as {value.dtype}: only one of them can be averaged"
                 )
-            found, expected = _shape_of(other), _shape_of(value)
+            found, expected = (tuple(one.shape) if isinstance(one, Tensor) else None for one in (other, value))
             if found != expected:
                 raise SoupError(f"{subject} of shape {found}, state dict 0 has {expected}: {cure}")
-
-
-def _shape_of(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None

@@ -141,12 +141,12 @@ def test_policies_are_frozen_keyword_only_values():
         ({"mixup": -1, "erasing": 2}, "mixup is -1, .*; erasing is 2, "),
     ],
 )
-def test_bad_values_are_refused_all_at_once(options, message):
+def test_bad_values_are_reported_together(options, message):
     with pytest.raises(ConfigError, match=message):
         Policy(**options)
 
 
-def test_batches_that_do_not_fit_are_refused():
+def test_batches_that_do_not_fit_raise():
     inputs, targets = some_batch()
     maps = torch.zeros(16, 8, 8, dtype=torch.int64)
     with pytest.raises(DataError, match="a batch has 16 inputs and 3 targets, expected as many of each"):

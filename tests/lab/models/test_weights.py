@@ -16,7 +16,7 @@ def small(num_classes=10, **options):
 
 @pytest.fixture
 def trained():
-    """A network unlike any fresh one, in its running statistics too."""
+    """A state dict that differs from that of a new network, running statistics included."""
     torch.manual_seed(0)
     model = small()
     model(torch.randn(4, 3, 32, 32))
@@ -131,7 +131,7 @@ class Intruder:
         return os.mkdir, ("intruded",)
 
 
-def test_files_with_code_are_refused_unrun(trained, tmp_path, monkeypatch):
+def test_files_with_code_raise_and_do_not_run(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": trained, "extra": Intruder()}, "net.pt")
     with pytest.raises(ConfigError, match=r"net\.pt holds more than tensors"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,14 @@ from papa.lab.augment.blend import blend_images, blend_targets, draw_blend, soft
 from papa.lab.augment.erase import cutout, random_erase
 from papa.lab.augment.images import check_images
 from papa.lab.augment.randaugment import check_rand_augment, rand_augment
+
+_LIMITS: dict[str, tuple[str, Any, Callable[[float], bool]]] = {
+    "mixup": ("a number of at least 0", (int, float), lambda value: 0.0 <= value < math.inf),
+    "smoothing": ("a number from 0 to below 1", (int, float), lambda value: 0.0 <= value < 1.0),
+    "cutmix": ("a number of at least 0", (int, float), lambda value: 0.0 <= value < math.inf),
+    "erasing": ("a probability from 0 to 1", (int, float), lambda value: 0.0 <= value <= 1.0),
+    "cutout": ("a whole number of pixels", int, lambda value: value >= 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +55,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         problems = [
-            _problem("mixup", self.mixup, "a number of at least 0 (0 is off)"),
-            _problem("smoothing", self.smoothing, "a number from 0 to below 1 (0 is off)", below=1.0),
-            _problem("cutmix", self.cutmix, "a number of at least 0 (0 is off)"),
-            _problem("erasing", self.erasing, "a probability from 0 to 1 (0 is off)", at_most=1.0),
+            f"{name} is {value!r}, expected {expected} (0 is off)"
+            for name, (expected, kinds, is_valid) in _LIMITS.items()
+            if not isinstance(value := getattr(self, name), kinds) or isinstance(value, bool) or not is_valid(value)
         ]
-        if not isinstance(self.cutout, int) or isinstance(self.cutout, bool) or self.cutout < 0:
-            problems.append(f"cutout is {self.cutout!r}, expected a whole number of pixels (0 is off)")
-        if self.randaugment is not None:
-            problems.append(check_rand_augment(self.randaugment))
-        found = [problem for problem in problems if problem is not None]
-        if found:
-            raise ConfigError("; ".join(found))
+        if self.randaugment is not None and (problem := check_rand_augment(self.randaugment)) is not None:
+            problems.append(problem)
+        if problems:
+            raise ConfigError("; ".join(problems))
 
     @property
     def description(self) -> str:
@@ -124,12 +129,3 @@ class Policy:
         if blend is None:
             return inputs, soft
         return blend_images(inputs, blend), blend_targets(soft, blend)
-
-
-def _problem(
-    name: str, value: float, expected: str, *, at_most: float = math.inf, below: float = math.inf
-) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0.0 <= value <= at_most and value < below:
-        return None
-    return f"{name} is {value!r}, expected {expected}"

@@ -52,6 +52,26 @@ def load_folder(
         test_folders: possible names of the folder of test images; the first that exists is used.
         largest_cached: images with larger sides are decoded when needed.
     """
+    train_folder, test_folder = _find_folders(root, test_share, test_folders)
+    files = scan_classes(train_folder)
+    native_side = max(read_size(files.path(0)))
+    large = (native_side if image_size is None else image_size) > largest_cached
+    size = image_size if image_size is not None or not large else LARGE_SIZE
+    if test_folder is not None:
+        test_files = scan_classes(test_folder)
+        check_same_classes(files, test_files)
+        train: Source = _source(f"{name}-train", files, root, size, large)
+        test: Source = _source(f"{name}-test", test_files, root, size, large)
+    else:
+        assert test_share is not None
+        source = _source(f"{name}-train", files, root, size, large)
+        train_indices, test_indices = split_classes(source.targets, test_share)
+        train, test = Subset(source, train_indices), Subset(source, test_indices)
+    return FolderSet(train, test, files.classes, size or native_side, large)
+
+
+def _find_folders(root: Path, test_share: float | None, test_folders: Sequence[str]) -> tuple[Path, Path | None]:
+    """The folder of training images, and that of test images if there is one."""
     if not root.is_dir():
         raise DataError(
             f"there is no folder {root}: expected images in {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}, "
@@ -70,22 +90,7 @@ def load_folder(
             f"the folder {root} has no test images, expected {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}: "
             "set test_share, such as 0.2, to split some off"
         )
-    files = scan_classes(train_folder)
-    test_files = None if test_folder is None else scan_classes(test_folder)
-    if test_files is not None:
-        check_same_classes(files, test_files)
-    native_side = max(read_size(files.path(0)))
-    large = (native_side if image_size is None else image_size) > largest_cached
-    size = image_size if image_size is not None or not large else LARGE_SIZE
-    source = _source(f"{name}-train", files, root, size, large)
-    if test_files is not None:
-        train: Source = source
-        test: Source = _source(f"{name}-test", test_files, root, size, large)
-    else:
-        assert test_share is not None
-        train_indices, test_indices = split_classes(source.targets, test_share)
-        train, test = Subset(source, train_indices), Subset(source, test_indices)
-    return FolderSet(train, test, files.classes, size or native_side, large)
+    return train_folder, test_folder
 
 
 def _source(name: str, files: ImageFiles, root: Path, image_size: int | None, large: bool) -> Arrays | DecodedFolder:

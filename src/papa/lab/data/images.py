@@ -30,22 +30,26 @@ class ImageSet:
 
     train: Source
     test: Source
-    num_classes: int
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...]
     """The class names, in the order of their labels."""
-    channels: int
+    channels: int = 3
     image_size: int
     mean: Numbers
     """The mean of each channel, of pixels scaled to [0, 1]."""
     std: Numbers
-    crop_padding: int
+    crop_padding: int = 0
     """The padding of random crops in training; 0 if the source crops."""
-    flip: bool
+    flip: bool = False
     """Whether to flip training images at random; False if the source flips, or if mirrored images change class."""
     validation: Source | None = None
     """Validation data, if the data set defines it; otherwise a share of the training data is held out."""
     ignore: int | None = None
     """The label of pixels without a class, if there is one label per pixel."""
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.classes)
 
     def split(self, validation: float, *, seed: int) -> Data:
         """Training, validation and test data; the split depends on the seed alone."""
@@ -169,15 +173,10 @@ def _cifar_folder(name: str, folder: Path, options: _Options) -> ImageSet:
 
 
 def _imagenet(name: str, options: _Options) -> ImageSet:
-    inside = options.root / name
-    found = load_folder(
-        name,
-        inside if class_names(inside / "train") else options.root,
-        image_size=options.image_size or LARGE_SIZE,
-        test_share=None,
-        test_folders=("val",),  # ImageNet's `test` has no labels
-    )
-    return _folder_set(name, found)
+    root = options.root / name if class_names(options.root / name / "train") else options.root
+    size = options.image_size or LARGE_SIZE
+    # ImageNet's `test` has no labels.
+    return _folder_set(name, load_folder(name, root, image_size=size, test_share=None, test_folders=("val",)))
 
 
 def _own_folder(name: str, options: _Options) -> ImageSet:
@@ -203,14 +202,10 @@ def _folder_set(name: str, found: FolderSet) -> ImageSet:
     return ImageSet(
         train=found.train,
         test=found.test,
-        num_classes=len(found.classes),
         classes=found.classes,
-        channels=3,
         image_size=found.image_size,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
-        crop_padding=0,
-        flip=False,
     )
 
 
@@ -224,7 +219,6 @@ def _small_set(name: str, train: Source, test: Source, classes: tuple[str, ...])
     return ImageSet(
         train=train,
         test=test,
-        num_classes=len(classes),
         classes=classes,
         channels=channels,
         image_size=image_size,

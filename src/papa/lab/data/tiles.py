@@ -166,15 +166,11 @@ def load_tiles(
         train=Patches(train, patch_size=patch_size, num_patches=patches_per_epoch, names=names["train"]),
         validation=Tiles(validation, names["validation"]),
         test=Tiles(test, names["test"]),
-        num_classes=len(classes.names),
         classes=classes.names,
         ignore=classes.ignore,
-        channels=3,
         image_size=patch_size,
         mean=mean,
         std=std,
-        crop_padding=0,
-        flip=False,
     )
 
 
@@ -192,9 +188,9 @@ def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
     values = torch.arange(256, dtype=torch.float64) / 255.0
     mean, std = [], []
     for channel in range(3):
-        counts = sum(
-            (torch.bincount(tile[channel].reshape(-1), minlength=256).double() for tile in planes), torch.zeros(256)
-        )
+        counts = torch.zeros(256, dtype=torch.float64)
+        for tile in planes:
+            counts += torch.bincount(tile[channel].reshape(-1), minlength=256)
         shares = counts / counts.sum()
         mean.append(float((shares * values).sum()))
         std.append(float((shares * (values - mean[-1]).square()).sum().sqrt()) or 1.0)
@@ -202,6 +198,7 @@ def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
 
 
 def _decoded(root: Path, tiles: Sequence[TileFile], classes: Classes, shrink: int) -> dict[str, Tensor]:
+    """The planes of all tiles by name; all errors are raised together."""
     planes: dict[str, Tensor] = {}
     problems = []
     for tile in tiles:
@@ -231,6 +228,5 @@ def _cached(root: Path, tile: TileFile, classes: Classes, shrink: int) -> Arrays
 
 
 def _spread(tiles: Sequence[TileFile], most: int) -> list[TileFile]:
-    if most >= len(tiles):
-        return list(tiles)
-    return [tiles[number * len(tiles) // most] for number in range(most)]
+    count = min(most, len(tiles))
+    return [tiles[number * len(tiles) // count] for number in range(count)]

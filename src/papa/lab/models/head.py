@@ -32,11 +32,6 @@ def head_of(model: nn.Module) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
-def head_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `head_of(model)`."""
-    return list(head_of(model).parameters())
-
-
 def head_modules(model: nn.Module) -> list[nn.Module]:
     """The classifier layers that have parameters; an empty list if the network has no classifier."""
     get_classifier = getattr(model, "get_classifier", None)
@@ -62,7 +57,7 @@ def freeze_all_but_head_(model: nn.Module) -> list[nn.Parameter]:
     Returns:
         The parameters that were not frozen before, for `unfreeze_`.
     """
-    head = {id(parameter) for parameter in head_parameters(model)}
+    head = {id(parameter) for parameter in head_of(model).parameters()}
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in head]
     for parameter in frozen:
         parameter.requires_grad_(False)

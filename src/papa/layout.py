@@ -101,7 +101,8 @@ def reshard_(model: nn.Module) -> None:
             reshard()
 
 
-def _is_averageable(tensor: Tensor) -> bool:
+def is_averageable(tensor: Tensor) -> bool:
+    """Whether the dtype has a mean: floating-point and complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -111,7 +112,7 @@ def _is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tens
     Masks, recognised by their names (those of `torch.nn.utils.prune`, for instance), have none. Running statistics of
     normalisation layers are averaged even if non-finite: one diverged member must not exclude those of the others.
     """
-    if not _is_averageable(tensor):
+    if not is_averageable(tensor):
         return False
     if is_parameter or isinstance(owner, _NormBase):
         return True
@@ -184,7 +185,7 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
         for pattern, is_wanted in average.items():
             if any(fnmatch.fnmatchcase(other, pattern) for other in names_of[id(tensor)]):
                 is_averaged = is_wanted
-        if is_averaged and not _is_averageable(tensor):
+        if is_averaged and not is_averageable(tensor):
             raise MemberError(f"'{name}' is {tensor.dtype} and cannot be averaged: leave it out of `average`")
         stride = torch.empty_like(local, device="meta").stride()
         slots[name] = (Slot(name, is_parameter, local.dtype, local.shape, stride), is_averaged)

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from papa.group import Group, LocalGroup
 from papa.population import Population
 from papa.product import accumulation_dtype, combine_block_
 
-StateDict: TypeAlias = Mapping[str, Any]
 Network = TypeVar("Network", nn.Module, dict[str, Any])
 T = TypeVar("T")
 Score: TypeAlias = Callable[[Any], Any]
@@ -41,15 +40,7 @@ def best_first(scores: Sequence[tuple[float, float]], members: Iterable[int]) ->
     return sorted(members, key=lambda member: (-scores[member][0], scores[member][1], member))
 
 
-@overload
-def average_soup(
-    members: Population | Sequence[nn.Module], weights: Weights | None = None, *, after: After | None = None
-) -> nn.Module: ...
-@overload
-def average_soup(
-    members: Sequence[StateDict], weights: Weights | None = None, *, after: After | None = None
-) -> dict[str, Any]: ...
-def average_soup(members: Any, weights: Weights | None = None, *, after: After | None = None) -> Any:
+def average_soup(members: Iterable[Network], weights: Weights | None = None, *, after: After | None = None) -> Network:
     """The (weighted) mean of all members.
 
         soup = sum_j w_j member_j,   w_j = 1/p by default
@@ -80,12 +71,12 @@ def average_soup(members: Any, weights: Weights | None = None, *, after: After |
             f"the average soup has NaN, {source}: give it weight 0, or call averager.check_health() first",
             stacklevel=2,
         )
-    return mean.network
+    network: Network = mean.network
+    return network
 
 
 def _has_nan(network: Any) -> bool:
-    state = network.state_dict() if isinstance(network, nn.Module) else network
-    found = [tensor for tensor in state.values() if _is_averageable(tensor)]
+    found = _averageable_tensors(network.state_dict() if isinstance(network, nn.Module) else network).values()
     numbers = [tensor.float() if tensor.element_size() == 1 else tensor for tensor in found]  # float8 has no sum
     # A sum without NaN is cheap proof that no number is NaN.
     return any(bool(torch.isnan(one.sum())) and bool(torch.isnan(one).any()) for one in numbers)
@@ -126,15 +117,7 @@ class GreedySoup(Generic[Network]):
     """All candidates, in the order they were tried."""
 
 
-@overload
-def greedy_soup(
-    members: Population | Sequence[nn.Module], score: Score, *, after: After | None = None
-) -> GreedySoup[nn.Module]: ...
-@overload
-def greedy_soup(
-    members: Sequence[StateDict], score: Score, *, after: After | None = None
-) -> GreedySoup[dict[str, Any]]: ...
-def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> Any:
+def greedy_soup(members: Iterable[Network], score: Score, *, after: After | None = None) -> GreedySoup[Network]:
     """The mean of those members that, added best first, do not lower the score.
 
     Algorithm 3 of the paper: sort members by score; start from the best; add the next member whenever the mean with it
@@ -158,8 +141,8 @@ def greedy_soup(members: Any, score: Score, *, after: After | None = None) -> An
     """
     mean = mean_network(members, after)
     scores, order = mean.ranked(score)
-    chosen, best = order[:1], scores[order[0]][0]
-    trials = []
+    chosen: list[int] = order[:1]
+    best, trials = scores[chosen[0]][0], []
     for member in order[1:]:
         candidate = [*chosen, member]
         mean.fill_(mixing.soup_row(mean.size, candidate))
@@ -250,8 +233,7 @@ def mean_network(members: Any, after: After | None = None) -> MeanNetwork:
     elif all(isinstance(member, Mapping) for member in members):
         _check_states(members)
         network = {key: copy.deepcopy(value) for key, value in members[0].items()}
-        targets = {key: value for key, value in network.items() if _is_averageable(value)}
-        sources = members
+        targets, sources = _averageable_tensors(network), members
     else:
         kinds = ", ".join(sorted({type(member).__name__ for member in members}))
         raise SoupError(f"a soup is made of a population, of modules or of state dicts, got {kinds}")
@@ -275,11 +257,11 @@ def _copied(make: Callable[[], T], model: nn.Module) -> T:
         ) from error
 
 
-def _is_averageable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+def _averageable_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and layout.is_averageable(value)}
 
 
-def _check_states(states: list[StateDict]) -> None:
+def _check_states(states: list[Mapping[str, Any]]) -> None:
     first, cure = states[0], "a soup needs networks of one architecture"
     for index, state in enumerate(states[1:], start=1):
         missing, extra = first.keys() - state.keys(), state.keys() - first.keys()
@@ -289,7 +271,7 @@ def _check_states(states: list[StateDict]) -> None:
         for key, value in first.items():
             subject, other = f"state dict {index} has '{key}'", state[key]
             are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
-            if are_tensors and _is_averageable(value) != _is_averageable(other):
+            if are_tensors and layout.is_averageable(value) != layout.is_averageable(other):
                 raise SoupError(
                     f"{subject} as {other.dtype}, state dict 0 as {value.dtype}: only one of them can be averaged"
                 )

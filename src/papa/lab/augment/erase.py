@@ -19,19 +19,7 @@ NUM_ATTEMPTS = 10
 
 
 def random_erase(inputs: Tensor, probability: float, *, generator: torch.Generator) -> Tensor:
-    """Random Erasing: with some probability, set a random rectangle of an image to zero.
-
-    Example:
-        >>> inputs = torch.ones(8, 3, 32, 32)
-        >>> erased = random_erase(inputs, 1.0, generator=torch.Generator())
-        >>> bool((erased.mean((1, 2, 3)) < 0.99).all())
-        True
-
-    Args:
-        inputs: normalised images of shape (N, C, H, W).
-        probability: the probability for each image.
-        generator: the generator to draw from.
-    """
+    """Random Erasing: with the given probability, set a random rectangle of an image to zero."""
     check_images(inputs, "random_erase")
     num_images, _, height, width = inputs.shape
     boxes = draw_erasing_boxes(num_images, height, width, probability=probability, generator=generator)

@@ -15,11 +15,6 @@ from papa.errors import DataError
 def random_crop(images: Tensor, *, padding: int, generator: torch.Generator) -> Tensor:
     """Pad every image with zeros and crop it to its old size at a random offset.
 
-    Example:
-        >>> images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
-        >>> random_crop(images, padding=4, generator=torch.Generator()).shape
-        torch.Size([8, 3, 32, 32])
-
     Args:
         images: a batch of any dtype.
         padding: the number of zeros added on each side; with 0 the images are returned unchanged.

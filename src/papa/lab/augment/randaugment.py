@@ -28,11 +28,6 @@ def rand_augment(images: Tensor, spec: str, *, generator: torch.Generator) -> Te
     timm draws from the global state of `random` and numpy, which is seeded from `generator` and restored afterwards.
     So this must not run in several threads at once.
 
-    Example:
-        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-        >>> rand_augment(images, "rand-m4-n1-p1.0-mstd1.0", generator=torch.Generator()).shape
-        torch.Size([4, 3, 32, 32])
-
     Args:
         images: uint8 images of shape (N, 3, H, W), before normalisation.
         spec: timm's string: `m` is the magnitude, `n` the number of operations per image, `p` the probability of each,

@@ -1,10 +1,9 @@
 """Data sets of the lab: image sets by name, class folders, and tiles with a class per pixel."""
 
 from papa.lab.data.cache import MappedImages
-from papa.lab.data.digits import load_digits
+from papa.lab.data.digits import load_digits, load_optdigits
 from papa.lab.data.images import ImageSet, load_images
 from papa.lab.data.large import DecodedFolder
-from papa.lab.data.optdigits import load_optdigits
 from papa.lab.data.tiles import Patches, Tiles, load_tiles, load_vaihingen
 
 __all__ = [

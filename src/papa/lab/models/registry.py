@@ -49,12 +49,7 @@ _NETWORKS = {
 
 
 def model_names() -> dict[str, str]:
-    """The names of all networks with a short description; `timm:NAME` is any network of timm.
-
-    Example:
-        >>> model_names()["resnet20"]
-        'ResNet-20 for 32x32 images, 0.27 million parameters'
-    """
+    """The names of all networks with a short description; `timm:NAME` is any network of timm."""
     return {name: entry.description for name, entry in _NETWORKS.items()}
 
 
@@ -119,12 +114,7 @@ def input_size_of(model_name: str) -> int:
 
 
 def normalization_of(model_name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Mean and standard deviation per channel that a timm network was pretrained with; None for other networks.
-
-    Example:
-        >>> normalization_of("vgg16") is None
-        True
-    """
+    """Mean and standard deviation per channel that a timm network was pretrained with; None for other networks."""
     if not model_name.startswith(from_timm.PREFIX):
         _entry(model_name)
         return None

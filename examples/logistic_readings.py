@@ -12,7 +12,6 @@ import sys
 
 import numpy as np
 import numpy.typing as npt
-
 from papa.lab.data.optdigits import load_optdigits
 
 Floats = npt.NDArray[np.float32]

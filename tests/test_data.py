@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from papa.data import Arrays, Examples, Streaming, Subset, as_source, batches_of, hold_out, stream_batches
+from papa.data import Arrays, Examples, Streaming, Subset, as_source, hold_out, stream_batches
 from papa.errors import DataError
 
 
-class Counting:
-    """A streaming source that tells what it was asked for."""
+class EchoSource:
+    """A streaming source that returns what it was asked for."""
 
     def __len__(self) -> int:
         return 10
@@ -41,7 +41,7 @@ def test_streams_of_a_plain_source_are_its_batches() -> None:
 
 
 def test_subset_forwards_streams_with_its_own_indices() -> None:
-    inner = Subset(Counting(), torch.tensor([9, 8, 7, 6, 5]))
+    inner = Subset(EchoSource(), torch.tensor([9, 8, 7, 6, 5]))
     outer = Subset(inner, torch.tensor([4, 0, 1]))
     assert isinstance(outer, Streaming)
     results = list(stream_batches(outer, [torch.tensor([0, 2]), torch.tensor([1])], seed=7, start=3))
@@ -65,7 +65,7 @@ def test_streams_read_their_indices_lazily() -> None:
 def test_hold_out_is_a_partition_that_depends_on_the_seed_only() -> None:
     train, held_out = hold_out(numbers(100), 0.02, seed=1)
     assert (len(train), len(held_out)) == (98, 2)
-    both = torch.cat([batch[0] for part in (train, held_out) for batch in batches_of(part, 32)])
+    both = torch.cat([part.batch(torch.arange(len(part)))[0] for part in (train, held_out)])
     assert torch.equal(both.sort().values, torch.arange(100))
     again = hold_out(numbers(100), 0.02, seed=1)[1]
     other = hold_out(numbers(100), 0.02, seed=2)[1]
@@ -77,7 +77,7 @@ def test_hold_out_is_a_partition_that_depends_on_the_seed_only() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 1.0])
-def test_hold_out_refuses_a_share_that_leaves_nothing(share: float) -> None:
+def test_hold_out_raises_if_a_part_would_be_empty(share: float) -> None:
     with pytest.raises(DataError, match=r"a validation share of .* of 100 examples, expected at least one"):
         hold_out(numbers(100), share, seed=1)
 
@@ -134,6 +134,6 @@ class OneByOne(IterableDataset[int]):
         (OneByOne(), "data is a OneByOne, which can only be read in its own order"),
     ],
 )
-def test_examples_of_another_form_are_told(data: Any, message: str) -> None:
+def test_examples_of_another_form_raise(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         as_source(data).batch(torch.arange(2))

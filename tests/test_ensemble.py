@@ -61,12 +61,12 @@ def test_keyword_arguments_reach_the_members() -> None:
     assert Ensemble([Scaled(), Scaled()])(torch.ones(2), scale=3.0).tolist() == [3.0, 3.0]
 
 
-def test_an_ensemble_of_nothing_is_refused() -> None:
+def test_an_ensemble_of_nothing_raises() -> None:
     with pytest.raises(SoupError, match="an ensemble needs at least one network, got none"):
         Ensemble([])
 
 
-def test_outputs_that_are_no_tensors_are_refused() -> None:
+def test_outputs_that_are_no_tensors_raise() -> None:
     class Pair(nn.Module):
         def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
             return inputs, inputs

@@ -16,7 +16,7 @@ def error_classes() -> list[type[Exception]]:
 
 
 @pytest.mark.parametrize("error", error_classes())
-def test_every_error_is_a_papa_error_and_stands_in_the_tree_of_the_docstring(error: type[Exception]) -> None:
+def test_every_error_is_a_papa_error_and_is_in_the_tree_of_the_docstring(error: type[Exception]) -> None:
     assert issubclass(error, errors.PapaError)
     assert f" {error.__name__}" in errors.__doc__
     assert error.__doc__
@@ -31,7 +31,7 @@ def test_did_you_mean_offers_the_closest_name_and_all_known_ones() -> None:
     assert errors.did_you_mean("pappa", ["independent", "papa"]) == "did you mean papa? Known: independent, papa"
 
 
-def test_did_you_mean_offers_no_stranger() -> None:
+def test_did_you_mean_lists_all_names_if_none_is_close() -> None:
     assert errors.did_you_mean("zzz", ["independent", "papa"]) == "known: independent, papa"
 
 

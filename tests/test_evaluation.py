@@ -73,7 +73,7 @@ def test_a_metric_may_return_a_plain_number_but_only_one() -> None:
         evaluate(network, batches, loss=loss, metric=lambda found, wanted: (found - wanted).square().mean(dim=1))
 
 
-def test_modes_statistics_and_gradients_are_left_as_found() -> None:
+def test_modes_statistics_and_gradients_are_restored() -> None:
     (network,) = make_networks("conv_batch_norm", 1)
     network.train()
     network.get_submodule("1").eval()
@@ -135,7 +135,7 @@ def test_networks_of_several_processes_count_as_if_all_were_here(monkeypatch: py
     assert evaluate_together(networks[:1], batches, gather=gather) == evaluate_together(networks, batches)
 
 
-def test_networks_are_applied_as_told() -> None:
+def test_apply_computes_the_outputs() -> None:
     (network,) = make_networks("conv_batch_norm", 1)
     batches = uneven_batches()
     found = evaluate(network, batches, apply=lambda model, inputs: model(2 * inputs))
@@ -145,12 +145,12 @@ def test_networks_are_applied_as_told() -> None:
         evaluate(network, batches, apply=lambda model, inputs: [model(inputs)])  # type: ignore[arg-type, return-value]
 
 
-def test_no_batches_are_refused() -> None:
+def test_no_batches_raise() -> None:
     with pytest.raises(DataError, match="there was no batch to evaluate on: the data is empty"):
         evaluate(nn.Linear(2, 2), [])
 
 
-def test_batches_without_examples_are_refused() -> None:
+def test_batches_without_examples_raise() -> None:
     empty = (torch.empty(0, 2), torch.empty(0, dtype=torch.long))
     with pytest.raises(DataError, match="there was no batch to evaluate on: the data is empty"):
         evaluate(nn.Linear(2, 2), [empty])

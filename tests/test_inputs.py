@@ -1,4 +1,4 @@
-"""What a network takes in a batch."""
+"""Inputs of networks: one tensor, or several by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class One(nn.Module):
 
 
 class Passing(nn.Module):
-    """Hands on whatever it gets, as wrappers do."""
+    """Passes on all arguments, as wrappers do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -60,12 +60,12 @@ def test_named_tensors_come_in_the_order_asked() -> None:
     assert layout.named_tensors(network, ["bias"])["bias"] is network.bias
 
 
-def test_lazy_modules_are_refused() -> None:
+def test_lazy_modules_raise() -> None:
     with pytest.raises(MemberError, match="member 0 has 'weight' uninitialised: run one forward pass through it first"):
         layout.plan([nn.LazyLinear(3)], {})
 
 
-def test_sparse_tensors_are_refused() -> None:
+def test_sparse_tensors_raise() -> None:
     network = nn.Linear(2, 2)
     network.register_buffer("graph", torch.eye(2).to_sparse())
     with pytest.raises(MemberError, match=r"member 1 has 'graph' as torch.sparse_coo, expected a plain dense tensor"):
@@ -78,7 +78,7 @@ def copy_with_dense_graph(network: nn.Module) -> nn.Module:
     return dense
 
 
-def test_tensor_subclasses_are_refused() -> None:
+def test_tensor_subclasses_raise() -> None:
     class Tagged(Tensor):
         pass
 
@@ -88,19 +88,19 @@ def test_tensor_subclasses_are_refused() -> None:
         layout.plan([network], {})
 
 
-def test_tensors_without_values_are_refused() -> None:
+def test_tensors_without_values_raise() -> None:
     with pytest.raises(MemberError, match="member 1 has 'weight' on the meta device: give it values first"):
         layout.plan([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], {})
 
 
-def test_inference_tensors_are_refused() -> None:
+def test_inference_tensors_raise() -> None:
     with torch.inference_mode():
         network = nn.Linear(2, 2)
     with pytest.raises(MemberError, match="member 0 has 'weight' made under inference_mode: build members outside"):
         layout.plan([network], {})
 
 
-def test_networks_without_numbers_are_refused() -> None:
+def test_networks_without_numbers_raise() -> None:
     with pytest.raises(MemberError, match="members have no floating-point tensor: there is nothing to average"):
         layout.plan([nn.ReLU()], {})
     with pytest.raises(MemberError, match="there is nothing to average"):
@@ -108,7 +108,7 @@ def test_networks_without_numbers_are_refused() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
-def test_members_on_two_devices_are_refused() -> None:
+def test_members_on_two_devices_raise() -> None:
     with pytest.raises(MemberError, match="member 1 has 'weight' on cuda:0, member 0 is on cpu: move all members"):
         layout.plan([nn.Linear(2, 2), nn.Linear(2, 2, device="cuda")], {})
 
@@ -121,7 +121,7 @@ def test_a_replaced_layer_is_noticed() -> None:
         population.mix_(mixing.merge_all(2))
 
 
-def test_a_transposed_tensor_is_brought_home_by_value() -> None:
+def test_a_transposed_tensor_is_copied_back_into_its_row() -> None:
     nets = [nn.Linear(3, 3, bias=False) for _ in range(2)]
     expected = sum(net.weight.detach().clone().t() for net in nets) / 2
     population = Population(nets)
@@ -132,7 +132,7 @@ def test_a_transposed_tensor_is_brought_home_by_value() -> None:
         assert_close(net.weight.detach(), expected)
 
 
-def test_tensors_that_share_memory_without_being_tied_are_refused() -> None:
+def test_tensors_that_share_memory_without_being_tied_raise() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight.data = net[0].weight.data
     with pytest.raises(MemberError, match=r"member 0 has '1\.weight' in the memory of '0\.weight'"):

@@ -170,6 +170,6 @@ def test_check_rows_takes_lists_and_other_dtypes() -> None:
         ([[float("inf"), 0.0], [0.0, 1.0]], r"row 0 of the mixing matrix is \[inf, 0.0\], expected finite weights"),
     ],
 )
-def test_check_rows_refuses_what_cannot_mix(matrix: object, message: str) -> None:
+def test_check_rows_raises_for_invalid_matrices(matrix: object, message: str) -> None:
     with pytest.raises(MixingError, match=message):
         mixing.check_rows(matrix, 2)

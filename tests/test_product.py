@@ -107,13 +107,13 @@ def test_children_replace_their_parents_only_when_no_other_child_needs_them(data
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_a_weight_of_zero_excludes_a_sick_member(name: str) -> None:
+def test_a_weight_of_zero_excludes_a_non_finite_member(name: str) -> None:
     matrix = MATRICES[name](5)
-    for sick, value in ((0, float("nan")), (2, float("inf")), (4, float("nan"))):
+    for broken, value in ((0, float("nan")), (2, float("inf")), (4, float("nan"))):
         rows = random_rows(5, 40, torch.float32)
         expected = reference(rows, matrix)
-        healthy = matrix[:, sick] == 0
-        rows[sick] = value
+        healthy = matrix[:, broken] == 0
+        rows[broken] = value
         product.mix_rows_(rows, matrix)
         assert_close(rows[healthy], expected[healthy])
         assert not bool(torch.isfinite(rows[~healthy]).any())
@@ -185,7 +185,7 @@ def test_squared_distances_of_no_columns_are_zero() -> None:
     assert product.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_autocast_does_not_blunt_the_product() -> None:
+def test_autocast_does_not_change_the_precision() -> None:
     rows, matrix = random_rows(5, 1000, torch.float32), random_stochastic(5, seed=3)
     expected = reference(rows, matrix)
     with torch.autocast("cpu", torch.bfloat16):
@@ -193,7 +193,7 @@ def test_autocast_does_not_blunt_the_product() -> None:
     assert (rows - expected).abs().max() < 1e-6
 
 
-def test_a_lower_matmul_precision_is_put_back_as_found() -> None:
+def test_a_lower_matmul_precision_is_restored() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")

@@ -69,6 +69,6 @@ def test_warm_up_rises_to_the_schedule_and_then_leaves_it_alone() -> None:
         lambda: schedules.warm_up(schedules.constant(), 2.0),
     ],
 )
-def test_nonsense_is_refused(make: object) -> None:
+def test_invalid_options_raise(make: object) -> None:
     with pytest.raises(ConfigError, match="expected"):
         make()  # type: ignore[operator]

@@ -83,15 +83,15 @@ class TestAverageSoup:
         assert torch.equal(average_soup(states)["mask"], states[0]["mask"])
 
     @pytest.mark.parametrize("form", ["modules", "state dicts", "population"])
-    @pytest.mark.parametrize("sick", [0, 1])
-    def test_a_weight_of_zero_excludes_a_sick_member(self, form: str, sick: int) -> None:
+    @pytest.mark.parametrize("broken", [0, 1])
+    def test_a_weight_of_zero_excludes_a_non_finite_member(self, form: str, broken: int) -> None:
         networks = make_networks("conv_batch_norm", 3)
-        for tensor in networks[sick].state_dict().values():
+        for tensor in networks[broken].state_dict().values():
             if tensor.is_floating_point():
                 tensor.fill_(math.nan)
         weights = [0.5, 0.5, 0.5]
-        weights[sick] = 0.0
-        healthy = [network.state_dict() for index, network in enumerate(networks) if index != sick]
+        weights[broken] = 0.0
+        healthy = [network.state_dict() for index, network in enumerate(networks) if index != broken]
         expected = average_soup(healthy)
         soup = state_of(average_soup(in_every_form(networks)[form], weights))
         for name, tensor in expected.items():
@@ -259,7 +259,7 @@ class TestGreedySoup:
         soup = greedy_soup(one_hot_states(2), lambda state: math.nan if state["w"].all() else 1.0)
         assert (soup.members, soup.score, soup.trials[0].kept) == ((0,), 1.0, False)
 
-    def test_members_that_all_score_nan_are_refused(self) -> None:
+    def test_members_that_all_score_nan_raise(self) -> None:
         with pytest.raises(SoupError, match="every member scored NaN, expected numbers, higher is better"):
             greedy_soup(one_hot_states(2), lambda state: math.nan)
 
@@ -319,24 +319,24 @@ class TestErrors:
             ([math.nan, 1.0], MixingError, r"the soup's weights is \[nan, 1.0\], expected finite weights"),
         ],
     )
-    def test_weights_that_make_no_mean(self, weights: list[float], error: type[PapaError], message: str) -> None:
+    def test_invalid_weights_raise(self, weights: list[float], error: type[PapaError], message: str) -> None:
         with pytest.raises(error, match=message):
             average_soup(one_hot_states(2), weights)
 
 
-def test_whole_numbers_and_others_under_one_name_are_refused() -> None:
+def test_whole_numbers_and_others_under_one_name_raise() -> None:
     with pytest.raises(SoupError, match=r"state dict 1 has 'a' as torch\.float32, state dict 0 as torch\.int64"):
         average_soup([{"a": torch.ones(2, dtype=torch.int64)}, {"a": torch.ones(2)}])
 
 
 @pytest.mark.parametrize("kind", ["modules", "states", "population"])
-def test_an_average_that_has_nan_says_whose(kind: str) -> None:
+def test_a_warning_names_the_members_with_nan(kind: str) -> None:
     nets = [nn.Linear(3, 2) for _ in range(3)]
     with torch.no_grad():
         nets[1].weight[0, 0] = math.nan
     members: Any = nets if kind == "modules" else [net.state_dict() for net in nets]
     members = Population(nets) if kind == "population" else members
-    with pytest.warns(UserWarning, match="the average soup has NaN, as member 1 has: leave it out by a weight of 0"):
+    with pytest.warns(UserWarning, match="the average soup has NaN, from member 1: give it weight 0"):
         average_soup(members)
     average_soup(members, weights=[0.5, 0.0, 0.5])  # without a warning
 
@@ -353,5 +353,5 @@ def test_averages_of_narrow_numbers_are_looked_at_too(dtype: torch.dtype) -> Non
     states = [{"weight": torch.ones(4).to(dtype)} for _ in range(2)]
     assert average_soup(states)["weight"].dtype == dtype
     states[0]["weight"] = torch.tensor([1.0, math.nan]).to(dtype).repeat(2)
-    with pytest.warns(UserWarning, match="the average soup has NaN, as member 0 has"):
+    with pytest.warns(UserWarning, match="the average soup has NaN, from member 0: give"):
         average_soup(states)

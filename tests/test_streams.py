@@ -49,7 +49,7 @@ def test_making_a_stream_leaves_the_global_generator_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_global_stream_seeds_the_global_generator_and_puts_it_back() -> None:
+def test_global_stream_seeds_the_global_generator_and_restores_it() -> None:
     state = torch.get_rng_state()
     with global_stream(1, "init", member=2):
         first = torch.rand(4)
@@ -65,7 +65,7 @@ def draw_and_fail() -> None:
         raise ZeroDivisionError
 
 
-def test_global_stream_puts_the_generator_back_after_an_error() -> None:
+def test_global_stream_restores_the_generator_after_an_error() -> None:
     state = torch.get_rng_state()
     with pytest.raises(ZeroDivisionError):
         draw_and_fail()

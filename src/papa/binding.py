@@ -1,75 +1,86 @@
-"""Keeping one module's tensors inside one row of a matrix, and noticing when something moved them out of it."""
+"""Binding: keeping the tensors of one member inside one row of the population's matrix.
+
+A member stays an ordinary module, but the memory of its parameters and averaged buffers is its row of `W`. So the
+optimizer writes to the matrix, and `W <- A W` changes the members without copies. Some operations replace a module's
+tensors and so undo this (`module.to(memory_format=...)`, assigning a buffer); `BoundMember.refresh_` notices and
+repairs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from papa.errors import MemberError
-from papa.layout import Layout, alias, here, is_sharded, tensors_of
+from papa.layout import Layout, alias, is_sharded, local_part, tensors_of
 
 
-@dataclass(frozen=True)
-class Place:
-    """One attribute of one module that holds a tensor; tied tensors have several places."""
+class _Attribute(NamedTuple):
+    """A module attribute that refers to a bound tensor; tied tensors have several."""
 
-    slot_name: str
+    number: int
+    """The index of the tensor in `BoundMember.tensors`."""
+    name: str
     registry: dict[str, Tensor | None]
+    """The `_parameters` or `_buffers` of the module."""
     key: str
-    tensor: Tensor
 
 
 class BoundMember:
-    """One module whose tensors live in one row, and the means to notice when they no longer do."""
+    """One module with its averaged tensors in one row per dtype.
+
+    Args:
+        model: the module; its tensors are moved into the rows.
+        layout: the columns of each tensor.
+        rows: the member's row of the matrix of each dtype.
+        member: the member's index in the whole population, for error messages.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor], member: int) -> None:
         self._member = member
-        self._places = _places(model, {slot.name for slot in layout.slots})
-        first = {place.slot_name: place.tensor for place in reversed(self._places)}
-        self.tensors = [first[slot.name] for slot in layout.slots]
-        # Shards cannot be rebound: what shards them holds their memory. They are copied in and out.
+        self._attributes, tensors = _bound_attributes(model, layout)
+        self.tensors = [tensors[slot.name] for slot in layout.slots]
+        # Shards cannot be moved, as `fully_shard` manages their memory: their values are copied in and out instead.
         self._shards = [number for number, tensor in enumerate(self.tensors) if is_sharded(tensor)]
-        self._homes = [alias(rows[slot.dtype], slot) for slot in layout.slots]
-        index = {slot.name: number for number, slot in enumerate(layout.slots)}
-        self._checks = [(place, index[place.slot_name]) for place in self._places]
-        self._pointers = [home.data_ptr() for home in self._homes]
-        self._strides = [home.stride() for home in self._homes]
-        self._modules = [
-            (parent._modules, key, child) for parent in model.modules() for key, child in parent._modules.items()
-        ]
+        self._in_row = [alias(rows[slot.dtype], slot) for slot in layout.slots]
+        self._pointers = [tensor.data_ptr() for tensor in self._in_row]
+        self._strides = [tensor.stride() for tensor in self._in_row]
         self._all_modules = list(model.modules())
+        self._children = [
+            (parent._modules, key, child) for parent in self._all_modules for key, child in parent._modules.items()
+        ]
         self._num_parts = self._count_parts()
-        for number in range(len(self._homes)):
-            self._bring_home(number)
+        for number in range(len(self._in_row)):
+            self._move_into_row(number)
 
     def _count_parts(self) -> int:
         return sum(len(module._parameters) + len(module._modules) for module in self._all_modules)
 
     def new_strides(self) -> dict[int, tuple[int, ...]]:
-        """The strides of those tensors that were moved out into another memory order, by their number."""
+        """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""
         found = {}
-        for number, (tensor, home) in enumerate(zip(self.tensors, self._homes, strict=True)):
+        for number, (tensor, in_row) in enumerate(zip(self.tensors, self._in_row, strict=True)):
             if is_sharded(tensor):
                 continue
             is_moved = tensor.data_ptr() != self._pointers[number] and tensor.stride() != self._strides[number]
-            if is_moved and (tensor.shape, tensor.dtype, tensor.device) == (home.shape, home.dtype, home.device):
+            if is_moved and (tensor.shape, tensor.dtype, tensor.device) == (in_row.shape, in_row.dtype, in_row.device):
                 found[number] = tensor.stride()
         return found
 
-    def _bring_home(self, number: int) -> None:
-        tensor, home = self.tensors[number], self._homes[number]
-        home.copy_(here(tensor).detach().clone())  # it may overlap its home, as a transposed view does
+    def _move_into_row(self, number: int) -> None:
+        tensor, in_row = self.tensors[number], self._in_row[number]
+        in_row.copy_(local_part(tensor).detach().clone())  # cloned, as a transposed view overlaps its columns
         if not is_sharded(tensor):
-            tensor.data = home
+            tensor.data = in_row
 
     @torch.no_grad()
     def write_back_(self) -> None:
-        """Bring what was written to the row to the tensors that do not live there: shards."""
+        """Copy the values of the row to tensors that cannot live in it: shards."""
         for number in self._shards:
-            here(self.tensors[number]).copy_(self._homes[number])
+            local_part(self.tensors[number]).copy_(self._in_row[number])
 
     @property
     def is_sharded(self) -> bool:
@@ -77,63 +88,71 @@ class BoundMember:
         return bool(self._shards)
 
     def refresh_(self) -> None:
-        """Bring tensors that were moved out back into the row; raise where that would hide a mistake."""
-        for registry, key, module in self._modules:
+        """Move tensors that left the row back into it.
+
+        Raises:
+            MemberError: the module changed in a way that moving tensors back would hide, such as a new Parameter.
+        """
+        for registry, key, module in self._children:
             if registry.get(key) is not module:
                 raise MemberError(
                     f"member {self._member} has another module as '{key}' than when it was bound, which is not in the "
                     "matrix: rebuild population and optimizers after changing a member's layers"
                 )
         pointers, strides = self._pointers, self._strides
-        for place, number in self._checks:
-            current = place.registry.get(place.key)
-            tensor = self.tensors[number]
+        for attribute in self._attributes:
+            number = attribute.number
+            current, tensor = attribute.registry.get(attribute.key), self.tensors[number]
             if current is tensor and is_sharded(tensor):
-                self._bring_home(number)
+                self._move_into_row(number)
                 continue
-            is_home = tensor.data_ptr() == pointers[number] and tensor.stride() == strides[number]
-            if current is tensor and is_home:
+            is_in_row = tensor.data_ptr() == pointers[number] and tensor.stride() == strides[number]
+            if current is tensor and is_in_row:
                 continue
-            self._check_can_come_home(place, number, current)
-            assert current is not None
+            current = self._checked(current, attribute)
             if current is tensor:
-                self._bring_home(number)
-            else:  # the new tensor is somebody else's: its values move in, it does not
-                self._homes[number].copy_(current.detach())
-                place.registry[place.key] = tensor
+                self._move_into_row(number)
+            else:  # the new tensor may be used elsewhere: copy its values and restore the bound tensor
+                self._in_row[number].copy_(current.detach())
+                attribute.registry[attribute.key] = tensor
         if self._count_parts() != self._num_parts:
             raise MemberError(
                 f"member {self._member} has gained parameters or layers since it was bound: rebuild population "
                 "and optimizers after changing a member's layers"
             )
 
-    def _check_can_come_home(self, place: Place, number: int, current: Tensor | None) -> None:
-        subject, home = f"member {self._member} has '{place.slot_name}'", self._homes[number]
+    def _checked(self, current: Tensor | None, attribute: _Attribute) -> Tensor:
+        """The current tensor of an attribute, if its values may be copied into the row."""
+        subject, expected = f"member {self._member} has '{attribute.name}'", self._in_row[attribute.number]
         if current is None:
-            raise MemberError(f"member {self._member} no longer has '{place.slot_name}': rebuild the population")
-        if isinstance(current, nn.Parameter) and current is not self.tensors[number]:
+            raise MemberError(f"member {self._member} no longer has '{attribute.name}': rebuild the population")
+        if isinstance(current, nn.Parameter) and current is not self.tensors[attribute.number]:
             raise MemberError(
                 f"{subject} as a new Parameter, while its optimizer still trains the old one: load weights with "
                 "load_state_dict(assign=False), or rebuild population and optimizers"
             )
-        if current.dtype != home.dtype or current.shape != home.shape:
+        if current.dtype != expected.dtype or current.shape != expected.shape:
             raise MemberError(
-                f"{subject} of {current.dtype} and shape {tuple(current.shape)}, expected {home.dtype} and "
-                f"{tuple(home.shape)}: convert all members at once with population.to(...)"
+                f"{subject} of {current.dtype} and shape {tuple(current.shape)}, expected {expected.dtype} and "
+                f"{tuple(expected.shape)}: convert all members at once with population.to(...)"
             )
-        if current.device != home.device:
+        if current.device != expected.device:
             raise MemberError(
-                f"{subject} on {current.device}, expected {home.device}: move all members at once with "
+                f"{subject} on {current.device}, expected {expected.device}: move all members at once with "
                 "population.to(...)"
             )
+        return current
 
 
-def _places(model: nn.Module, names: set[str]) -> list[Place]:
-    name_of: dict[int, str] = {}
-    places = []
+def _bound_attributes(model: nn.Module, layout: Layout) -> tuple[list[_Attribute], dict[str, Tensor]]:
+    """The attributes that refer to tensors of the layout, and these tensors by the first name they have."""
+    numbers = {slot.name: number for number, slot in enumerate(layout.slots)}
+    first_names: dict[int, str] = {}
+    attributes, tensors = [], {}
     for name, is_parameter, owner, key, tensor in tensors_of(model):
-        slot_name = name_of.setdefault(id(tensor), name)
-        if slot_name in names:
+        first_name = first_names.setdefault(id(tensor), name)
+        if first_name in numbers:
             registry: dict[str, Tensor | None] = owner._parameters if is_parameter else owner._buffers  # type: ignore[assignment]
-            places.append(Place(slot_name, registry, key, tensor))
-    return places
+            attributes.append(_Attribute(numbers[first_name], first_name, registry, key))
+            tensors[first_name] = tensor
+    return attributes, tensors

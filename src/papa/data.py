@@ -1,6 +1,7 @@
-"""Sources: data that hands out a whole batch at a time, by index.
+"""Data for training and evaluation: like a map-style torch `Dataset`, but read one batch of indices at a time.
 
-Who draws which examples is decided elsewhere (`training`, from each member's own stream); a source only answers.
+Pass `papa.train` a pair of tensors, any map-style `Dataset`, or a `Source`. There is no `DataLoader`: every member
+draws its own order of indices, and a source only returns the examples at the indices it is given.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from papa.errors import DataError
-from papa.inputs import Inputs, are_inputs, each, num_examples, parts_of
+from papa.inputs import Inputs, are_inputs, each, num_examples, tensors_in
 from papa.streams import stream
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything that knows how many examples it has and hands out any of them as a batch."""
+    """A data set of examples: a `Dataset` that returns several examples at once, already collated."""
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -34,15 +35,18 @@ class Source(Protocol):
 
 @runtime_checkable
 class Streaming(Source, Protocol):
-    """A source that augments while it reads, and so hands out training batches better than one at a time."""
+    """A source with a faster or augmented way to read a sequence of training batches, such as decoding ahead."""
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Augmented inputs and targets for one batch of indices after the other; see `stream_batches`."""
+        """Inputs and targets for each batch of indices in turn; see `stream_batches`."""
         ...
 
 
 class Arrays:
-    """Examples in memory: inputs and targets as tensors or arrays of one length; inputs may be several, by name."""
+    """Examples in memory, as a `TensorDataset` holds them: tensors or arrays of inputs and targets of equal length.
+
+    Inputs may also be a mapping from names to tensors.
+    """
 
     def __init__(self, inputs: Any, targets: Any) -> None:
         self.inputs: Inputs = each(inputs, torch.as_tensor)
@@ -56,7 +60,7 @@ class Arrays:
         return len(self.targets)
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
-        """One gather for each tensor."""
+        """One `index_select` per tensor."""
 
         def rows(part: Tensor) -> Tensor:
             return part.index_select(0, indices.to(part.device))
@@ -65,7 +69,7 @@ class Arrays:
 
 
 class Examples:
-    """A `torch.utils.data.Dataset`, read one example at a time and collated."""
+    """A map-style `torch.utils.data.Dataset`, read one example at a time and collated by `default_collate`."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -74,7 +78,7 @@ class Examples:
         return len(self.dataset)
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
-        """As many `dataset[i]` as there are indices."""
+        """`dataset[i]` for each index, collated."""
         found = default_collate([self.dataset[index] for index in indices.tolist()])
         is_pair = isinstance(found, (tuple, list)) and len(found) == 2
         if not is_pair or not are_inputs(found[0]) or not isinstance(found[1], Tensor):
@@ -90,7 +94,7 @@ class Examples:
 
 
 class Subset:
-    """Some of the examples of another source."""
+    """The examples of another source at the given indices."""
 
     def __init__(self, source: Source, indices: Tensor) -> None:
         self.source, self.indices = source, indices
@@ -99,28 +103,27 @@ class Subset:
         return len(self.indices)
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
-        """The source's examples behind these indices."""
+        """A batch of the underlying source."""
         return self.source.batch(self.indices[indices])
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """The source's own training batches behind these indices."""
+        """Training batches of the underlying source."""
         return stream_batches(self.source, (self.indices[indices] for indices in index_batches), seed=seed, start=start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a network is trained, chosen and tested on."""
+    """Training, validation and test data."""
 
     train: Source
-    """What members train on."""
     validation: Source
-    """Held out from training, for greedy soups; never augmented."""
+    """Used to choose the members of greedy soups; never augmented."""
     test: Source | None = None
-    """Looked at once, at the end."""
+    """Used once, after training; None to skip."""
 
 
 def as_source(data: Any) -> Source:
-    """A pair of arrays, a torch dataset or a source, as a source.
+    """Wrap a pair of arrays or a torch dataset as a source; a source is returned unchanged.
 
     Example:
         >>> len(as_source((torch.zeros(8, 4), torch.zeros(8))))
@@ -129,7 +132,7 @@ def as_source(data: Any) -> Source:
     if (
         isinstance(data, (tuple, list))
         and len(data) == 2
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in [*parts_of(data[0]), data[1]])
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in [*tensors_in(data[0]), data[1]])
     ):
         source: Source = Arrays(*data)
     elif isinstance(data, Source):
@@ -158,17 +161,17 @@ def as_source(data: Any) -> Source:
 
 
 def _are_arrays(data: Any) -> bool:
-    """Whether what should be examples is a few arrays of many, or pairs of such."""
+    """Whether the data is up to three arrays, or pairs of arrays, rather than a sequence of examples."""
     found = list(data.values()) if isinstance(data, dict) else list(data)
     parts = [part for one in found for part in (one if isinstance(one, (tuple, list)) else [one])]
     return 0 < len(found) <= 3 and all(isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0 for part in parts)
 
 
 def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source]:
-    """Split off a share for validation: the same examples for all members and methods of a seed.
+    """Split off a share for validation; the split depends on the seed alone.
 
     Returns:
-        What is left for training, and what is held out.
+        The part for training and the part for validation.
     """
     num_held_out = round(len(source) * share)
     if not 0 < num_held_out < len(source):
@@ -180,29 +183,21 @@ def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source
     return Subset(source, order[num_held_out:]), Subset(source, order[:num_held_out])
 
 
-def batches_of(source: Source, batch_size: int) -> Iterator[tuple[Inputs, Tensor]]:
-    """All examples in their own order, the last batch as small as need be."""
-    for indices in torch.split(torch.arange(len(source), device="cpu"), batch_size):
-        yield source.batch(indices)
-
-
 def stream_batches(
     source: Source, index_batches: Iterable[Tensor], *, seed: int, start: int = 0
 ) -> Iterator[tuple[Inputs, Tensor]]:
-    """Training batches, one after the other: by the source's own `stream` when it has one, else by its `batch`.
+    """Training batches in turn, from the source's `stream` if it has one, otherwise from its `batch`.
 
     Example:
         >>> source = Arrays(torch.arange(6), torch.zeros(6))
         >>> [inputs.tolist() for inputs, _ in stream_batches(source, torch.tensor([[5, 0], [2, 1]]), seed=1)]
         [[5, 0], [2, 1]]
 
-    A streaming source reads ahead and augments: what it draws for batch `n` is a function of `seed` and `n` only.
-
     Args:
-        source: where the examples come from.
+        source: the examples.
         index_batches: the indices of each batch; read lazily, a few batches ahead.
-        seed: of what the source draws, if it draws anything.
-        start: the number of the first batch, for a stream that goes on where another was stopped.
+        seed: the seed of a streaming source; its random numbers for batch `n` depend on `seed` and `n` alone.
+        start: the index of the first batch, to continue an earlier stream.
     """
     if isinstance(source, Streaming):
         return source.stream(index_batches, seed=seed, start=start)
@@ -210,7 +205,7 @@ def stream_batches(
 
 
 def as_data(data: Any, validation: float, *, seed: int) -> Data:
-    """Whatever the user gave as data, with a share split off for validation unless there is validation data."""
+    """Convert data as `papa.train` takes it; a share is held out for validation unless it is a `Data`."""
     if isinstance(data, Data):
         test = None if data.test is None else as_source(data.test)
         return Data(train=as_source(data.train), validation=as_source(data.validation), test=test)

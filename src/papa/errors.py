@@ -1,16 +1,16 @@
-"""The error tree. Whatever papa refuses, it refuses with one of these.
+"""The errors that papa raises on purpose.
 
     PapaError
-    ├── MemberError     members that do not fit together, or that left the matrix
-    ├── MixingError     a matrix, rule or cadence that makes no sense
-    ├── SoupError       networks or state dicts that cannot be averaged, or a score that is not a number
-    ├── DataError       data that is missing, empty or of the wrong shape
-    ├── ConfigError     an unknown recipe, method or option, or values that contradict each other
-    └── RunError        a run directory that cannot be written, read or continued
-        ├── LostError     other processes that failed, were killed or cannot be reached
-        └── StoppedError  a run that was asked to stop, and saved its state first
+    ├── MemberError       networks that do not share one architecture, or tensors that left the population's matrix
+    ├── MixingError       an invalid mixing matrix, averaging rule or schedule of averaging
+    ├── SoupError         networks or state dicts that cannot be averaged, or an invalid score
+    ├── DataError         data that is missing, empty or of the wrong shape
+    ├── ConfigError       an unknown recipe, method or option, or options that contradict each other
+    └── RunError          a run directory that cannot be written, read or resumed
+        ├── LostError     another process failed, was killed or cannot be reached
+        └── StoppedError  the run was asked to stop and saved its state first
 
-Every message says what it is about, what was found, what was expected and what to do.
+Every message names the subject, what was found, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from collections.abc import Iterable
 
 
 class PapaError(Exception):
-    """The root of every error that papa raises on purpose."""
+    """Base class of all errors that papa raises on purpose."""
 
 
 class MemberError(PapaError):
-    """Members that do not share one architecture, or whose tensors left the population's matrix."""
+    """Networks that do not share one architecture, or tensors that left the population's matrix."""
 
 
 class MixingError(PapaError, ValueError):
-    """A mixing matrix, rule or cadence that makes no sense."""
+    """An invalid mixing matrix, averaging rule or schedule of averaging."""
 
 
 class SoupError(PapaError, ValueError):
-    """Networks or state dicts that cannot be averaged, or a score that is not a number."""
+    """Networks or state dicts that cannot be averaged, or an invalid score."""
 
 
 class DataError(PapaError, ValueError):
@@ -40,23 +40,23 @@ class DataError(PapaError, ValueError):
 
 
 class ConfigError(PapaError, ValueError):
-    """An unknown recipe, method or option, or values that contradict each other."""
+    """An unknown recipe, method or option, or options that contradict each other."""
 
 
 class RunError(PapaError):
-    """A run directory that cannot be written, read or continued."""
+    """A run directory that cannot be written, read or resumed."""
 
 
 class LostError(RunError):
-    """Other processes that failed, were killed or cannot be reached."""
+    """Another process failed, was killed or cannot be reached."""
 
 
 class StoppedError(RunError):
-    """A run that was asked to stop, and saved its state first."""
+    """The run was asked to stop and saved its state first."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that helps someone who mistyped `name`: the closest match, then all that is known.
+    """Suggest the closest known name for a mistyped one, and list all known names.
 
     Example:
         >>> did_you_mean("papa-al", ["independent", "papa", "papa-all"])

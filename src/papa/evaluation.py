@@ -1,4 +1,4 @@
-"""Scores: how good a network, a population and its ensemble are on some batches."""
+"""Evaluation: the score and loss of a network, of all members and of their ensemble on some batches."""
 
 from __future__ import annotations
 
@@ -18,63 +18,66 @@ Batch: TypeAlias = tuple[Inputs, Tensor]
 """Inputs and targets."""
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Gather: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
-"""Turns one tensor per network held here into one per network held anywhere."""
+"""Turns a list of one tensor per network on this process into one per network on any process."""
 Apply: TypeAlias = Callable[[nn.Module, Inputs], Tensor]
-"""How a network gives its outputs for a batch of inputs in evaluation."""
+"""Computes a network's outputs for a batch of inputs in evaluation."""
 
 CHUNK = 2**22
-"""How many outputs of each network are brought together at a time for the ensemble."""
+"""The number of outputs of each network that are gathered at a time for the ensemble."""
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A metric of a whole data set that is no mean over batches: it is computed from counts that add up."""
+    """A metric that is not a mean over batches, such as F1: counts are summed over all batches, then scored."""
 
     def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What one batch adds."""
+        """The counts of one batch."""
         ...
 
     def score(self, counts: Tensor) -> float:
-        """The score, higher is better."""
+        """The score of the summed counts, higher is better."""
         ...
 
     def details(self, counts: Tensor) -> dict[str, float]:
-        """What else the counts tell, by name."""
+        """Further results by name, such as the score of each class."""
         ...
 
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], Tensor] | Counting
-"""The mean score of a batch, or counts of all batches; higher is better."""
+"""Computes the mean score of a batch from outputs and targets, or counts; higher is better."""
 
 
 class Evaluation(NamedTuple):
-    """A network's score (higher is better) and loss (lower is better), means over examples."""
+    """The result of evaluating a network on all examples.
+
+    Scores are compared by `papa.soup.is_as_good` and `papa.soup.best_first`: higher is better.
+    """
 
     score: float
     loss: float
     details: dict[str, float] | None = None
-    """What else the metric tells, such as the score of each class."""
+    """Further results of the metric, such as the score of each class."""
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The percentage of examples whose highest output is the target class."""
-    is_whole = not (targets.is_floating_point() or targets.is_complex())
-    if outputs.dim() < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape or not is_whole:
+    """The percentage of examples for which the target class has the highest output."""
+    is_integer = not (targets.is_floating_point() or targets.is_complex())
+    if outputs.dim() < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape or not is_integer:
         raise DataError(
             f"accuracy got outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}, "
-            f"{targets.dtype}; expected a score for each class and a class for each example: pass a metric of your own "
-            "for other tasks"
+            f"{targets.dtype}; expected a score for each class and a class for each example: pass your own metric for "
+            "other tasks"
         )
     return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
 
 
 def rereadable(batches: Any) -> Any:
-    """Batches that are read more than once: as they are, or kept in memory where they can only be read once."""
+    """Batches that can be read more than once: an iterator becomes a list, anything else is returned unchanged."""
     return list(batches) if isinstance(batches, Iterator) else batches
 
 
 def call(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The network's outputs for the inputs as they are."""
+    """Call the network on the inputs; the default `Apply`."""
     outputs: Tensor = outputs_of(model, inputs)
     return outputs
 
@@ -87,14 +90,14 @@ def evaluate(
     metric: Metric = accuracy,
     apply: Apply = call,
 ) -> Evaluation:
-    """Score and loss of one network over all examples of the batches, in evaluation mode.
+    """Score and loss of one network over all examples, computed in evaluation mode.
 
     Args:
-        model: left in the mode it was found in.
+        model: the network; its training mode is restored afterwards.
         batches: pairs of inputs and targets.
-        loss: the mean loss of a batch.
-        metric: the mean score of a batch, or counts that add up over batches; higher is better.
-        apply: how the network gives its outputs.
+        loss: computes the mean loss of a batch from outputs and targets.
+        metric: computes the mean score of a batch from outputs and targets, or is a `Counting`; higher is better.
+        apply: computes the network's outputs from the network and a batch of inputs.
     """
     return evaluate_together([model], batches, loss=loss, metric=metric, apply=apply)[0][0]
 
@@ -111,21 +114,20 @@ def evaluate_together(
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
 
+    `batches`, `loss`, `metric` and `apply` are as for `evaluate`.
+
     Args:
-        models: left in the modes they were found in.
-        batches: pairs of inputs and targets.
-        loss: the mean loss of a batch.
-        metric: the mean score of a batch, or counts that add up over batches; higher is better.
-        apply: how a network gives its outputs.
-        gather: turns one tensor per network held here into one per network of all, where several processes hold them.
-        ensemble_of: which of all networks the ensemble is made of; None for all.
+        models: the networks on this process.
+        gather: gathers one tensor per network from all processes.
+        ensemble_of: the indices, among the networks of all processes, of those in the ensemble; None for all.
 
     Returns:
-        One evaluation per network, and the ensemble's (averaged outputs).
+        One evaluation per network of all processes, and that of the ensemble (the mean of the outputs).
     """
-    counting = metric if isinstance(metric, Counting) else _MeanOf(metric)
-    tallies: list[_Tally] = [_Tally(counting, loss) for _ in models]
-    ensemble = _Tally(counting, loss)
+    counting = metric if isinstance(metric, Counting) else _BatchMean(metric)
+    num_examples = 0
+    losses: list[Tensor] = []
+    counts: list[Tensor] = []
     with contextlib.ExitStack() as modes, torch.no_grad():
         for model in models:
             modes.enter_context(evaluating(model))
@@ -133,60 +135,47 @@ def evaluate_together(
             if not len(targets):
                 continue
             outputs = [_output(model, inputs, apply).float() for model in models]
-            for tally, output in zip(tallies, outputs, strict=True):
-                tally.add(output, targets)
-            ensemble.add(mean_of_all(outputs, gather, ensemble_of), targets)
-    if not ensemble.num_examples:
+            outputs.append(_mean_output(outputs, gather, ensemble_of))
+            losses = _added(losses, [loss(output, targets).double() * len(targets) for output in outputs])
+            counts = _added(counts, [counting.counts(output, targets) for output in outputs])
+            num_examples += len(targets)
+    if not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
-    losses = gather([tally.total_loss for tally in tallies])
-    counts = gather([tally.total_counts for tally in tallies])
-    each = [ensemble.evaluation(*pair) for pair in zip(losses, counts, strict=True)]
-    return each, ensemble.evaluation(ensemble.total_loss, ensemble.total_counts)
+    sums = zip([*gather(losses[:-1]), losses[-1]], [*gather(counts[:-1]), counts[-1]], strict=True)
+    *members, ensemble = (
+        Evaluation(counting.score(count), float(total) / num_examples, counting.details(count) or None)
+        for total, count in sums
+    )
+    return members, ensemble
 
 
-def mean_of_all(outputs: list[Tensor], gather: Gather, members: Sequence[int] | None = None) -> Tensor:
-    """The mean over all networks of their outputs, a bounded piece at a time: whole images of all may be too many."""
-    pieces = zip(*(torch.split(output.reshape(-1), CHUNK) for output in outputs), strict=True)
-    everyone = (gather(list(piece)) for piece in pieces)
-    counted = (all_of if members is None else [all_of[member] for member in members] for all_of in everyone)
-    means = [mean_logits(torch.stack(some)) for some in counted]
+def _added(sums: list[Tensor], terms: list[Tensor]) -> list[Tensor]:
+    return [one + other for one, other in zip(sums, terms, strict=True)] if sums else terms
+
+
+def _mean_output(outputs: list[Tensor], gather: Gather, members: Sequence[int] | None) -> Tensor:
+    """The mean output over networks of all processes, gathered in chunks to bound memory."""
+    means = []
+    for chunks in zip(*(torch.split(output.reshape(-1), CHUNK) for output in outputs), strict=True):
+        gathered = gather(list(chunks))
+        chosen = gathered if members is None else [gathered[member] for member in members]
+        means.append(mean_logits(torch.stack(chosen)))
     return torch.cat(means).view(outputs[0].shape)
 
 
-class _Tally:
-    """Sums over batches, of one network or of the ensemble."""
-
-    def __init__(self, metric: Counting, loss: Loss) -> None:
-        self.metric, self.loss = metric, loss
-        self.num_examples = 0
-        self.total_loss = self.total_counts = torch.zeros((), dtype=torch.float64)
-
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        counts = self.metric.counts(outputs, targets)
-        loss = self.loss(outputs, targets).double() * len(targets)
-        is_first = self.num_examples == 0
-        self.total_counts = counts if is_first else self.total_counts + counts
-        self.total_loss = loss if is_first else self.total_loss + loss
-        self.num_examples += len(targets)
-
-    def evaluation(self, total_loss: Tensor, counts: Tensor) -> Evaluation:
-        details = self.metric.details(counts)
-        return Evaluation(self.metric.score(counts), float(total_loss) / self.num_examples, details or None)
-
-
-class _MeanOf:
-    """A mean score of batches as counts: the sum over examples, and their number."""
+class _BatchMean:
+    """A metric that is a mean over examples, as a `Counting`: the sum of scores and the number of examples."""
 
     def __init__(self, metric: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.metric = metric
+        self._metric = metric
 
     def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        found = torch.as_tensor(self.metric(outputs, targets), dtype=torch.float64)
-        if found.numel() != 1:
+        mean = torch.as_tensor(self._metric(outputs, targets), dtype=torch.float64)
+        if mean.numel() != 1:
             raise DataError(
-                f"the metric returned numbers of shape {tuple(found.shape)}, expected one for a batch: take their mean"
+                f"the metric returned numbers of shape {tuple(mean.shape)}, expected one for a batch: take their mean"
             )
-        total = found.reshape(()) * len(targets)
+        total = mean.reshape(()) * len(targets)
         return torch.stack([total, torch.full_like(total, len(targets))])
 
     def score(self, counts: Tensor) -> float:
@@ -208,7 +197,7 @@ def _output(model: nn.Module, inputs: Inputs, apply: Apply) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a module in evaluation mode for the block, then every submodule back into the mode it was in."""
+    """Put a module in evaluation mode inside the block; then restore the mode of every submodule."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""What a network takes in a batch: one tensor, or several by name."""
+"""Inputs of a network: one tensor, or a mapping from names to tensors, such as `{"words": ..., "mask": ...}`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from papa.errors import DataError
 
 Inputs: TypeAlias = Any
-"""A tensor whose first axis counts examples, or a mapping from names to such tensors."""
+"""A tensor with one row per example, or a mapping from names to such tensors."""
 
 
 def outputs_of(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """What a network makes of its inputs.
+    """The outputs of a network for its inputs.
 
-    Tensors by name go by keyword where its `forward` has arguments of all these names, and as its one argument else.
+    A mapping is passed as keyword arguments if `forward` has all its names as arguments, otherwise as one argument.
 
     Example:
         >>> class Scaled(nn.Module):
@@ -27,51 +27,51 @@ def outputs_of(model: Callable[..., Any], inputs: Inputs) -> Any:
         >>> outputs_of(Scaled(), {"words": torch.tensor([1, 2]), "mask": torch.tensor([1, 0])})
         tensor([1, 0])
     """
-    if isinstance(inputs, Mapping) and inputs.keys() <= _arguments_of(model):
+    if isinstance(inputs, Mapping) and inputs.keys() <= _argument_names(model):
         return model(**inputs)
     return model(inputs)
 
 
-def _arguments_of(model: Callable[..., Any]) -> set[str]:
-    """The names of what a network's `forward` takes; of one that only passes on what it gets, of the one inside."""
-    within = model._modules if isinstance(model, nn.Module) else {}
-    inside = next((within[name] for name in ("module", "_orig_mod") if name in within), None)
+def _argument_names(model: Callable[..., Any]) -> set[str]:
+    """The argument names of `forward`; for wrappers that pass on **kwargs (DDP, compile), of the wrapped module."""
+    children = model._modules if isinstance(model, nn.Module) else {}
+    wrapped = next((children[name] for name in ("module", "_orig_mod") if name in children), None)
     parameters = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
-    if inside is not None and any(one.kind == one.VAR_KEYWORD for one in parameters):
-        return _arguments_of(inside)
+    if wrapped is not None and any(one.kind == one.VAR_KEYWORD for one in parameters):
+        return _argument_names(wrapped)
     return {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
 
 
 def inputs_of(batch: Any) -> Inputs:
-    """A batch's inputs: the batch itself, or the first entry of a tuple."""
+    """The inputs of a batch: the first entry of a tuple or list, otherwise the batch itself."""
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-def parts_of(inputs: Any) -> list[Any]:
-    """The one thing that inputs are, or all that they have by name."""
+def tensors_in(inputs: Any) -> list[Any]:
+    """The values of a mapping, or the inputs themselves in a list."""
     return list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
 
 
 def are_inputs(inputs: Any) -> bool:
-    """Whether something is a tensor, or tensors by name."""
-    return len(parts_of(inputs)) > 0 and all(isinstance(part, Tensor) for part in parts_of(inputs))
+    """Whether the value is a tensor or a non-empty mapping to tensors."""
+    return len(tensors_in(inputs)) > 0 and all(isinstance(part, Tensor) for part in tensors_in(inputs))
 
 
 def num_examples(inputs: Inputs) -> int:
-    """How many examples inputs have: of several tensors, all as many."""
+    """The number of examples, which must be the same in all tensors."""
     if not are_inputs(inputs):
         raise DataError(f"a batch is a {type(inputs).__name__}, expected a tensor, or tensors by name")
     if not isinstance(inputs, Mapping):
         return len(inputs)
-    found = {name: len(part) for name, part in inputs.items()}
-    if len(set(found.values())) > 1:
-        lengths = ", ".join(f"'{name}' {length}" for name, length in found.items())
-        raise DataError(f"inputs have different numbers of examples: {lengths}")
-    return next(iter(found.values()))
+    lengths = {name: len(part) for name, part in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
+        raise DataError(f"inputs have different numbers of examples: {listed}")
+    return next(iter(lengths.values()))
 
 
 def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The inputs with their tensor, or every one of their tensors, changed.
+    """Apply a function to the tensor, or to each tensor of the mapping.
 
     Example:
         >>> import torch

@@ -1,7 +1,11 @@
-"""A network as a row: which of its tensors are averaged, and at which columns each lives.
+"""The layout of a population's matrix: which tensors of a network are averaged, and which columns hold them.
 
-Tensors are put into rows by *aliased storage* (`alias`): each gets a storage of its own over its slice of the row, so
-that copying, pickling or saving a member takes that member alone and never the whole matrix. `papa.binding` does so.
+A population is a matrix `W` with one row per member: row `j` holds all averaged numbers of member `j`, one after the
+other, so that averaging members is one product `W <- A W`. A `Layout` assigns each averaged tensor its columns, its
+`Slot`. All members share one layout; there is one matrix per dtype.
+
+A member's tensor does not view the matrix, which would tie every saved or copied member to the whole matrix. It gets a
+storage that covers only its own columns (see `alias`); `papa.binding` puts it there.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor of a network lives: its columns, and how it looks from the module's side."""
+    """The columns of one tensor, starting at `offset`, and how to view them as that tensor."""
 
     name: str
     is_parameter: bool
@@ -37,13 +41,13 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """How many columns the tensor takes."""
+        """The number of columns."""
         return self.shape.numel()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a network: parameters first, then buffers, one block of columns per dtype."""
+    """The slots of all averaged tensors: one matrix per dtype, in which parameters come before buffers."""
 
     slots: tuple[Slot, ...]
     num_columns: Mapping[torch.dtype, int]
@@ -52,19 +56,19 @@ class Layout:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The dtype that most numbers of the network have."""
+        """The dtype with the most columns."""
         return max(self.num_columns, key=lambda dtype: self.num_columns[dtype])
 
 
-def described(slot: Slot) -> str:
-    """What must be the same of a tensor wherever members are averaged; its memory order only where it is unusual."""
+def describe(slot: Slot) -> str:
+    """What members must have in common: dtype, shape and, if unusual, the strides."""
     usual = torch.empty(slot.shape, device="meta").stride()
     order = "" if slot.stride == usual else f" with strides {slot.stride}"
     return f"{slot.dtype} of shape {tuple(slot.shape)}{order}"
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, bool, nn.Module, str, Tensor]]:
-    """Every place of a module tree that holds a tensor: name, whether a parameter, owner, key, tensor."""
+    """All parameters and buffers as (name, is parameter, owning module, attribute, tensor); tied ones repeat."""
     for prefix, module in model.named_modules():
         for is_parameter, registry in ((True, module._parameters), (False, module._buffers)):
             for key, tensor in registry.items():
@@ -72,28 +76,58 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, bool, nn.Module, str, Te
                     yield f"{prefix}.{key}" if prefix else key, is_parameter, module, key, tensor
 
 
-def here(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: all of it, unless `fully_shard` spread it over several."""
+def named_tensors(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """The parameters and buffers with these names, in this order; all of them when None."""
+    tensors = {name: tensor for name, _, _, _, tensor in tensors_of(model)}
+    return tensors if names is None else {name: tensors[name] for name in names}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process has only a shard of the tensor (a `DTensor`, made by `fully_shard`)."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this process: its shard under `fully_shard`, otherwise the tensor."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds only a shard of the tensor (a `DTensor`, as `fully_shard` makes)."""
-    return hasattr(tensor, "to_local")
-
-
 def reshard_(model: nn.Module) -> None:
-    """Bring modules under `fully_shard` back to their shards, where a forward pass left them whole."""
+    """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
         if callable(reshard) and hasattr(module, "unshard"):
             reshard()
 
 
-def frames_of(module: nn.Module) -> set[str]:
-    """The names of buffers in which a constraint on weights is expressed, and whose average means nothing: the vectors
-    of a spectral norm, the base of an orthogonal matrix."""
+def is_averageable(tensor: Tensor) -> bool:
+    """Whether the dtype has a mean: floating-point and complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tensor: Tensor) -> bool:
+    """Whether a tensor is averaged: all parameters, and buffers that are persistent, finite and have a useful mean.
+
+    Masks, recognised by their names (those of `torch.nn.utils.prune`, for instance), have none. Running statistics of
+    normalisation layers are averaged even if non-finite: one diverged member must not exclude those of the others.
+    """
+    if not is_averageable(tensor):
+        return False
+    if is_parameter or isinstance(owner, _NormBase):
+        return True
+    return (
+        tensor.numel() > 0  # the first forward pass may resize an empty buffer
+        and key not in owner._non_persistent_buffers_set
+        and key not in _constraint_buffers(owner)
+        and not (key == "mask" or key.endswith("_mask"))
+        and bool(torch.isfinite(tensor).all())
+    )
+
+
+def _constraint_buffers(module: nn.Module) -> set[str]:
+    """Buffers of weight constraints, which have no useful mean: spectral-norm vectors, the base of an orthogonal
+    parametrization."""
     if type(module).__name__ == "_SpectralNorm":
         return {"_u", "_v"}
     if type(module).__name__ == "_Orthogonal":
@@ -102,89 +136,56 @@ def frames_of(module: nn.Module) -> set[str]:
     return {f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")}  # type: ignore[attr-defined]
 
 
-def is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tensor: Tensor) -> bool:
-    """Parameters always; buffers when persistent, of floating point, finite and neither a mask nor the frame of a
-    constraint. Masks are known by their names, as those that `torch.nn.utils.prune` makes.
-
-    Running statistics of normalisation layers are averaged whatever their values: a member that diverged must not
-    take them away from the others.
-    """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    if is_parameter or isinstance(owner, _NormBase):
-        return True
-    return (
-        tensor.numel() > 0  # it may be resized by the first forward pass
-        and key not in owner._non_persistent_buffers_set
-        and key not in frames_of(owner)
-        and not (key == "mask" or key.endswith("_mask"))
-        and bool(torch.isfinite(tensor).all())
-    )
-
-
 def plan(models: list[nn.Module], average: Mapping[str, bool], *, apart: bool = True) -> Layout:
-    """The layout all the models share, or a `MemberError` that names the first member that differs, and where.
+    """The layout that all models share.
 
     Args:
-        models: the members held here.
-        average: glob patterns over tensor names; True or False decides for what matches, the last match wins.
-        apart: whether models that share a tensor are refused.
+        models: the members on this process.
+        average: glob patterns over tensor names, mapped to whether matching tensors are averaged; the last match wins.
+        apart: whether to raise if two models share a tensor.
+
+    Raises:
+        MemberError: names the first member that differs from the others, and the tensor.
     """
-    wanted = [_slots_of(model, average, member) for member, model in enumerate(models)]
+    found = [_slots_of(model, average, member) for member, model in enumerate(models)]
     for member in range(1, len(models)):
-        _check_same(wanted[0], wanted[member], member)
-    _check_patterns(models[0], average)
-    # A buffer stays out for everyone as soon as one member's values forbid averaging it.
-    averaged = [
-        slot
-        for name, (slot, _) in wanted[0].items()
-        if all(is_averaged for _, is_averaged in (slots[name] for slots in wanted))
-    ]
+        _check_same(found[0], found[member], member)
+    names = list(named_tensors(models[0]))
+    for pattern in average:
+        if not fnmatch.filter(names, pattern):
+            raise MemberError(f"`average` has the pattern '{pattern}', which matches no parameter or buffer")
+    # A buffer is averaged only if the values of every member allow it.
+    averaged = [slot for name, (slot, _) in found[0].items() if all(slots[name][1] for slots in found)]
     if apart:
         _check_apart(models, {slot.name for slot in averaged})
-    _warn_of_bases(models)
+    _warn_of_different_bases(models)
     if not averaged:
         raise MemberError("members have no floating-point tensor: there is nothing to average")
     return _arrange(averaged, _device_of(models))
 
 
-def _warn_of_bases(models: Sequence[nn.Module]) -> None:
-    """Orthogonal matrices are trained relative to a base: between members, only those with one base have a mean."""
-    bases = [_bases_of(model) for model in models]
-    if any(not torch.equal(own, first) for other in bases[1:] for own, first in zip(other, bases[0], strict=True)):
-        warnings.warn(
-            "members have orthogonal parametrizations with different bases, whose average means nothing: start members "
-            "from the same weights, or use orthogonal(..., use_trivialization=False)",
-            stacklevel=5,
-        )
-
-
-def _bases_of(model: nn.Module) -> list[Tensor]:
-    modules = [module for module in model.modules() if type(module).__name__ == "_Orthogonal"]
-    return [base for module in modules for name, base in module.named_buffers(recurse=False) if name == "base"]
-
-
 def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dict[str, tuple[Slot, bool]]:
+    """A slot for each tensor, under its first name, and whether it is averaged."""
     slots: dict[str, tuple[Slot, bool]] = {}
     names_of: dict[int, list[str]] = {}
-    for name, _, _, _, tensor in tensors_of(model):
+    for name, tensor in named_tensors(model).items():
         names_of.setdefault(id(tensor), []).append(name)
     name_at: dict[int, str] = {}
     for name, is_parameter, owner, key, tensor in tensors_of(model):
         if name != names_of[id(tensor)][0]:
             continue
-        local = here(tensor)
+        local = local_part(tensor)
         _check_bindable(name, local, member)
         if local.numel() and name_at.setdefault(local.data_ptr(), name) != name:
             raise MemberError(
                 f"member {member} has '{name}' in the memory of '{name_at[local.data_ptr()]}', but as another tensor: "
                 "tie them by assigning one and the same Parameter"
             )
-        is_averaged = is_averaged_by_default(owner, key, is_parameter, tensor)
-        for pattern, verdict in average.items():
+        is_averaged = _is_averaged_by_default(owner, key, is_parameter, tensor)
+        for pattern, is_wanted in average.items():
             if any(fnmatch.fnmatchcase(other, pattern) for other in names_of[id(tensor)]):
-                is_averaged = verdict
-        if is_averaged and not (tensor.is_floating_point() or tensor.is_complex()):
+                is_averaged = is_wanted
+        if is_averaged and not is_averageable(tensor):
             raise MemberError(f"'{name}' is {tensor.dtype} and cannot be averaged: leave it out of `average`")
         stride = torch.empty_like(local, device="meta").stride()
         slots[name] = (Slot(name, is_parameter, local.dtype, local.shape, stride), is_averaged)
@@ -192,15 +193,16 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
 
 
 def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
+    subject = f"member {member} has '{name}'"
     if isinstance(tensor, UninitializedTensorMixin):
-        raise MemberError(f"member {member} has '{name}' uninitialised: run one forward pass through it first")
+        raise MemberError(f"{subject} uninitialised: run one forward pass through it first")
     if type(tensor.detach()) is not Tensor or tensor.layout is not torch.strided:
         kind = type(tensor.detach()).__name__ if tensor.layout is torch.strided else str(tensor.layout)
-        raise MemberError(f"member {member} has '{name}' as {kind}, expected a plain dense tensor")
+        raise MemberError(f"{subject} as {kind}, expected a plain dense tensor")
     if tensor.is_meta:
-        raise MemberError(f"member {member} has '{name}' on the meta device: give it values first")
+        raise MemberError(f"{subject} on the meta device: give it values first")
     if tensor.is_inference():
-        raise MemberError(f"member {member} has '{name}' made under inference_mode: build members outside of it")
+        raise MemberError(f"{subject} made under inference_mode: build members outside of it")
 
 
 def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[Slot, bool]], member: int) -> None:
@@ -213,19 +215,17 @@ def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[S
         other, is_other_averaged = found[name]
         if not (is_averaged or is_other_averaged):
             continue
+        subject = f"member {member} has '{name}'"
         if other.shape != slot.shape:
-            found_shape, expected_shape = tuple(other.shape), tuple(slot.shape)
-            raise MemberError(
-                f"member {member} has '{name}' of shape {found_shape}, member 0 has {expected_shape}: {cure}"
-            )
+            raise MemberError(f"{subject} of shape {tuple(other.shape)}, member 0 has {tuple(slot.shape)}: {cure}")
         if other.dtype != slot.dtype:
-            raise MemberError(f"member {member} has '{name}' as {other.dtype}, member 0 as {slot.dtype}: {cure}")
+            raise MemberError(f"{subject} as {other.dtype}, member 0 as {slot.dtype}: {cure}")
 
 
 def _check_apart(models: list[nn.Module], names: set[str]) -> None:
     owner_of: dict[int, int] = {}
     for member, model in enumerate(models):
-        for name, _, _, _, tensor in tensors_of(model):
+        for name, tensor in named_tensors(model).items():
             owner = owner_of.setdefault(id(tensor), member) if name in names else member
             if owner != member:
                 raise MemberError(
@@ -234,17 +234,24 @@ def _check_apart(models: list[nn.Module], names: set[str]) -> None:
                 )
 
 
-def _check_patterns(model: nn.Module, average: Mapping[str, bool]) -> None:
-    names = [name for name, *_ in tensors_of(model)]
-    for pattern in average:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise MemberError(f"`average` has the pattern '{pattern}', which matches no parameter or buffer")
+def _warn_of_different_bases(models: Sequence[nn.Module]) -> None:
+    """Orthogonal weights are trained relative to a base, so only those with the same base have a mean."""
+    bases = [
+        [base for _, _, owner, key, base in tensors_of(model) if key == "base" and key in _constraint_buffers(owner)]
+        for model in models
+    ]
+    if any(not torch.equal(own, first) for other in bases[1:] for own, first in zip(other, bases[0], strict=True)):
+        warnings.warn(
+            "members have orthogonal parametrizations with different bases, which have no useful average: start "
+            "members from the same weights, or use orthogonal(..., use_trivialization=False)",
+            stacklevel=5,
+        )
 
 
 def _device_of(models: list[nn.Module]) -> torch.device:
     device: torch.device | None = None
     for member, model in enumerate(models):
-        for name, _, _, _, tensor in tensors_of(model):
+        for name, tensor in named_tensors(model).items():
             device = device or tensor.device
             if tensor.device != device:
                 raise MemberError(
@@ -267,45 +274,39 @@ def _arrange(slots: list[Slot], device: torch.device) -> Layout:
         if slot.is_parameter:
             parameter_ends[slot.dtype] = ends[slot.dtype]
     for dtype in ends:
-        # An odd number of cache lines: equal columns of different rows then fall into different cache sets.
+        # With an odd number of cache lines per row, the same column of different rows falls into different cache sets.
         step = ALIGNMENT_BYTES // dtype.itemsize
         ends[dtype] += step * (ends[dtype] // step % 2 == 0)
     return Layout(tuple(placed), ends, {dtype: parameter_ends.get(dtype, 0) for dtype in ends}, device)
 
 
-def named_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters and buffers of a module that have these names, in their order."""
-    tensors = {name: tensor for name, _, _, _, tensor in tensors_of(model)}
-    return {name: tensors[name] for name in names}
-
-
 def alias(row: Tensor, slot: Slot) -> Tensor:
-    """The slot's part of a row as a tensor with a storage of its own over the same memory."""
+    """The slot's columns of a row as a tensor over the same memory, with a storage that covers these columns only."""
     start = (row.storage_offset() + slot.offset) * row.element_size()
     storage = row.untyped_storage()[start : start + slot.numel * row.element_size()]
     return torch.empty(0, dtype=row.dtype, device=row.device).set_(storage, 0, slot.shape, slot.stride)
 
 
-def twin(model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor]) -> nn.Module:
-    """A copy of a module whose averaged tensors live in one row by dtype, and have the numbers that are there."""
+def copy_onto(model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor]) -> nn.Module:
+    """A copy of a module with its averaged tensors in the given row per dtype, and with the values of these rows."""
     slots = {slot.name: slot for slot in layout.slots}
     copies: dict[int, Any] = {}
-    for name, _, _, _, tensor in tensors_of(model):
+    for name, tensor in named_tensors(model).items():
         slot = slots.get(name)
         if slot is None or id(tensor) in copies:
             continue
-        home = alias(rows[slot.dtype], slot)
+        in_row = alias(rows[slot.dtype], slot)
         if type(tensor) is nn.Parameter:
-            copies[id(tensor)] = nn.Parameter(home, tensor.requires_grad)
+            copies[id(tensor)] = nn.Parameter(in_row, tensor.requires_grad)
         elif type(tensor) is Tensor:
-            copies[id(tensor)] = home
-        else:  # a kind of its own knows how to be copied
+            copies[id(tensor)] = in_row
+        else:  # a subclass with its own way of being copied
             copies[id(tensor)] = copy.deepcopy(tensor)
-            copies[id(tensor)].data = home
+            copies[id(tensor)].data = in_row
     return copy.deepcopy(model, copies)
 
 
 def stacked(rows: Tensor, slot: Slot) -> Tensor:
-    """The slot's part of several rows as one tensor, a view with the rows in front."""
+    """The slot's columns of several rows as one tensor `(rows, *shape)`, a view."""
     offset = rows.storage_offset() + slot.offset
     return rows.as_strided((len(rows), *slot.shape), (rows.stride(0), *slot.stride), offset)

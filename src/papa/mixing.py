@@ -1,8 +1,11 @@
-"""The small matrices: every averaging rule is one product `W <- A W`, and here are the `A`.
+"""Mixing matrices: the `A` of `W <- A W`.
 
-Row `j` of `A` says what member `j` becomes: a weighted mean of all members. So every row is non-negative and sums
-to 1 (row-stochastic). The population mean is preserved exactly when the columns sum to 1 too. All functions are pure
-and return float64.
+A population is a matrix `W` with one row per member and one column per number of the network. Averaging members is
+one product, `W <- A W`, with a small matrix `A`: row `j` of `A` holds the weights of the mean that member `j` becomes.
+So the entries of a row are non-negative and sum to 1 (`A` is row-stochastic). If the columns sum to 1 as well, the
+mean of the population does not change.
+
+Every averaging rule is a choice of `A`; the functions here compute them, in float64.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ ROW_SUM_TOLERANCE = 1e-6
 
 
 def identity(size: int) -> Tensor:
-    """Every member stays what it is."""
+    """No change: every member stays the same."""
     return torch.eye(size, dtype=torch.float64, device="cpu")
 
 
 def push(size: int, keep: float) -> Tensor:
-    """Every member moves toward the mean: `a I + (1 - a)/p`, where `a` is `keep` (PAPA).
+    """Move every member toward the mean: `a I + (1 - a)/p`, where `a` is `keep` (PAPA).
 
-    Contracts every distance between members by exactly `a`; the identity at `a = 1`, `merge_all` at `a = 0`.
+    All distances between members shrink by the factor `a`. `a = 1` is the identity, `a = 0` is `merge_all`.
     """
     return keep * identity(size) + (1.0 - keep) * merge_all(size)
 
 
 def push_strength(matrix: Tensor) -> float | None:
-    """The `keep` for which `matrix` is `push(size, keep)`, or None when there is none.
+    """The `keep` for which `matrix` equals `push(size, keep)`, or None if it is not a push.
 
     Example:
         >>> round(push_strength(push(4, 0.9)), 6), push_strength(merge_all(3)), push_strength(torch.eye(2).roll(1, 0))
@@ -45,7 +48,7 @@ def push_strength(matrix: Tensor) -> float | None:
 
 
 def merge_all(size: int) -> Tensor:
-    """Every member becomes the mean of all: `1/p` everywhere (PAPA-all)."""
+    """Replace every member by the mean of all: `1/p` everywhere (PAPA-all)."""
     return torch.full((size, size), 1.0 / size, dtype=torch.float64, device="cpu")
 
 
@@ -57,14 +60,14 @@ def merge_pairs(
     num_children: int | None = None,
     chances: Tensor | None = None,
 ) -> Tensor:
-    """Every child is a mean of two distinct members drawn at random, afresh for each (PAPA-2).
+    """Replace every member by the mean of two different members, drawn independently for each (PAPA-2).
 
     Args:
         size: the number of members.
-        generator: where the pairs are drawn from.
+        generator: the generator that pairs are drawn from.
         share: the weight of the first of the two; 1/2 in PAPA-2, 3/4 in the paper's pair-75.
-        num_children: how many rows; as many as there are members when None.
-        chances: how likely each member is to be drawn, up to a factor; equally likely when None.
+        num_children: the number of rows; `size` when None.
+        chances: unnormalised probabilities of drawing each member; uniform when None.
     """
     num_children = size if num_children is None else num_children
     if size == 1:
@@ -80,9 +83,9 @@ def merge_pairs(
 
 
 def fitness(losses: Sequence[float]) -> Tensor:
-    """How likely each member is to be drawn as a parent in a tournament: proportional to `1/loss`.
+    """The probability of drawing each member as a parent, proportional to `1/loss`.
 
-    A member whose loss is not finite is never drawn, as long as two others are there.
+    A member with a non-finite loss has probability 0. If fewer than two members remain, all are equally likely.
     """
     values = torch.tensor(losses, dtype=torch.float64, device="cpu")
     chances = torch.where(torch.isfinite(values), 1.0 / values.clamp(min=1e-12), 0.0)
@@ -90,7 +93,7 @@ def fitness(losses: Sequence[float]) -> Tensor:
 
 
 def merge_many(size: int, *, share: float = 0.5) -> Tensor:
-    """Every member keeps `share` of itself; the rest is spread over all others (many-half, many-75)."""
+    """Weight `share` for the member itself, and the rest spread evenly over all others (many-half, many-75)."""
     if size == 1:
         return identity(1)
     rest = (1.0 - share) / (size - 1)
@@ -98,14 +101,17 @@ def merge_many(size: int, *, share: float = 0.5) -> Tensor:
 
 
 def soup_row(size: int, chosen: Sequence[int]) -> Tensor:
-    """The row of a soup: `1/n` at the `n` chosen members."""
+    """The weights of a soup: `1/n` for each of the `n` chosen members, 0 for the others."""
     row = torch.zeros(size, dtype=torch.float64, device="cpu")
     row[list(chosen)] = 1.0 / len(chosen)
     return row
 
 
 def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
-    """A matrix for some members only, as one for all `size`: the others become the mean of those, and count nowhere."""
+    """Extend a matrix for some members to all `size` members.
+
+    All others get weight 0 everywhere, and become the mean of `members`.
+    """
     whole = soup_row(size, members).repeat(size, 1)
     for row, member in zip(matrix, members, strict=True):
         whole[member] = 0.0
@@ -114,26 +120,30 @@ def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
 
 
 def check_rows(matrix: Any, size: int | None = None) -> Tensor:
-    """`matrix` as float64, or a `MixingError` that says why it cannot mix a population of `size`; None for of any."""
+    """Convert `matrix` to float64, or raise a `MixingError` if it is not row-stochastic.
+
+    Args:
+        matrix: anything `torch.as_tensor` takes.
+        size: the expected number of members; None to accept any square matrix.
+    """
+    expected = "a function, or as many rows as columns" if size is None else f"{size} rows of {size} numbers"
     try:
         dense = matrix.to_dense() if isinstance(matrix, Tensor) and matrix.layout != torch.strided else matrix
         checked = torch.as_tensor(dense, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError) as error:
-        expected = "a function, or as many rows as columns" if size is None else f"{size} rows of {size} numbers"
         raise MixingError(f"mixing matrix cannot be read ({error}), expected {expected}") from error
-    if size is None and (checked.dim() != 2 or checked.shape[0] != checked.shape[1] or not len(checked)):
+    shape = tuple(checked.shape)
+    if size is None and (len(shape) != 2 or shape[0] != shape[1] or not shape[0]):
+        raise MixingError(f"mixing matrix has shape {shape}, expected {expected}")
+    if size is not None and shape != (size, size):
         raise MixingError(
-            f"mixing matrix has shape {tuple(checked.shape)}, expected a function, or as many rows as columns"
-        )
-    if size is not None and checked.shape != (size, size):
-        raise MixingError(
-            f"mixing matrix has shape {tuple(checked.shape)}, expected ({size}, {size}): "
+            f"mixing matrix has shape {shape}, expected ({size}, {size}): "
             f"one row and one column for each of the {size} members"
         )
     for row, weights in enumerate(checked):
         check_row(weights, subject=f"row {row} of the mixing matrix")
     sums = checked.sum(dim=1, keepdim=True)
-    # Rows that are off by more than rounding would scale the weights a little at every mix.
+    # A sum that differs from 1 by more than rounding would scale all weights a little at every mix.
     return checked if (sums - 1.0).abs().max() < 1e-12 else checked / sums
 
 
@@ -149,11 +159,11 @@ def check_row(weights: Tensor, *, subject: str) -> None:
 
 
 def exact_in_float32(matrix: Tensor) -> Tensor:
-    """The nearest rows that float32 can hold and that still sum to exactly 1.
+    """Round a matrix to float32 such that every row still sums to exactly 1.
 
-    Rounding each weight on its own leaves a row a few 1e-8 off 1, always to the same side; over tens of thousands of
-    pushes that scales every weight of every network. Multiples of 2^-24 are exact in float32, so each row is rounded
-    to those and its largest weight takes up the remainder.
+    If every weight were rounded separately, a row would sum to 1 + 1e-8 or so, always with the same sign, and tens of
+    thousands of pushes would scale the weights of every network. Multiples of 2^-24 are exact in float32: every weight
+    is rounded to one, and the largest weight of the row absorbs the remainder.
     """
     units = torch.round(matrix * 2.0**24)
     largest = units.argmax(dim=1, keepdim=True)

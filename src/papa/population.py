@@ -73,7 +73,7 @@ class Population:
             layout.reshard_(model)
         self._layout = layout.plan(self._models, self._average)
         cure = "all members of a population must share one architecture"
-        self.group.check_same({slot.name: layout.described(slot) for slot in self._layout.slots}, cure=cure)
+        self.group.check_same({slot.name: layout.describe(slot) for slot in self._layout.slots}, cure=cure)
         # With the same tensors in another order, columns would not correspond.
         self.group.check_same({f"tensor {n}": slot.name for n, slot in enumerate(self._layout.slots)}, cure=cure)
         self.matrices: dict[torch.dtype, Tensor] = {
@@ -208,7 +208,7 @@ class Population:
         """
         self.refresh_()
         rows = {dtype: torch.zeros_like(matrix[0]) for dtype, matrix in self.matrices.items()}
-        return SoupBuffer(self, layout.twin(self[index], self._layout, rows), rows)
+        return SoupBuffer(self, layout.copy_onto(self[index], self._layout, rows), rows)
 
     def pour_(self, rows: Mapping[torch.dtype, Tensor], weights: Any) -> None:
         """Write a weighted mean of all members into rows; see `combined`."""

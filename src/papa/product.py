@@ -1,4 +1,9 @@
-"""Multiplying a matrix of many columns from the left by a small one, a block of columns at a time."""
+"""The product `W <- A W`, computed in place on one block of columns at a time.
+
+`W` holds one member per row and has millions of columns; `A` has one row and one column per member. Each column of the
+result depends on the same column of `W` alone, so a block of columns is read, multiplied and written back while it is
+in cache, and different processes can multiply different columns with the same bits as one process would.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +17,29 @@ from torch import Tensor
 from papa.mixing import exact_in_float32
 
 BLOCK_BYTES_CPU = 3 << 19
-"""How much of the matrix is mixed at once: a block that is read, multiplied and written back stays in cache."""
+"""The size of a block of columns: small enough for the cache."""
 
 BLOCK_BYTES_ACCELERATOR = 1 << 26
 
 ALIGNMENT_BYTES = 64
-"""Blocks begin on cache lines, as rows do."""
+"""Blocks start on cache lines, as rows do."""
 
 
 def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
-    """`rows <- matrix @ rows`, a block of columns at a time, so that each block is read and written once.
-
-    Args:
-        rows: the matrix of all members, `(p, columns)`.
-        matrix: `(p, p)` in float64, row-stochastic.
-    """
+    """`rows <- matrix @ rows`, for the rows of all members and a row-stochastic float64 matrix."""
     mix_blocks_(column_blocks(rows), matrix)
 
 
 def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
-    """`block <- matrix @ block` for some blocks of columns of one matrix."""
+    """`block <- matrix @ block` for blocks of columns of one matrix."""
     views = list(blocks)
     if not views:
         return
     dtype, device = views[0].dtype, views[0].device
-    wide_dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    wide_dtype = accumulation_dtype(dtype)
     weights = matrix if wide_dtype in (torch.float64, torch.complex128) else exact_in_float32(matrix)
     if torch.equal(weights, weights.diagonal().diag()):
-        return  # every member keeps itself alone, down to the last bit
+        return  # every member keeps exactly its own bits
     with full_precision(device):
         mix_block_ = _cheapest_product(weights, wide_dtype, device)
         for block in views:
@@ -51,9 +51,14 @@ def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
                 block.copy_(wide)
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers are added up: at least float32."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute products as precisely as their dtype says, whatever autocast or the matmul precision allow."""
+    """Switch off autocast and reduced matmul precision inside the block."""
     precision = torch.get_float32_matmul_precision()
     with torch.autocast(device.type, enabled=False):
         try:
@@ -66,11 +71,11 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], object]:
-    """How to multiply a block by `matrix` in place.
+    """The fastest function that multiplies a block by `matrix` in place.
 
-    Two shapes of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (a push, a merge of all)
-    is one weighted sum and one addition; rows with at most two weights (a merge of pairs) are one interpolation each.
-    Members of weight zero are left out by index, since 0 x NaN is NaN.
+    Two forms of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (push, merge all) is one
+    weighted sum and one addition; rows with at most two weights (merge pairs) are one interpolation each. Members with
+    weight zero are not read, since 0 x NaN is NaN.
     """
     own, common = _own_and_common(matrix)
     if common is not None:
@@ -91,12 +96,12 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
 
 
 def _used(row: Tensor) -> slice | list[int]:
-    """The members with a weight: all of them as a slice, which copies nothing, or else their indices."""
+    """The members with a non-zero weight: a slice if these are all (indexing with it copies nothing), else a list."""
     return slice(None) if bool(row.all()) else row.nonzero().flatten().tolist()
 
 
 def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]], order: list[tuple[int, bool]]) -> None:
-    """Every child over the member of its number, in an order in which few have to be copied before they are lost."""
+    """Write each child over the member with its index, in an order that needs few copies of members."""
     rows = block.unbind()
     before = list(rows)
     for child, is_needed in order:
@@ -110,9 +115,10 @@ def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]], order: l
 
 
 def _least_copies(parents: list[tuple[int, int, float]]) -> list[tuple[int, bool]]:
-    """The children in the order to write them, and whether the member each replaces is still a parent of others.
+    """The order in which to write children, and whether the member that each replaces must be copied first.
 
-    One whom no other child needs goes first; where there is none, the one whom most need, since it is copied once.
+    Members that are no parent of a remaining child are replaced first. If there is none, the parent of the most
+    remaining children is next, since one copy serves them all.
     """
     others = [{first, second} - {child} for child, (first, second, _) in enumerate(parents)]
     needs = Counter(parent for of_one in others for parent in of_one)
@@ -126,9 +132,9 @@ def _least_copies(parents: list[tuple[int, int, float]]) -> list[tuple[int, bool
 
 
 def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
-    """`d` and `c` such that the matrix is `d I + 1 c^T`; `c` is None when there are none.
+    """`d` and `c` such that the matrix equals `d I + 1 c^T`; `c` is None if the matrix has another form.
 
-    There are none either where `d` and `c` would cancel: 0 x NaN is not 0.
+    A diagonal on which `d` and `c` cancel counts as another form, since 0 x NaN is not 0.
     """
     size = len(matrix)
     columns = torch.arange(size, device="cpu")
@@ -147,7 +153,7 @@ def _two_parents(row: list[float]) -> tuple[int, int, float]:
 
 
 def combine_rows(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """`weights @ rows` as a row, members added in their order; those of weight 0 are not read: 0 x NaN is NaN."""
+    """`weights @ rows`, adding members in order and not reading those with weight 0, since 0 x NaN is NaN."""
     used = [(member, weight) for member, weight in enumerate(weights.tolist()) if weight]
     combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
     for block, target in zip(column_blocks(rows), column_blocks(combined[None], num_rows=len(rows)), strict=True):
@@ -156,27 +162,27 @@ def combine_rows(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Te
 
 
 def combine_block_(target: Tensor, weighted: Iterable[tuple[Tensor, float]]) -> None:
-    """`target` becomes the sum of some rows' columns, each times its weight, added in the order they come."""
-    total = torch.zeros_like(target, dtype=target.dtype if target.element_size() >= 4 else torch.float32)
+    """Set `target` to the weighted sum of columns of several rows, added in the given order."""
+    total = torch.zeros_like(target, dtype=accumulation_dtype(target.dtype))
     for columns, weight in weighted:
         total.add_(columns, alpha=weight)
     target.copy_(total)
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """The squared Euclidean distance of each row to the mean row, in float64 on the CPU."""
+    """The squared Euclidean distance of each row to the mean of all rows, in float64 on the CPU."""
     return squared_distances_by_block(column_blocks(rows)).sum(dim=0)
 
 
 def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
-    """The part that each block of columns has in the squared distances: `(blocks, p)`, in float64 on the CPU."""
+    """The contribution of each block of columns to `squared_distances`: `(blocks, p)`, in float64 on the CPU."""
     views = list(blocks)
     if not views:
         return torch.zeros(0)
-    # One tensor for all parts: small ones that stay between large ones that go would keep the heap from being reused.
+    # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
     parts = torch.empty(len(views), len(views[0]), dtype=torch.float64, device=views[0].device)
     for part, block in zip(parts.unbind(), views, strict=True):
-        wide = block if block.element_size() >= 4 else block.float()
+        wide = block.to(accumulation_dtype(block.dtype))
         part.copy_(torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square())
     return parts.cpu()
 
@@ -184,24 +190,23 @@ def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
 def is_finite(row: Tensor) -> bool:
     """Whether all numbers of a row are finite.
 
-    One that is not makes the sum not finite; only when the sum is not, which may also be too large, is each looked at.
+    A non-finite number makes the sum non-finite, but so may overflow: only then is each number checked.
     """
-    wide = row.dtype if row.element_size() >= 4 else torch.float32
-    return bool(torch.isfinite(row.sum(dtype=wide))) or bool(torch.isfinite(row).all())
+    return bool(torch.isfinite(row.sum(dtype=accumulation_dtype(row.dtype)))) or bool(torch.isfinite(row).all())
 
 
 def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]:
-    """The matrix in blocks of columns; boundaries depend on its shape and dtype only, never on who asks.
+    """Split a matrix into blocks of columns; the boundaries depend on its dtype, device type and shape alone.
 
     Args:
         rows: the matrix.
-        num_rows: take the boundaries of a matrix with so many rows instead.
+        num_rows: split as a matrix with this number of rows would be; `len(rows)` when None.
     """
     yield from torch.split(rows, block_width(rows, num_rows or len(rows)), dim=1)
 
 
 def block_width(like: Tensor, num_rows: int) -> int:
-    """The columns of a block of a matrix with so many rows, of the dtype and on the device of `like`."""
+    """The number of columns in a block of a matrix with `num_rows` rows and the dtype and device of `like`."""
     limit = BLOCK_BYTES_CPU if like.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
     step = ALIGNMENT_BYTES // like.element_size()
     return max(step, limit // (num_rows * like.element_size()) // step * step)

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step: a share of the initial rate, within [0, 1]."""
+"""Learning rate schedules: pure functions of the step that return a factor of the initial learning rate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeAlias
 from papa.errors import ConfigError
 
 Schedule: TypeAlias = Callable[[int, int], float]
-"""From the steps taken and the steps in all to the share of the initial learning rate."""
+"""Maps (steps taken, total number of steps) to a factor of the initial learning rate."""
 
 
 def constant() -> Schedule:
-    """The initial learning rate throughout."""
+    """The initial learning rate at every step."""
     return lambda step, num_steps: 1.0
 
 
@@ -30,22 +30,15 @@ def cosine(minimum: float = 0.0) -> Schedule:
 
 
 def cosine_restarts(num_cycles: int, minimum: float = 0.0) -> Schedule:
-    """The same half cosine `num_cycles` times over."""
-    _check_share("minimum", minimum)
+    """The half cosine of `cosine`, repeated `num_cycles` times."""
     if num_cycles < 1:
         raise ConfigError(f"num_cycles is {num_cycles}, expected at least 1")
     once = cosine(minimum)
-
-    def schedule(step: int, num_steps: int) -> float:
-        if step >= num_steps:
-            return minimum
-        return once(step * num_cycles % num_steps, num_steps)
-
-    return schedule
+    return lambda step, num_steps: minimum if step >= num_steps else once(step * num_cycles % num_steps, num_steps)
 
 
 def multistep(milestones: Sequence[float], factor: float = 0.1) -> Schedule:
-    """Multiplied by `factor` at each milestone, given as shares of training.
+    """Multiply by `factor` at each milestone, given as a fraction of training.
 
     Example:
         >>> schedule = multistep([0.5, 0.75])
@@ -60,7 +53,7 @@ def multistep(milestones: Sequence[float], factor: float = 0.1) -> Schedule:
 
 
 def warm_up(schedule: Schedule, share: float) -> Schedule:
-    """Rise linearly over the first `share` of training, then follow `schedule`."""
+    """Follow `schedule`, multiplied by a linear rise to 1 over the first `share` of training."""
     _check_share("share", share)
 
     def warmed(step: int, num_steps: int) -> float:
@@ -72,7 +65,7 @@ def warm_up(schedule: Schedule, share: float) -> Schedule:
 
 
 def then_level(before: Schedule, *, start: float, level: float, anneal: float = 0.0, linear: bool = False) -> Schedule:
-    """Follow a schedule until `start`, then go over to a level and stay there, as SWA does.
+    """Follow a schedule until `start`, then anneal to a constant level, as SWA does.
 
     Example:
         >>> schedule = then_level(multistep([0.5]), start=0.5, level=0.5, anneal=0.1)
@@ -80,11 +73,11 @@ def then_level(before: Schedule, *, start: float, level: float, anneal: float = 
         [1.0, 0.3, 0.5, 0.5]
 
     Args:
-        before: the schedule until then.
-        start: when, as a share of training.
-        level: where to, as a share of the initial rate.
-        anneal: how long it takes to get there from where `before` is at `start`, as a share of training.
-        linear: on a straight line, instead of half a cosine.
+        before: the schedule until `start`.
+        start: when annealing begins, as a fraction of training.
+        level: the final factor of the initial learning rate.
+        anneal: how long annealing takes, as a fraction of training.
+        linear: whether to anneal linearly, instead of by half a cosine.
     """
     for name, value in (("start", start), ("anneal", anneal)):
         _check_share(name, value)

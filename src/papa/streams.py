@@ -1,8 +1,7 @@
-"""Every random stream of papa, derived from (seed, purpose, member, position).
+"""Random streams: every random number of papa is a function of (seed, purpose, member, position).
 
-A stream is a function of *where* it is used, never of what was drawn before it: the order of member 2 in epoch 7 is
-the same whether the run has 3 members or 10, was resumed at epoch 6, or drew anything else in between. So the
-position of a run is one integer, and nothing about randomness needs saving.
+A stream never depends on what was drawn before it. The data order of member 2 in epoch 7 is the same whether the run
+has 3 members or 10 and whether it was resumed, so checkpoints need to store no random state.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 
 def derive(seed: int, purpose: str, member: int | None = None, position: int = 0) -> int:
-    """The 63-bit seed that belongs to one purpose of one member (or of all) at one position.
+    """The 63-bit seed for one purpose, member (None for all members together) and position.
 
     Example:
         >>> derive(1, "order", member=0) == derive(1, "order", member=1)
@@ -26,7 +25,7 @@ def derive(seed: int, purpose: str, member: int | None = None, position: int = 0
 
 
 def stream(seed: int, purpose: str, member: int | None = None, position: int = 0) -> torch.Generator:
-    """A fresh CPU generator for one purpose of one member (or of all) at one position.
+    """A new CPU generator for one purpose, member and position.
 
     Example:
         >>> order = torch.randperm(8, generator=stream(1, "order", member=0, position=3))
@@ -42,9 +41,9 @@ def stream(seed: int, purpose: str, member: int | None = None, position: int = 0
 
 @contextlib.contextmanager
 def global_stream(seed: int, purpose: str, member: int | None = None, position: int = 0) -> Iterator[None]:
-    """Seed torch's *global* generators for the block, then put them back as they were found.
+    """Seed torch's *global* generators inside the block and restore them afterwards.
 
-    For code that draws from the global generator and offers no other: `nn.init`, dropout, drop-path.
+    For code that can only draw from the global generators: `nn.init`, dropout, drop-path.
     """
     with torch.random.fork_rng(devices=accelerators_in_use()):
         seed_global_(derive(seed, purpose, member, position))
@@ -52,10 +51,9 @@ def global_stream(seed: int, purpose: str, member: int | None = None, position: 
 
 
 def seed_global_(seed: int) -> None:
-    """Seed the global generators in use.
+    """Seed the global generators in use, cheaply enough to do so at every step.
 
-    Unlike `torch.manual_seed`, which on a machine without CUDA notes a traceback for every call in a list that grows,
-    this is cheap enough for every step.
+    Without CUDA, each call of `torch.manual_seed` stores a traceback in a list that keeps growing; this does not.
     """
     torch.default_generator.manual_seed(seed)
     if accelerators_in_use():
@@ -63,5 +61,5 @@ def seed_global_(seed: int) -> None:
 
 
 def accelerators_in_use() -> list[int]:
-    """The CUDA devices whose generators may have been drawn from; none where CUDA was not used."""
+    """The indices of all CUDA devices, or none while this process has not used CUDA."""
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]

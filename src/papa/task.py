@@ -1,4 +1,4 @@
-"""The task: loss, metric, and how networks are applied when they are scored."""
+"""The task that networks are trained for: its loss, its metric and how networks are evaluated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from papa.evaluation import Apply, Loss, Metric, accuracy, call
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What networks are trained for; classification by default."""
+    """A loss and a metric, and how to compute a network's outputs for them; classification by default.
+
+    Example:
+        >>> regression = Task(loss=F.mse_loss, metric=lambda outputs, targets: -F.mse_loss(outputs, targets))
+        >>> regression.eval_batch_size
+        512
+    """
 
     loss: Loss = F.cross_entropy
-    """From outputs and targets to the mean loss of a batch."""
+    """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them."""
     metric: Metric = accuracy
-    """From outputs and targets to the mean score of a batch, or an object that counts over batches; higher is best."""
+    """Computes the score by which networks are compared; higher is better."""
     apply: Apply = call
-    """How a network computes its outputs when it is scored."""
+    """Computes a network's outputs for a batch of inputs in evaluation."""
     eval_batch_size: int = 512
-    """Examples per batch when scoring."""
+    """The number of examples per batch in evaluation."""

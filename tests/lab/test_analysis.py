@@ -8,10 +8,12 @@ from helpers import assert_same_bits, small_training, snapshot
 from papa import Independent, MergeAll, aligned_soups, average_soup, feature_similarity
 from papa.align import align_
 from papa.lab.analysis import analyse, layers_to_compare
+from papa.lab.config import AverageConfig, Config
 from papa.lab.independent_soups import aligned_and_repaired_soups
 from papa.lab.models import make_model
+from papa.lab.outcome import finalize_run
 from papa.repair import repair_
-from papa.training import Training, finalize
+from papa.training import Training
 
 
 def trained(rule: object = Independent(), **changes: object) -> Training:
@@ -59,7 +61,7 @@ def test_similarity_is_the_mean_over_pairs_and_over_members(independent: Trainin
 
 
 def test_the_result_holds_similarity_and_four_curves(independent: Training) -> None:
-    result = finalize(independent, analysis=True, num_align_batches=3).to_json()
+    result = finalize_run(independent, Config(analysis=True, average=AverageConfig(align_batches=3))).to_json()
     assert result["similarity"].keys() == {"layers", "members", "soup", "matched", "plain"}
     assert result["similarity"]["matched"]
     assert result["interpolation"]["pair"] == [0, 1]
@@ -67,7 +69,7 @@ def test_the_result_holds_similarity_and_four_curves(independent: Training) -> N
     assert names == ["plain", "aligned", "repaired", "aligned and repaired"]
     for curve in result["interpolation"]["curves"]:
         assert len(curve["coefficients"]) == len(curve["score"]) == len(curve["loss"]) == 11
-    assert finalize(independent).to_json()["similarity"] is None
+    assert finalize_run(independent, Config()).to_json()["similarity"] is None
 
 
 class Unexportable(nn.Module):
@@ -99,10 +101,10 @@ def test_a_diverged_member_costs_the_comparison_and_not_the_result() -> None:
     training.run()
     training.population[1].get_parameter("0.weight").data[0] = float("nan")
     with (
-        pytest.warns(UserWarning, match="the average soup has NaN, as member 1 has"),
+        pytest.warns(UserWarning, match="the average soup has NaN, from member 1"),
         pytest.warns(UserWarning, match="members are not compared: layer '0' of network 1 has outputs that are not"),
     ):
-        assert finalize(training, analysis=True).to_json()["similarity"] is None
+        assert finalize_run(training, Config(analysis=True)).to_json()["similarity"] is None
 
 
 def test_one_member_is_not_compared() -> None:
@@ -146,10 +148,10 @@ def test_aligned_soups_add_members_best_first_each_aligned_to_the_soup(independe
 
 
 def test_aligned_soups_beat_repaired_and_plain_ones(independent: Training) -> None:
-    outcome = finalize(independent, align_soups=True, num_align_batches=3)
+    outcome = finalize_run(independent, Config(average=AverageConfig(align_soups=True, align_batches=3)))
     assert outcome.aligned is not None
     assert outcome.repaired is not None
     losses = [outcome.aligned.validation[0].loss, outcome.repaired.validation[0].loss]
     assert losses == sorted(losses)
     assert outcome.to_json()["aligned"].keys() == {"validation", "test", "greedy_members"}
-    assert finalize(independent).aligned is None
+    assert finalize_run(independent, Config()).aligned is None

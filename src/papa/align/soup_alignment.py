@@ -23,7 +23,7 @@ from papa.mixing import soup_row
 from papa.population import Population
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics
-from papa.soup import GreedySoup, Pot, Score, Trial, pot_for, reading
+from papa.soup import GreedySoup, MeanNetwork, Score, Trial, mean_network, score_and_loss
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,21 @@ def aligned_soups(
         raise SoupError("a soup needs at least one network, got none")
     matcher = Matcher(batches, by=by, symmetries=symmetries, seed=seed)
     matcher.symmetries_of(local[0])  # deriving them takes memory: do it before there is a soup
-    with _GrowingSoups(pot_for(members), matcher, repair_batches) as soups:
-        readings, order = soups.pot.ranked(score)
+    with _GrowingSoups(mean_network(members), matcher, repair_batches) as soups:
+        readings, order = soups.mean.ranked(score)
         best = readings[order[0]][0]
         greedy, trials = soups.start(order[0]), []
         for member in order[1:]:
             candidate = soups.joined(greedy, member)
-            result = soups.pot.agreed(reading(score(soups.network(candidate)))[0])
-            trials.append(Trial(tuple(candidate.members), result, result >= best))
-            if result >= best:
+            result = soups.mean.agreed(score_and_loss(score(soups.network(candidate)))[0])
+            trials.append(Trial(tuple(candidate.members), result, is_as_good(result, best)))
+            if is_as_good(result, best):
                 greedy, best = candidate, result
         average = soups.start(order[0])
         for member in order[1:]:
             average = soups.joined(average, member)
         average_network = soups.network(average)
-        soups.pot = pot_for(members)
+        soups.mean = mean_network(members)
         scores = tuple(value for value, _ in readings)
         return AlignedSoups(
             average_network, GreedySoup(soups.network(greedy), tuple(greedy.members), best, scores, tuple(trials))
@@ -110,11 +110,10 @@ class _Soup:
 class _GrowingSoups:
     """A context in which members are permuted to join soups, one soup at a time; on exit, they are restored."""
 
-    def __init__(self, pot: Pot, matcher: Matcher, repair_batches: Sequence[Any] | None) -> None:
-        self.pot = pot
+    def __init__(self, mean: MeanNetwork, matcher: Matcher, repair_batches: Sequence[Any] | None) -> None:
+        self.mean = mean
         self._matcher, self._repair_batches = matcher, repair_batches
-        members = pot.group.members(len(pot.members_here))
-        self._local: dict[int, nn.Module] = dict(zip(members, pot.members_here, strict=True))
+        self._local: dict[int, nn.Module] = mean.local_members
         self._permuted: dict[int, Permutations] = {}
 
     def __enter__(self) -> _GrowingSoups:
@@ -131,9 +130,9 @@ class _GrowingSoups:
     def joined(self, soup: _Soup, member: int) -> _Soup:
         """The soup with one more member, aligned to it."""
         self._average(soup)
-        networks, subjects = [self.pot.network, self._local.get(member)], ["the soup", f"member {member}"]
+        networks, subjects = [self.mean.network, self._local.get(member)], ["the soup", f"member {member}"]
         (alignment,) = gather_or_raise(
-            self.pot.group,
+            self.mean.group,
             lambda: self._matcher.match_to_first(networks, subjects) if member in self._local else [],
         )
         permutations = {**soup.permutations, member: alignment.permutations}
@@ -143,7 +142,7 @@ class _GrowingSoups:
     def network(self, soup: _Soup) -> nn.Module:
         """The soup's network, repaired if that was requested and it has several members."""
         self._average(soup)
-        network: nn.Module = self.pot.network
+        network: nn.Module = self.mean.network
         if self._repair_batches is not None and len(soup.members) > 1:
             row = soup_row(len(soup.members), range(len(soup.members)))
             repair_toward_(network, goals_of(soup.statistics, row), self._repair_batches, restores=False)
@@ -151,7 +150,7 @@ class _GrowingSoups:
 
     def _average(self, soup: _Soup) -> None:
         self._arrange(soup.permutations)
-        self.pot.fill_(soup_row(self.pot.size, soup.members))
+        self.mean.fill_(soup_row(self.mean.size, soup.members))
 
     def _arrange(self, permutations: dict[int, Permutations]) -> None:
         """Permute every member on this process in this way, starting from its original order."""
@@ -172,6 +171,6 @@ class _GrowingSoups:
         if batches is None:
             return []
         return gather_or_raise(
-            self.pot.group,
+            self.mean.group,
             lambda: [] if model is None else [layer_statistics(model, batches, subject=f"member {member}")],
         )

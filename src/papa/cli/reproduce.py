@@ -105,7 +105,8 @@ def _print_table(request: Request, jobs: Sequence[Job], outcomes: Outcomes, out:
     with_curves = outcomes.results if table.kind == "figure" else {}
     page = table_page(
         f"{table.name}: {table.title}",
-        f"Ours: budget {request.budget} ({BUDGETS[request.budget]}), seeds {', '.join(map(str, seeds))}{single}{deviation}. "
+        f"Ours: budget {request.budget} ({BUDGETS[request.budget]}), seeds {', '.join(map(str, seeds))}{single}"
+        f"{deviation}. "
         "Difference: ours minus the paper's.",
         head,
         rows,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from papa.errors import DataError
-from papa.lab.augment import crop, flip, normalize, random_crop, random_flip
+from papa.lab.augment.images import crop, flip, normalize, random_crop, random_flip
 from papa.streams import stream
 
 
@@ -31,7 +31,7 @@ def slow_crop(images: torch.Tensor, offsets: torch.Tensor, padding: int) -> torc
     dtype=st.sampled_from([torch.uint8, torch.float32, torch.int64]),
     seed=st.integers(0, 1000),
 )
-def test_crop_is_the_slow_loop(shape, padding, dtype, seed):
+def test_crop_equals_the_slow_loop(shape, padding, dtype, seed):
     images = torch.randint(1, 256, shape, generator=stream(seed, "pixels")).to(dtype)
     offsets = torch.randint(2 * padding + 1, (shape[0], 2), generator=stream(seed, "offsets"))
     assert torch.equal(crop(images, offsets, padding=padding), slow_crop(images, offsets, padding))
@@ -71,7 +71,7 @@ def test_crop_with_padding_one_shifts_digits():
     assert torch.stack(matches).any(0).all()
 
 
-def test_crop_without_padding_hands_the_images_back():
+def test_crop_without_padding_returns_the_images():
     images, generator = some_images(), stream(1, "augment")
     assert random_crop(images, padding=0, generator=generator) is images
     assert torch.equal(generator.get_state(), stream(1, "augment").get_state())
@@ -84,7 +84,7 @@ def test_empty_batches_pass():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
-def test_flip_is_the_slow_loop(dtype):
+def test_flip_equals_the_slow_loop(dtype):
     images = some_images().to(dtype)
     flips = torch.randint(2, (16,), generator=stream(1, "flips"))
     slow = [image.flip(2) if flipped else image for image, flipped in zip(images, flips.tolist(), strict=True)]

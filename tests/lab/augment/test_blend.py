@@ -8,7 +8,7 @@ from scipy import stats
 from timm.data.mixup import mixup_target
 
 from papa.errors import DataError
-from papa.lab.augment import Blend, Box, blend_images, blend_targets, draw_blend, soft_targets
+from papa.lab.augment.blend import Blend, Box, blend_images, blend_targets, draw_blend, soft_targets
 from papa.streams import stream
 
 SIZE = {"height": 32, "width": 32}
@@ -114,7 +114,7 @@ def test_seeds_determine_blends():
 
 
 @pytest.mark.parametrize("num_images", [1, 8, 9])
-def test_mixup_is_the_slow_loop(num_images):
+def test_mixup_equals_the_slow_loop(num_images):
     inputs, targets = some_batch(num_images)
     soft = soft_targets(targets, 10, smoothing=0.1)
     blend = Blend(share=0.3)
@@ -124,7 +124,7 @@ def test_mixup_is_the_slow_loop(num_images):
 
 
 @pytest.mark.parametrize("box", [Box(0, 5, 3, 30), Box(10, 32, 0, 32), Box(4, 4, 2, 9), Box(0, 32, 0, 32)])
-def test_cutmix_is_the_slow_loop(box):
+def test_cutmix_equals_the_slow_loop(box):
     inputs, _ = some_batch()
     before = inputs.clone()
     blended = blend_images(inputs, Blend(share=0.5, box=box))

@@ -9,7 +9,7 @@ from scipy import stats
 from timm.data.random_erasing import RandomErasing
 
 from papa.errors import DataError
-from papa.lab.augment import cutout, draw_cutout_boxes, draw_erasing_boxes, fill_boxes, random_erase
+from papa.lab.augment.erase import cutout, draw_cutout_boxes, draw_erasing_boxes, fill_boxes, random_erase
 from papa.streams import stream
 
 
@@ -39,14 +39,14 @@ def areas(boxes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (8, 8), (12, 40), (2, 3)])
-def test_erasing_boxes_are_the_slow_loop(height, width):
+def test_erasing_boxes_equal_the_slow_loop(height, width):
     boxes = draw_erasing_boxes(300, height, width, probability=0.7, generator=stream(1, "augment"))
     uniform = torch.rand(300, 23, dtype=torch.float64, generator=stream(1, "augment")).tolist()
     assert boxes.tolist() == [slow_erasing_box(row, height, width, 0.7) for row in uniform]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fill_is_the_slow_loop(dtype):
+def test_fill_equals_the_slow_loop(dtype):
     inputs = torch.randn(64, 3, 12, 10, generator=stream(1, "pixels")).to(dtype)
     boxes = draw_erasing_boxes(64, 12, 10, probability=0.5, generator=stream(1, "augment"))
     before = inputs.clone()
@@ -83,7 +83,7 @@ def test_erased_areas_are_within_bounds():
 
 
 def test_erased_boxes_are_distributed_as_timms():
-    # A lit image of one channel shows the box; timm draws from python's global state, which is put back.
+    # An image of ones shows the box; timm draws from the global state of `random`, which is restored.
     timm_erasing = RandomErasing(probability=1.0, device="cpu")
     state = random.getstate()
     random.seed(1)
@@ -97,7 +97,7 @@ def test_erased_boxes_are_distributed_as_timms():
         assert stats.ks_2samp(theirs.numpy(), ours.numpy()).pvalue > 0.01
 
 
-def test_cutout_boxes_are_the_slow_loop():
+def test_cutout_boxes_equal_the_slow_loop():
     boxes = draw_cutout_boxes(200, 32, 20, length=8, generator=stream(1, "augment"))
     generator = stream(1, "augment")
     rows = torch.randint(32, (200,), generator=generator).tolist()

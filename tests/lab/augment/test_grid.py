@@ -82,7 +82,7 @@ def test_grids_are_values():
     assert Grid() == PLAIN
 
 
-def test_bad_grids_and_draws_are_refused():
+def test_bad_grids_and_draws_raise():
     with pytest.raises(ConfigError, match=r"the grid's mixup is \(\), expected at least one value in a tuple"):
         Grid(mixup=())
     with pytest.raises(ConfigError, match=r"the grid's erasing is 0.5, expected at least one value"):

@@ -1,4 +1,4 @@
-"""Parts of a data set: even over the classes, the same on every run."""
+"""Selections of examples: balanced over classes, and the same on every run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_limit_is_as_even_as_can_be(classes: list[int], maximum: int) -> None:
     assert len(set(chosen(few))) == maximum
     kept = torch.bincount(targets_of(few), minlength=5)
     available = torch.bincount(source.targets, minlength=5)
-    # A class is behind the best served by more than one only when it has no more to give.
+    # A class has fewer by two or more only if all its examples were taken.
     assert bool(((kept >= kept.max() - 1) | (kept == available)).all())
 
 
@@ -75,7 +75,7 @@ def test_a_test_share_is_between_0_and_1(share: float) -> None:
         split_classes(torch.tensor([0, 1]), share)
 
 
-def test_labels_out_of_range_are_refused() -> None:
+def test_labels_out_of_range_raise() -> None:
     check_labels(torch.tensor([0, 9]), 10, "cifar10")
     with pytest.raises(
         DataError, match="cifar10 has labels from 0 to 10, expected them from 0 to 9 for its 10 classes"

@@ -1,4 +1,4 @@
-"""Tiles and patches: which pixels, whose labels, drawn how; and folders that cannot be used."""
+"""Tiles and patches: their pixels and labels, how patches are drawn, and errors for invalid folders."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_tiles_come_whole_and_together_only_when_of_one_size() -> None:
         tiles.batch(torch.tensor([0, 1]))
 
 
-def test_patches_that_do_not_fit_are_refused() -> None:
+def test_patches_that_do_not_fit_raise() -> None:
     with pytest.raises(DataError, match=r"1 is 8 x 8, smaller than a patch; 2 is 9 x 40, .* at least 10 x 10"):
         numbered_patches(patch_size=10)
     with pytest.raises(ConfigError, match="patch_size is 8 and num_patches 0"):
@@ -225,7 +225,7 @@ def test_splits_are_read_by_names_of_images_and_areas(root: Path) -> None:
     assert images.test.names == ["elm_part2"]
 
 
-def test_every_mistake_in_splits_is_told_at_once(root: Path) -> None:
+def test_every_mistake_in_splits_is_reported_at_once(root: Path) -> None:
     write_json(root / "splits.json", {"train": ["alder", "bich"], "validation": ["alder_part2"], "test": []})
     with pytest.raises(DataError) as caught:
         load_tiles(root, patch_size=16)
@@ -238,7 +238,7 @@ def test_every_mistake_in_splits_is_told_at_once(root: Path) -> None:
         load_tiles(root, patch_size=16)
 
 
-def test_too_few_areas_to_split_are_refused(tmp_path: Path) -> None:
+def test_too_few_areas_to_split_raise(tmp_path: Path) -> None:
     for name in ("a_part1", "a_part2", "b_part1"):
         write_tile(tmp_path, name)
     with pytest.raises(DataError, match=r"has images of 2 areas \(a, b\), expected at least 3, .*splits.json"):
@@ -252,7 +252,7 @@ def test_without_classes_json_the_labels_are_counted(root: Path) -> None:
     assert images.ignore == 255
 
 
-def test_all_files_that_cannot_be_used_are_told_up_to_ten(root: Path) -> None:
+def test_all_files_that_cannot_be_used_are_reported_up_to_ten(root: Path) -> None:
     (root / "labels" / "alder_part1.png").unlink()
     write_tile(root, "birch_part1", mode="L")
     Image.new("L", (5, 5)).save(root / "labels" / "cedar_part1.png")
@@ -280,7 +280,7 @@ def test_damaged_labels_are_named_among_all_that_is_wrong(root: Path) -> None:
     assert "fir_part2.png cannot be decoded" in str(caught.value)
 
 
-def test_unknown_labels_of_all_tiles_are_told(root: Path) -> None:
+def test_unknown_labels_of_all_tiles_are_reported(root: Path) -> None:
     write_json(root / "classes.json", {"classes": ["land", "water"]})
     with pytest.raises(DataError) as caught:
         load_tiles(root, patch_size=16)
@@ -299,7 +299,7 @@ def test_unknown_labels_of_all_tiles_are_told(root: Path) -> None:
         ([], "holds a list, expected a JSON object"),
     ],
 )
-def test_bad_classes_are_refused(root: Path, value: Any, message: str) -> None:
+def test_bad_classes_raise(root: Path, value: Any, message: str) -> None:
     write_json(root / "classes.json", value)
     with pytest.raises(DataError, match=message):
         load_tiles(root, patch_size=16)
@@ -333,7 +333,7 @@ def test_vaihingen_has_coloured_labels_and_asks_for_its_split(tmp_path: Path) ->
     assert np.array_equal(images.test.planes[0][3], np.where(labels[names[2]] == 6, 255, labels[names[2]]))
 
 
-def test_colours_that_mean_nothing_are_told(tmp_path: Path) -> None:
+def test_unknown_colours_are_reported(tmp_path: Path) -> None:
     names = sorted(vaihingen(tmp_path))
     write_json(tmp_path / "splits.json", {"train": [names[0]], "validation": [names[1]], "test": [names[2]]})
     with pytest.raises(DataError, match="are in colour, and nothing says which colour is which class"):

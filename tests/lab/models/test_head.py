@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from papa.errors import ConfigError
-from papa.lab.models import freeze_all_but_head_, head_of, head_parameters, make_model, model_names, unfreeze_
+from papa.lab.models import freeze_all_but_head_, head_of, make_model, model_names, unfreeze_
 
 
 def build(name):
@@ -31,9 +31,10 @@ def test_the_head_gives_the_class_scores(name):
 def test_freezing_leaves_the_head_and_unfreezing_restores_all(name):
     model = build(name)
     everything = trainable(model)
+    head = list(head_of(model).parameters())
     frozen = freeze_all_but_head_(model)
-    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in head_parameters(model)}
-    assert len(frozen) == len(everything) - len(head_parameters(model))
+    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in head}
+    assert len(frozen) == len(everything) - len(head)
     unfreeze_(frozen)
     assert trainable(model) == everything
 
@@ -69,7 +70,7 @@ def test_only_the_head_moves_while_all_else_is_frozen():
     model = build("vgg11")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     images = torch.randn(4, 3, 32, 32)
-    # Gradients from before freezing must not be stepped along.
+    # The optimizer must not use gradients from before freezing.
     model(images).sum().backward()
     freeze_all_but_head_(model)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -80,12 +81,12 @@ def test_only_the_head_moves_while_all_else_is_frozen():
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(2, 2)), nn.Sequential()])
-def test_networks_without_a_head_are_refused(model):
+def test_networks_without_a_head_raise(model):
     with pytest.raises(ConfigError, match="Sequential has no classifier with parameters"):
         head_of(model)
 
 
-def test_headless_timm_networks_are_refused():
+def test_headless_timm_networks_raise():
     import timm
 
     with pytest.raises(ConfigError, match="has no classifier with parameters"):

@@ -138,7 +138,7 @@ def test_unet_keeps_the_size_and_halves_four_times():
     assert below == [(1, 32, 3, 2)]
 
 
-def test_unet_refuses_sizes_it_cannot_halve():
+def test_unet_raises_for_sizes_it_cannot_halve():
     with pytest.raises(DataError, match="UNet got images of 40 x 32, expected multiples of 16"):
         UNet(width=2)(torch.zeros(1, 3, 40, 32))
     with pytest.raises(ConfigError, match=r"unet does not take images of 3x40x40 .*expected multiples of 16"):
@@ -172,7 +172,7 @@ def test_networks_can_be_traced(name):
     assert torch.equal(torch.fx.symbolic_trace(model)(images), model(images))
 
 
-def test_digits_network_learns_in_a_moment():
+def test_digits_network_learns_in_seconds():
     torch.manual_seed(0)
     model = make_model("digits-cnn", num_classes=10, in_channels=1, image_size=8)
     images, labels = torch.randn(40, 1, 8, 8), torch.arange(40) % 10

@@ -26,7 +26,7 @@ def test_unknown_name_far_from_all_lists_them():
 
 
 @pytest.mark.parametrize("ask", [input_size_of, normalization_of])
-def test_questions_about_unknown_networks_are_refused(ask):
+def test_properties_of_unknown_networks_raise(ask):
     with pytest.raises(ConfigError, match="did you mean resnet18"):
         ask("resnet-18")
 
@@ -43,12 +43,12 @@ def test_every_bad_option_is_reported_at_once():
     assert "give one of the two" in message
 
 
-def test_vgg_refuses_images_it_would_pool_away():
+def test_vgg_raises_for_images_that_are_too_small():
     with pytest.raises(ConfigError, match=r"vgg11 does not take images of 3x8x8 .*it was made for 32x32"):
         make_model("vgg11", num_classes=10, image_size=8, width=4)
 
 
-def test_networks_with_other_outputs_are_refused(monkeypatch):
+def test_networks_with_other_outputs_raise(monkeypatch):
     pixelwise = SimpleNamespace(image_size=32, per_pixel=False, is_flat=False, build=lambda **_: nn.Conv2d(3, 10, 1))
     monkeypatch.setitem(sys.modules["papa.lab.models.registry"]._NETWORKS, "pixelwise", pixelwise)
     with pytest.raises(ConfigError, match=r"gives \(1, 10, 32, 32\), expected scores of shape \(1, 10\)"):

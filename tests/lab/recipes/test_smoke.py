@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from helpers import write_images
 from papa.lab.config import Config
 from papa.lab.launch import execute
-from papa.lab.models import head_parameters, make_model
+from papa.lab.models import head_of, make_model
 from papa.lab.recipes import RECIPES, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for
 from papa.lab.recipes.recipe import Recipe
@@ -100,7 +100,7 @@ def test_the_body_is_frozen_first_and_then_trained(data_root: Path, weights_of: 
     config = replace(config, method="independent", members=1, model=replace(config.model, frozen=0.5))
     training = build(config)
     start = {name: value.clone() for name, value in training.population[0].named_parameters()}
-    head = {id(parameter) for parameter in head_parameters(training.population[0])}
+    head = {id(parameter) for parameter in head_of(training.population[0]).parameters()}
     moved: list[set[bool]] = []
 
     class Look(Callback):

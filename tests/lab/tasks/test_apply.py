@@ -1,4 +1,4 @@
-"""Whole images and windows: sizes that do not fit, and windows that may not show."""
+"""Applying networks to whole images and window by window."""
 
 from __future__ import annotations
 
@@ -94,6 +94,6 @@ def test_the_task_applies_networks_as_asked(unet: nn.Module) -> None:
     assert torch.equal(windowed, apply_in_windows(unet, images, window=16, overlap=4))
 
 
-def test_windows_smaller_than_their_overlap_are_refused() -> None:
+def test_windows_smaller_than_their_overlap_raise() -> None:
     with pytest.raises(ConfigError, match="the overlap of windows is 64, expected 0 to below the window's side of 32"):
         segmentation(["a"], window=32)

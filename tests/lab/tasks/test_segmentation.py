@@ -1,4 +1,4 @@
-"""Cross entropy and F1 over pixels: the slow sums over pixels, and what pixels without a class may not change."""
+"""Cross entropy and F1 over pixels, compared with slow loops; pixels without a class do not count."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_labelled_class_that_is_never_predicted_scores_0() -> None:
     assert details["average F1"] == pytest.approx(100 / 3)
 
 
-def test_outputs_that_do_not_fit_are_refused() -> None:
+def test_outputs_that_do_not_fit_raise() -> None:
     with pytest.raises(DataError, match=r"outputs of shape \(2, 3, 5, 4\) for targets of shape \(2, 4, 5\)"):
         F1(NAMES).counts(some_outputs(), torch.zeros(2, 4, 5))
     with pytest.raises(DataError, match="expected scores of 2 classes"):

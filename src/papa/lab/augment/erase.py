@@ -1,7 +1,6 @@
-"""Rectangles set to zero: Random Erasing and Cutout, both after normalising.
+"""Random Erasing and Cutout: set one rectangle of each normalised image to zero.
 
-Boxes are drawn first, as an (N, 4) tensor of (top, bottom, left, right) with the usual half-open ends, then filled;
-an empty box leaves its image as it is.
+Boxes are (N, 4) tensors of (top, bottom, left, right), where bottom and right are exclusive.
 """
 
 from __future__ import annotations
@@ -20,19 +19,7 @@ NUM_ATTEMPTS = 10
 
 
 def random_erase(inputs: Tensor, probability: float, *, generator: torch.Generator) -> Tensor:
-    """Set one rectangle to zero in every image, with some probability: Random Erasing.
-
-    Example:
-        >>> inputs = torch.ones(8, 3, 32, 32)
-        >>> erased = random_erase(inputs, 1.0, generator=torch.Generator())
-        >>> bool((erased.mean((1, 2, 3)) < 0.99).all())
-        True
-
-    Args:
-        inputs: normalised images of shape (N, C, H, W); left as they are.
-        probability: that an image is erased at all.
-        generator: where the boxes are drawn from.
-    """
+    """Random Erasing: with the given probability, set a random rectangle of an image to zero."""
     check_images(inputs, "random_erase")
     num_images, _, height, width = inputs.shape
     boxes = draw_erasing_boxes(num_images, height, width, probability=probability, generator=generator)
@@ -40,13 +27,7 @@ def random_erase(inputs: Tensor, probability: float, *, generator: torch.Generat
 
 
 def cutout(inputs: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
-    """Set one square to zero in every image, its centre anywhere, clipped at the borders: Cutout.
-
-    Args:
-        inputs: normalised images of shape (N, C, H, W); left as they are.
-        length: the square's side in pixels.
-        generator: where the centres are drawn from.
-    """
+    """Cutout: set a square of `length` pixels around a random centre to zero in every image."""
     check_images(inputs, "cutout")
     num_images, _, height, width = inputs.shape
     boxes = draw_cutout_boxes(num_images, height, width, length=length, generator=generator)
@@ -56,13 +37,13 @@ def cutout(inputs: Tensor, length: int, *, generator: torch.Generator) -> Tensor
 def draw_erasing_boxes(
     num_images: int, height: int, width: int, *, probability: float, generator: torch.Generator
 ) -> Tensor:
-    """One box per image, empty for images that are not erased.
+    """Draw one box per image, empty for images that are not erased.
 
-    The area is uniform from 2% to a third of the image and the aspect ratio log-uniform from 0.3 to 1/0.3. A
-    rectangle as high or as wide as the image, or more so, is drawn again, up to ten times in all, after which the
-    image is left alone; the place of the rectangle is uniform.
+    The area is uniform from 2% to a third of the image, the aspect ratio log-uniform from 0.3 to 1/0.3, the position
+    uniform. A box that is not smaller than the image on both sides is drawn again, ten times at most; after that the
+    image is not erased.
     """
-    # float64, so that a uniform number below 1 times a count stays below the count. All attempts come at once.
+    # In float64, a uniform number below 1 times n stays below n. All attempts are drawn at once.
     uniform = torch.rand(num_images, 3 + 2 * NUM_ATTEMPTS, dtype=torch.float64, generator=generator)
     is_erased, down, right = uniform[:, 0] < probability, uniform[:, 1], uniform[:, 2]
     area_share, aspect_share = uniform[:, 3:].view(num_images, 2, NUM_ATTEMPTS).unbind(1)
@@ -80,7 +61,7 @@ def draw_erasing_boxes(
 
 
 def draw_cutout_boxes(num_images: int, height: int, width: int, *, length: int, generator: torch.Generator) -> Tensor:
-    """One square per image, its centre a pixel drawn uniformly, clipped at the borders."""
+    """Draw one square per image around a uniformly drawn pixel, clipped at the borders."""
     top = torch.randint(height, (num_images,), generator=generator) - length // 2
     left = torch.randint(width, (num_images,), generator=generator) - length // 2
     vertical = torch.stack((top, top + length), dim=1).clamp(0, height)
@@ -89,12 +70,7 @@ def draw_cutout_boxes(num_images: int, height: int, width: int, *, length: int, 
 
 
 def fill_boxes(inputs: Tensor, boxes: Tensor) -> Tensor:
-    """Set each image's box to zero, in all channels.
-
-    Args:
-        inputs: finite floating-point images of shape (N, C, H, W); left as they are.
-        boxes: (N, 4) whole numbers: top, bottom, left, right.
-    """
+    """Set each image's box to zero in all channels; the images must be finite."""
     check_images(inputs, "fill_boxes")
     num_images, _, height, width = inputs.shape
     if boxes.shape != (num_images, 4):
@@ -104,6 +80,6 @@ def fill_boxes(inputs: Tensor, boxes: Tensor) -> Tensor:
     columns = torch.arange(width, device=inputs.device)
     in_rows = ((rows >= top) & (rows < bottom)).to(inputs.dtype)
     in_columns = ((columns >= left) & (columns < right)).to(inputs.dtype)
-    # Multiplying by zeros and ones takes a fifth of the time of `masked_fill`.
+    # Multiplying by zeros and ones is five times as fast as `masked_fill`.
     kept = 1 - in_rows[:, :, None] * in_columns[:, None, :]
     return inputs * kept[:, None]

@@ -1,9 +1,12 @@
-"""A policy: which augmentations a member gets, and how strong."""
+"""Augmentation policies: the augmentations of one member, the paper's grids of policies, and draws from them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +18,20 @@ from papa.lab.augment.blend import blend_images, blend_targets, draw_blend, soft
 from papa.lab.augment.erase import cutout, random_erase
 from papa.lab.augment.images import check_images
 from papa.lab.augment.randaugment import check_rand_augment, rand_augment
+from papa.streams import stream
+
+_LIMITS: dict[str, tuple[str, Any, Callable[[float], bool]]] = {
+    "mixup": ("a number of at least 0", (int, float), lambda value: 0.0 <= value < math.inf),
+    "smoothing": ("a number from 0 to below 1", (int, float), lambda value: 0.0 <= value < 1.0),
+    "cutmix": ("a number of at least 0", (int, float), lambda value: 0.0 <= value < math.inf),
+    "erasing": ("a probability from 0 to 1", (int, float), lambda value: 0.0 <= value <= 1.0),
+    "cutout": ("a whole number of pixels", int, lambda value: value >= 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Which augmentations, and how strong; everything is off unless given.
+    """Augmentations and their strengths; all are off by default.
 
     Example:
         >>> policy = Policy(mixup=0.5, smoothing=0.1)
@@ -32,36 +44,32 @@ class Policy:
     """
 
     mixup: float = 0.0
-    """Alpha of Mixup; with CutMix on as well, a fair coin decides for each batch."""
+    """Alpha of Mixup; if CutMix is on as well, each batch gets one of the two with equal probability."""
     smoothing: float = 0.0
-    """The share of label mass spread over all classes."""
+    """Label smoothing: the probability that is spread over all classes."""
     cutmix: float = 0.0
     """Alpha of CutMix."""
     erasing: float = 0.0
-    """The probability that an image has a random rectangle erased."""
+    """The probability of Random Erasing for each image."""
     cutout: int = 0
-    """The side, in pixels, of the square that Cutout removes from every image."""
+    """The side of the Cutout square in pixels."""
     randaugment: str | None = None
     """timm's RandAugment string, such as `rand-m4-n1-p1.0-mstd1.0`."""
 
     def __post_init__(self) -> None:
         problems = [
-            _problem("mixup", self.mixup, "a number of at least 0 (0 is off)"),
-            _problem("smoothing", self.smoothing, "a number from 0 to below 1 (0 is off)", below=1.0),
-            _problem("cutmix", self.cutmix, "a number of at least 0 (0 is off)"),
-            _problem("erasing", self.erasing, "a probability from 0 to 1 (0 is off)", at_most=1.0),
+            f"{name} is {value!r}, expected {expected} (0 is off)"
+            for name, (expected, kinds, is_valid) in _LIMITS.items()
+            if not isinstance(value := getattr(self, name), kinds) or isinstance(value, bool) or not is_valid(value)
         ]
-        if not isinstance(self.cutout, int) or isinstance(self.cutout, bool) or self.cutout < 0:
-            problems.append(f"cutout is {self.cutout!r}, expected a whole number of pixels (0 is off)")
-        if self.randaugment is not None:
-            problems.append(check_rand_augment(self.randaugment))
-        found = [problem for problem in problems if problem is not None]
-        if found:
-            raise ConfigError("; ".join(found))
+        if self.randaugment is not None and (problem := check_rand_augment(self.randaugment)) is not None:
+            problems.append(problem)
+        if problems:
+            raise ConfigError("; ".join(problems))
 
     @property
     def description(self) -> str:
-        """What is on, in a few words: `mixup 0.5, smoothing 0.1`, or `plain`."""
+        """The augmentations that are on, such as `mixup 0.5, smoothing 0.1`, or `plain`."""
         strengths = {name: value for name, value in self.to_dict().items() if value and name != "randaugment"}
         parts = [f"{name} {value:g}" for name, value in strengths.items()]
         if self.randaugment is not None:
@@ -70,20 +78,15 @@ class Policy:
 
     @property
     def makes_soft_targets(self) -> bool:
-        """Whether `on_batch` turns classes into shares of classes."""
+        """Whether `on_batch` turns class labels into class probabilities."""
         return bool(self.mixup or self.cutmix or self.smoothing)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, ready for JSON; `Policy(**policy.to_dict())` is the policy again."""
+        """All fields, for JSON; `Policy(**policy.to_dict())` equals the policy."""
         return dataclasses.asdict(self)
 
     def on_images(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """What happens before normalising: RandAugment. `images` themselves when it is off.
-
-        Args:
-            images: uint8, of shape (N, C, H, W); left as they are.
-            generator: where everything is drawn from.
-        """
+        """Augment uint8 images before normalisation: RandAugment."""
         return images if self.randaugment is None else rand_augment(images, self.randaugment, generator=generator)
 
     def on_batch(
@@ -95,20 +98,18 @@ class Policy:
         generator: torch.Generator,
         ignore: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What happens after normalising: erasing, Cutout, then Mixup or CutMix, and smoothing.
-
-        Nothing is changed in place: what is off hands back the tensor it was given.
+        """Augment a batch after normalisation: erasing, Cutout, then Mixup or CutMix, and label smoothing.
 
         Args:
             inputs: normalised images of shape (N, C, H, W).
-            targets: classes of shape (N,), or (N, H, W) when every pixel has one.
-            num_classes: how many classes there are.
-            generator: where everything is drawn from.
-            ignore: the number that stands for no class, as in `soft_targets`; None where every target is a class.
+            targets: class labels of shape (N,), or (N, H, W) for one class per pixel.
+            num_classes: the number of classes.
+            generator: the generator to draw from.
+            ignore: the label for "no class", as in `soft_targets`.
 
         Returns:
-            The inputs, and the targets: float32 shares of shape (N, num_classes, ...) when Mixup, CutMix or smoothing
-            is on, else the classes as given.
+            Inputs and targets; targets are float32 class probabilities of shape (N, num_classes, ...) if
+            `makes_soft_targets`, otherwise unchanged.
         """
         if len(inputs) != len(targets):
             raise DataError(f"a batch has {len(inputs)} inputs and {len(targets)} targets, expected as many of each")
@@ -133,10 +134,76 @@ class Policy:
         return blend_images(inputs, blend), blend_targets(soft, blend)
 
 
-def _problem(
-    name: str, value: float, expected: str, *, at_most: float = math.inf, below: float = math.inf
-) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0.0 <= value <= at_most and value < below:
-        return None
-    return f"{name} is {value!r}, expected {expected}"
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The values of each augmentation; policies are their combinations.
+
+    Example:
+        >>> grid = Grid(mixup=(0.0, 0.5), smoothing=(0.0, 0.1))
+        >>> [policy.description for policy in grid.policies]
+        ['plain', 'smoothing 0.1', 'mixup 0.5', 'mixup 0.5, smoothing 0.1']
+    """
+
+    mixup: tuple[float, ...] = (0.0,)
+    smoothing: tuple[float, ...] = (0.0,)
+    cutmix: tuple[float, ...] = (0.0,)
+    erasing: tuple[float, ...] = (0.0,)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            values = getattr(self, field.name)
+            if not isinstance(values, (tuple, list)) or not values:
+                raise ConfigError(f"the grid's {field.name} is {values!r}, expected at least one value in a tuple")
+            object.__setattr__(self, field.name, tuple(values))
+        _ = self.policies  # checks every value
+
+    @functools.cached_property
+    def policies(self) -> tuple[Policy, ...]:
+        """All combinations; the last field changes fastest."""
+        values = dataclasses.asdict(self)
+        return tuple(Policy(**dict(zip(values, point, strict=True))) for point in itertools.product(*values.values()))
+
+    def __len__(self) -> int:
+        return len(self.policies)
+
+
+PLAIN = Grid()
+"""One policy: no augmentation beyond crop and flip."""
+
+DEFAULT_GRID = Grid(
+    mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1), cutmix=(0.0, 0.5, 1.0), erasing=(0.0, 0.15, 0.35)
+)
+"""The paper's grid for CIFAR and fine-tuning: 81 policies."""
+
+IMAGENET_GRID = Grid(mixup=(0.0, 0.2), smoothing=(0.0, 0.1), cutmix=(0.0, 1.0), erasing=(0.0, 0.35))
+"""The paper's grid for ImageNet: 16 policies."""
+
+ABLATION_GRID = Grid(mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1))
+"""The paper's grid for its ablations: 9 policies."""
+
+SEGMENTATION_GRID = Grid(mixup=(0.0, 0.2, 0.4), smoothing=(0.0, 0.05, 0.1))
+"""The paper's grid for segmentation: 9 policies."""
+
+DART_POLICIES = (Policy(randaugment="rand-m4-n1-p1.0-mstd1.0"), Policy(cutmix=0.5), Policy(cutout=8))
+"""The policies of DART's three members."""
+
+
+def draw_policies(grid: Grid, num_members: int, *, seed: int) -> tuple[Policy, ...]:
+    """Draw one policy per member without replacement; the shuffled grid repeats if there are more members.
+
+    The policy of a member does not depend on the number of members.
+
+    Example:
+        >>> policies = draw_policies(DEFAULT_GRID, 5, seed=1)
+        >>> policies[:3] == draw_policies(DEFAULT_GRID, 3, seed=1)
+        True
+    """
+    if num_members < 1:
+        raise ConfigError(f"num_members is {num_members}, expected at least 1")
+    order = torch.randperm(len(grid), generator=stream(seed, "policy")).tolist()
+    return tuple(grid.policies[order[member % len(grid)]] for member in range(num_members))
+
+
+def draw_policy_per_batch(grid: Grid, generator: torch.Generator) -> Policy:
+    """Draw one policy uniformly, for the baseline that trains one network with a new policy for every batch."""
+    return grid.policies[int(torch.randint(len(grid), (), generator=generator))]

@@ -1,4 +1,4 @@
-"""RandAugment, by timm: the one augmentation that works image by image, on bytes."""
+"""RandAugment of timm, which works on one uint8 image at a time."""
 
 from __future__ import annotations
 
@@ -23,27 +23,22 @@ _SECTION = re.compile(r"m\d+|n[1-9]\d*|p(0(\.\d+)?|1(\.0+)?)|mstd\d+(\.\d+)?|mma
 
 
 def rand_augment(images: Tensor, spec: str, *, generator: torch.Generator) -> Tensor:
-    """Put every image through timm's RandAugment.
+    """Apply timm's RandAugment to every image.
 
-    timm draws from the global state of `random` and numpy. Both are seeded here from `generator` and put back
-    afterwards, so do not call this from several threads at once.
-
-    Example:
-        >>> images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-        >>> rand_augment(images, "rand-m4-n1-p1.0-mstd1.0", generator=torch.Generator()).shape
-        torch.Size([4, 3, 32, 32])
+    timm draws from the global state of `random` and numpy, which is seeded from `generator` and restored afterwards.
+    So this must not run in several threads at once.
 
     Args:
-        images: uint8 colour images of shape (N, 3, H, W), before normalising; left as they are.
-        spec: timm's string: `m` the magnitude, `n` operations per image, `p` the probability of each, `mstd` the
-            magnitude's standard deviation.
-        generator: where the seed is drawn from.
+        images: uint8 images of shape (N, 3, H, W), before normalisation.
+        spec: timm's string: `m` is the magnitude, `n` the number of operations per image, `p` the probability of each,
+            `mstd` the standard deviation of the magnitude.
+        generator: the generator that the seed is drawn from.
     """
     check_images(images, "RandAugment")
     if images.dtype != torch.uint8 or images.shape[1] != 3:
         raise DataError(
             f"RandAugment got {images.dtype} images of {images.shape[1]} channels, expected torch.uint8 with 3 "
-            "channels: it works on colour images before normalising"
+            "channels: it works on colour images before normalisation"
         )
     if not len(images):
         return images
@@ -57,14 +52,12 @@ def rand_augment(images: Tensor, spec: str, *, generator: torch.Generator) -> Te
 
 
 def check_rand_augment(spec: object) -> str | None:
-    """What is wrong with a RandAugment string, or None; timm itself passes over sections it does not know."""
+    """The problem with a RandAugment string, or None; timm itself ignores sections that it does not know."""
     expected = "expected timm's form, such as 'rand-m4-n1-p1.0-mstd1.0'"
-    if not isinstance(spec, str):
-        return f"randaugment is {spec!r}, {expected}"
-    name, *sections = spec.split("-")
-    unknown = [section for section in sections if not _SECTION.fullmatch(section)]
+    name, *sections = spec.split("-") if isinstance(spec, str) else [""]
     if name != "rand":
         return f"randaugment is {spec!r}, {expected}"
+    unknown = [section for section in sections if not _SECTION.fullmatch(section)]
     if unknown:
         return f"randaugment {spec!r} has the unknown part {unknown[0]!r}, {expected}"
     return None
@@ -79,7 +72,7 @@ def _transform(spec: str) -> Callable[[Image], Image]:
         from timm.data.auto_augment import rand_augment_transform
     except ModuleNotFoundError as error:
         raise ConfigError("RandAugment needs timm, which is not installed: pip install 'papa-torch[vision]'") from error
-    # timm's own default, said aloud: given nothing, some versions write one string's options into the next one's.
+    # timm's default, given explicitly: without it, some versions carry options over from one string to the next.
     grey = {"img_mean": (128, 128, 128)}
     transform = rand_augment_transform(spec, hparams=grey)
     for operation in transform.ops:
@@ -89,13 +82,13 @@ def _transform(spec: str) -> Callable[[Image], Image]:
 
 
 def _posterize(posterize: Callable[..., Image], image: Image, bits: int, **options: Any) -> Image:
-    # A weak draw asks for no bits at all, which is black; Pillow 13 refuses it and would end the run.
+    # A weak draw asks for 0 bits, which means black; Pillow 13 raises an error for it.
     return posterize(image, bits, **options) if bits >= 1 else image.point(lambda _: 0)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global state of `random` and numpy for the block, then put it back as it was found."""
+    """Seed the global state of `random` and numpy inside the block and restore it afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         random.seed(seed)

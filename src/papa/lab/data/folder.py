@@ -1,4 +1,4 @@
-"""Sets that are folders of class folders: small images into a cache, large ones decoded when they are needed."""
+"""Image data sets in class folders: small images are cached decoded, large ones decoded when needed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from papa.lab.data.large import DecodedFolder
 from papa.lab.data.splits import split_classes
 
 LARGEST_CACHED = 96
-"""Images up to this side are kept decoded."""
+"""Images with sides up to this number of pixels are cached decoded."""
 LARGE_SIZE = 224
-"""The side that large images are handed out with, unless another is asked for."""
+"""The default height and width of large images."""
 
 
 @dataclass(frozen=True)
 class FolderSet:
-    """Training and test images out of folders."""
+    """Training and test images from class folders."""
 
     train: Source
     test: Source
     classes: tuple[str, ...]
     image_size: int
     large: bool
-    """Whether the sources decode, crop and flip by themselves."""
+    """Whether the sources decode, crop and flip images when they are read."""
 
 
 def load_folder(
@@ -42,16 +42,36 @@ def load_folder(
     test_folders: Sequence[str] = ("test", "val"),
     largest_cached: float = LARGEST_CACHED,
 ) -> FolderSet:
-    """Images in `root/train/CLASS` and `root/test/CLASS` (or `val`), or in `root/CLASS` with a share split off.
+    """Load images in `root/train/CLASS` and `root/test/CLASS` (or `val`), or in `root/CLASS` with a test share.
 
     Args:
-        name: what the set is called in its cache files.
+        name: the name of the data set in its cache files.
         root: the folder.
-        image_size: the side of the images; None for that of the files, or 224 when these are large.
-        test_share: the share of each class to test on, for a folder that has no test images of its own.
-        test_folders: the names that the folder of test images may have; the first that is there counts.
-        largest_cached: images with a longer side are decoded when they are needed.
+        image_size: height and width of the images; None for those of the files, or 224 if these are large.
+        test_share: the share of each class to use for testing, for a folder without test images.
+        test_folders: possible names of the folder of test images; the first that exists is used.
+        largest_cached: images with larger sides are decoded when needed.
     """
+    train_folder, test_folder = _find_folders(root, test_share, test_folders)
+    files = scan_classes(train_folder)
+    native_side = max(read_size(files.path(0)))
+    large = (native_side if image_size is None else image_size) > largest_cached
+    size = image_size if image_size is not None or not large else LARGE_SIZE
+    if test_folder is not None:
+        test_files = scan_classes(test_folder)
+        check_same_classes(files, test_files)
+        train: Source = _source(f"{name}-train", files, root, size, large)
+        test: Source = _source(f"{name}-test", test_files, root, size, large)
+    else:
+        assert test_share is not None
+        source = _source(f"{name}-train", files, root, size, large)
+        train_indices, test_indices = split_classes(source.targets, test_share)
+        train, test = Subset(source, train_indices), Subset(source, test_indices)
+    return FolderSet(train, test, files.classes, size or native_side, large)
+
+
+def _find_folders(root: Path, test_share: float | None, test_folders: Sequence[str]) -> tuple[Path, Path | None]:
+    """The folder of training images, and that of test images if there is one."""
     if not root.is_dir():
         raise DataError(
             f"there is no folder {root}: expected images in {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}, "
@@ -60,7 +80,7 @@ def load_folder(
     train_folder = root / "train" if class_names(root / "train") else root
     test_folder = next((root / part for part in test_folders if (root / part).is_dir()), None)
     if train_folder == root:
-        test_folder = None  # `test` and `val` are classes like any other
+        test_folder = None  # here, `test` and `val` are classes
     if test_folder is not None and test_share is not None:
         raise ConfigError(
             f"test_share is {test_share}, but {root} has test images of its own in {test_folder}: leave test_share out"
@@ -70,22 +90,7 @@ def load_folder(
             f"the folder {root} has no test images, expected {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}: "
             "set test_share, such as 0.2, to split some off"
         )
-    files = scan_classes(train_folder)
-    test_files = None if test_folder is None else scan_classes(test_folder)
-    if test_files is not None:
-        check_same_classes(files, test_files)
-    native_side = max(read_size(files.path(0)))
-    large = (native_side if image_size is None else image_size) > largest_cached
-    size = image_size if image_size is not None or not large else LARGE_SIZE
-    source = _source(f"{name}-train", files, root, size, large)
-    if test_files is not None:
-        train: Source = source
-        test: Source = _source(f"{name}-test", test_files, root, size, large)
-    else:
-        assert test_share is not None
-        train_indices, test_indices = split_classes(source.targets, test_share)
-        train, test = Subset(source, train_indices), Subset(source, test_indices)
-    return FolderSet(train, test, files.classes, size or native_side, large)
+    return train_folder, test_folder
 
 
 def _source(name: str, files: ImageFiles, root: Path, image_size: int | None, large: bool) -> Arrays | DecodedFolder:

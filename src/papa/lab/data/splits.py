@@ -1,4 +1,4 @@
-"""Which examples belong to which part: class by class, and the same on every run."""
+"""Reproducible selections of examples, balanced over classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from papa.streams import stream
 
 
 def targets_of(source: Source) -> Tensor:
-    """The class of every example, without reading an image."""
+    """The class labels of all examples, without reading an image."""
     if isinstance(source, Subset):
         return targets_of(source.source)[source.indices]
     targets = getattr(source, "targets", None)
@@ -21,7 +21,7 @@ def targets_of(source: Source) -> Tensor:
 
 
 def check_labels(labels: Tensor, num_classes: int, subject: str) -> None:
-    """Raise a `DataError` unless every label names one of the classes."""
+    """Raise a `DataError` unless all labels are from 0 to `num_classes - 1`."""
     if not len(labels):
         raise DataError(f"{subject} has no example, expected at least one")
     low, high = int(labels.min()), int(labels.max())
@@ -33,7 +33,7 @@ def check_labels(labels: Tensor, num_classes: int, subject: str) -> None:
 
 
 def limit(source: Source, maximum: int | None, *, part: str) -> Source:
-    """At most `maximum` examples, drawn at random, as many of each class as can be; the same ones on every run.
+    """Select at most `maximum` examples, balanced over classes; a smaller selection is part of a larger one.
 
     Example:
         >>> from papa.data import Arrays
@@ -41,12 +41,10 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
         >>> targets_of(few).sort().values
         tensor([0, 0, 1, 1])
 
-    A smaller limit gives a part of what a larger one gives.
-
     Args:
-        source: what to draw from; it needs `targets`.
-        maximum: how many; None, or more than there are, for all.
-        part: `train` or `test`; each has a stream of its own.
+        source: a source with `targets`.
+        maximum: the largest number of examples; None for all.
+        part: `train` or `test`, which select independently.
     """
     if maximum is None:
         return source
@@ -56,23 +54,22 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
         return source
     targets = targets_of(source)
     shuffled = torch.randperm(len(source), generator=stream(0, f"limit-{part}"))
-    # First the first example of every class, then the second of every class, and so on.
-    turn = _place_in_class(targets[shuffled])
-    return Subset(source, shuffled[turn.argsort(stable=True)[:maximum]])
+    # Take the first example of every class, then the second of every class, and so on.
+    return Subset(source, shuffled[_rank_in_class(targets[shuffled]).argsort(stable=True)[:maximum]])
 
 
 def split_classes(targets: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Split off a share of every class for testing; the same on every run. Every class keeps one for training.
+    """Split off a share of every class for testing; at least one example of each class remains for training.
 
     Returns:
-        The indices left for training, and those for testing, both in ascending order.
+        The indices for training and for testing, both in ascending order.
     """
     if not 0.0 < share < 1.0:
         raise ConfigError(f"test_share is {share}, expected a share between 0 and 1, such as 0.2")
     shuffled = torch.randperm(len(targets), generator=stream(0, "test-split"))
     counts = torch.bincount(targets)
     num_test = torch.minimum((counts * share).round().long(), counts - 1).clamp(min=0)
-    is_test = _place_in_class(targets[shuffled]) < num_test[targets[shuffled]]
+    is_test = _rank_in_class(targets[shuffled]) < num_test[targets[shuffled]]
     if not is_test.any():
         raise DataError(
             f"a test share of {share} splits no image off {len(targets)} images of {len(counts)} classes, expected at "
@@ -81,11 +78,11 @@ def split_classes(targets: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return shuffled[~is_test].sort().values, shuffled[is_test].sort().values
 
 
-def _place_in_class(labels: Tensor) -> Tensor:
-    """How many examples of the same class come before each."""
+def _rank_in_class(labels: Tensor) -> Tensor:
+    """The number of earlier examples of the same class, for each example."""
     order = labels.argsort(stable=True)
     counts = torch.bincount(labels)
     starts = counts.cumsum(0) - counts
-    places = torch.empty_like(labels)
-    places[order] = torch.arange(len(labels)) - starts[labels[order]]
-    return places
+    ranks = torch.empty_like(labels)
+    ranks[order] = torch.arange(len(labels)) - starts[labels[order]]
+    return ranks

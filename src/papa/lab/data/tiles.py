@@ -1,4 +1,4 @@
-"""Tiles: large images whose every pixel has a class. Trained on in random patches, evaluated whole."""
+"""Tiles for segmentation: large images with a class per pixel, trained on random patches and evaluated whole."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from papa.lab.data.tile_files import (
 from papa.streams import stream
 
 BATCH_SEED = 0
-"""Of the patches that `Patches.batch` hands out, the same in every run."""
+"""The seed of the patches that `Patches.batch` returns."""
 
 
 class Tiles:
-    """Whole tiles, one at a time, since they differ in size.
+    """A source of whole tiles, read one at a time if they differ in size.
 
     Args:
-        planes: for each tile red, green, blue and label of every pixel, uint8 of shape (4, height, width).
-        names: what the tiles are called.
+        planes: one uint8 tensor (4, height, width) per tile: red, green, blue and label.
+        names: the names of the tiles.
     """
 
     def __init__(self, planes: Sequence[Tensor], names: Sequence[str] = ()) -> None:
@@ -54,16 +54,14 @@ class Tiles:
                 f"{len(tiles)} tiles of {len(sizes)} sizes were asked for at once, expected one size: ask for one tile "
                 "at a time"
             )
-        together = torch.stack(tiles)
-        return together[:, :3], together[:, 3]
+        return _images_and_labels(tiles)
 
 
 class Patches:
-    """Random patches of tiles, mirrored and flipped half of the time each.
+    """A source of random patches of tiles, flipped in each direction with probability 1/2.
 
-    What a training sees is drawn for each batch anew (`stream`): batch `n` is a function of the seed and `n`. For
-    whoever asks by index (`batch`), each index is one patch, always the same. A tile is drawn in proportion to its
-    number of pixels, a patch within it uniformly.
+    `stream`, used in training, draws new patches for every batch; `batch` returns a fixed patch for each index. A tile
+    is drawn with a probability proportional to its number of pixels, a patch within it uniformly.
 
     Example:
         >>> patches = Patches([torch.zeros(4, 40, 50, dtype=torch.uint8)], patch_size=32, num_patches=100)
@@ -72,10 +70,10 @@ class Patches:
         (torch.Size([8, 3, 32, 32]), torch.Size([8, 32, 32]))
 
     Args:
-        planes: the tiles, as `Tiles` takes them.
+        planes: the tiles, as for `Tiles`.
         patch_size: height and width of a patch.
-        num_patches: how many make an epoch.
-        names: what the tiles are called.
+        num_patches: the number of patches per epoch.
+        names: the names of the tiles.
     """
 
     def __init__(
@@ -99,14 +97,13 @@ class Patches:
         return self.num_patches
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The patch that belongs to each index."""
-        patches = [self._patch(self._draw(1, BATCH_SEED, index)[0]) for index in indices.tolist()]
-        return self._together(patches)
+        """The patch of each index."""
+        return _images_and_labels([self._patch(self._draw(1, BATCH_SEED, index)[0]) for index in indices.tolist()])
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Fresh random patches, as many for each batch as it has indices; which indices does not matter."""
+        """New random patches, as many per batch as there are indices."""
         for number, indices in enumerate(index_batches, start=start):
-            yield self._together([self._patch(draws) for draws in self._draw(len(indices), seed, number)])
+            yield _images_and_labels([self._patch(draws) for draws in self._draw(len(indices), seed, number)])
 
     def _draw(self, count: int, seed: int, position: int) -> list[list[float]]:
         draws = torch.rand(count, 5, dtype=torch.float64, generator=stream(seed, "patches", position=position))
@@ -122,9 +119,10 @@ class Patches:
         axes = [axis for axis, draw in ((1, flip_draw), (2, mirror_draw)) if draw < 0.5]
         return patch.flip(axes)
 
-    def _together(self, patches: list[Tensor]) -> tuple[Tensor, Tensor]:
-        together = torch.stack(patches)
-        return together[:, :3], together[:, 3]
+
+def _images_and_labels(planes: list[Tensor]) -> tuple[Tensor, Tensor]:
+    stacked = torch.stack(planes)
+    return stacked[:, :3], stacked[:, 3]
 
 
 def load_tiles(
@@ -137,19 +135,19 @@ def load_tiles(
     default_classes: Classes | None = None,
     needs_splits: bool = False,
 ) -> ImageSet:
-    """Images in `root/images` and the class of every pixel in label images of the same names in `root/labels`.
+    """Load tiles from `root/images`, with label images of the same names in `root/labels`.
 
-    Which classes there are is read from `root/classes.json` (see `read_classes`), who trains, chooses and tests from
-    `root/splits.json` (see `split_tiles`). Decoded tiles are kept in `root/.papa-cache`, in files that all processes
+    Classes are read from `root/classes.json` (see `read_classes`), training, validation and test tiles from
+    `root/splits.json` (see `split_tiles`). Decoded tiles are cached in `root/.papa-cache`, in files that all processes
     map.
 
     Args:
         root: the folder.
-        patch_size: height and width of what is trained on.
-        patches_per_epoch: how many patches make an epoch.
-        shrink: every so many pixels, across and down, become one.
-        max_test: choose by and test on at most so many tiles each, spread evenly over all.
-        default_classes: the classes, where the folder does not say.
+        patch_size: height and width of training patches.
+        patches_per_epoch: the number of patches per epoch.
+        shrink: the factor by which to reduce height and width.
+        max_test: the largest number of validation tiles and of test tiles, spread evenly over all.
+        default_classes: the classes if there is no `classes.json`.
         needs_splits: whether the folder must have a `splits.json`.
     """
     if shrink < 1:
@@ -168,24 +166,20 @@ def load_tiles(
         train=Patches(train, patch_size=patch_size, num_patches=patches_per_epoch, names=names["train"]),
         validation=Tiles(validation, names["validation"]),
         test=Tiles(test, names["test"]),
-        num_classes=len(classes.names),
         classes=classes.names,
         ignore=classes.ignore,
-        channels=3,
         image_size=patch_size,
         mean=mean,
         std=std,
-        crop_padding=0,
-        flip=False,
     )
 
 
 load_vaihingen = partial(load_tiles, default_classes=ISPRS, needs_splits=True)
-"""ISPRS Vaihingen: as `load_tiles`, with its classes and colours, and with a `splits.json` of yours."""
+"""ISPRS Vaihingen: `load_tiles` with its classes and colours; it needs a `splits.json`."""
 
 
 def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
-    """Mean and standard deviation per channel of all pixels of some tiles, scaled to [0, 1].
+    """Mean and standard deviation of each channel, of pixels scaled to [0, 1].
 
     Example:
         >>> measure_tiles([torch.tensor([0, 255, 0, 255], dtype=torch.uint8).expand(4, 1, 4)])
@@ -194,9 +188,9 @@ def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
     values = torch.arange(256, dtype=torch.float64) / 255.0
     mean, std = [], []
     for channel in range(3):
-        counts = sum(
-            (torch.bincount(tile[channel].reshape(-1), minlength=256).double() for tile in planes), torch.zeros(256)
-        )
+        counts = torch.zeros(256, dtype=torch.float64)
+        for tile in planes:
+            counts += torch.bincount(tile[channel].reshape(-1), minlength=256)
         shares = counts / counts.sum()
         mean.append(float((shares * values).sum()))
         std.append(float((shares * (values - mean[-1]).square()).sum().sqrt()) or 1.0)
@@ -204,6 +198,7 @@ def measure_tiles(planes: Sequence[Tensor]) -> tuple[Numbers, Numbers]:
 
 
 def _decoded(root: Path, tiles: Sequence[TileFile], classes: Classes, shrink: int) -> dict[str, Tensor]:
+    """The planes of all tiles by name; all errors are raised together."""
     planes: dict[str, Tensor] = {}
     problems = []
     for tile in tiles:
@@ -225,7 +220,7 @@ def _cached(root: Path, tile: TileFile, classes: Classes, shrink: int) -> Arrays
 
     def decode() -> Decoded:
         planes = decode_tile(tile, classes, shrink)
-        # To the cache, four images of one channel.
+        # The cache stores the four planes as four images of one channel.
         return Decoded(np.zeros(len(planes), dtype=np.int64), classes.names, iter([planes]))
 
     name = f"tile-{tile.name}" if shrink == 1 else f"tile-{tile.name}-by{shrink}"
@@ -233,6 +228,5 @@ def _cached(root: Path, tile: TileFile, classes: Classes, shrink: int) -> Arrays
 
 
 def _spread(tiles: Sequence[TileFile], most: int) -> list[TileFile]:
-    if most >= len(tiles):
-        return list(tiles)
-    return [tiles[number * len(tiles) // most] for number in range(most)]
+    count = min(most, len(tiles))
+    return [tiles[number * len(tiles) // count] for number in range(count)]

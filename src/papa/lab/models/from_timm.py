@@ -1,4 +1,4 @@
-"""Networks of timm, which is imported only when one is asked for."""
+"""Networks of timm, which is imported only when used."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ PREFIX = "timm:"
 
 
 def build(name: str, *, num_classes: int, in_channels: int, image_size: int, pretrained: bool) -> nn.Module:
-    """The network that `timm:NAME` names, with published weights when `pretrained`."""
-    config = pretrained_config(name)
-    # timm's own sign for networks that are built for one image size; the others refuse the argument.
-    options = {"img_size": image_size} if config.fixed_input_size else {}
+    """Build the network `timm:NAME`, with its published weights if `pretrained`."""
+    # Networks without a fixed input size do not accept `img_size`.
+    options = {"img_size": image_size} if pretrained_config(name).fixed_input_size else {}
     try:
         model: nn.Module = _timm().create_model(
             name.removeprefix(PREFIX), pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **options
         )
     except Exception as error:
-        # Downloads and constructors fail in too many ways to list; all mean that this network cannot be had.
+        # Downloads and constructors raise too many kinds of errors to list.
         cure = ": without a connection, give a downloaded file as `weights` instead" if pretrained else ""
         wanted = "pretrained weights and " if pretrained else ""
         raise ConfigError(
@@ -33,7 +32,7 @@ def build(name: str, *, num_classes: int, in_channels: int, image_size: int, pre
 
 
 def pretrained_config(name: str) -> Any:
-    """What timm knows of `timm:NAME`: input size, normalisation, whether the image size is fixed."""
+    """timm's configuration of `timm:NAME`: input size, normalisation, whether the image size is fixed."""
     timm = _timm()
     tagged = name.removeprefix(PREFIX)
     architecture, _, tag = tagged.partition(".")
@@ -58,7 +57,7 @@ def _timm() -> Any:
 
 
 def _closest(architecture: str, names: list[str]) -> str:
-    # More than a thousand names would bury the one that was meant.
+    # timm has more than a thousand names: list only the closest.
     close = difflib.get_close_matches(architecture, names, n=5, cutoff=0.5)
     if not close:
         return f"timm.list_models() names the {len(names)} that timm knows"

@@ -1,4 +1,4 @@
-"""The classifier at the end of a network: find it, and train it alone for a while."""
+"""The classifier (head) of a network: finding it, and freezing all other parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def head_of(model: nn.Module) -> nn.Module:
         Linear(in_features=32, out_features=10, bias=True)
 
     Args:
-        model: one of papa's networks or of timm's, or any module with `get_classifier()` or a `head`.
+        model: a module with `get_classifier()`, as timm's have, or with a `head`.
 
     Returns:
-        The layer itself; for networks with several (distilled transformers), a `ModuleList` of them.
+        The layer; a `ModuleList` for networks with several (distilled transformers).
     """
     modules = head_modules(model)
     if not modules:
@@ -32,13 +32,8 @@ def head_of(model: nn.Module) -> nn.Module:
     return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
-def head_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `head_of(model)`."""
-    return list(head_of(model).parameters())
-
-
 def head_modules(model: nn.Module) -> list[nn.Module]:
-    """The classifier layers that have parameters; none when the network has no classifier."""
+    """The classifier layers that have parameters; an empty list if the network has no classifier."""
     get_classifier = getattr(model, "get_classifier", None)
     found = get_classifier() if callable(get_classifier) else getattr(model, "head", None)
     candidates = list(found) if isinstance(found, tuple | list) else [found]
@@ -46,7 +41,7 @@ def head_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def freeze_all_but_head_(model: nn.Module) -> list[nn.Parameter]:
-    """Stop training everything but the classifier, as in the first part of fine-tuning.
+    """Freeze all parameters but those of the classifier, as in the first phase of fine-tuning.
 
     Example:
         >>> from papa.lab.models import make_model
@@ -56,13 +51,13 @@ def freeze_all_but_head_(model: nn.Module) -> list[nn.Parameter]:
         ['head.weight', 'head.bias']
         >>> unfreeze_(frozen)
 
-    The frozen parameters' gradients are dropped, since an optimizer would go on stepping along stale ones. BatchNorm's
-    running statistics are no parameters: in training mode they keep following the data.
+    Gradients of frozen parameters are set to None, as an optimizer would keep using them. BatchNorm statistics are
+    buffers and keep changing in training mode.
 
     Returns:
-        The parameters it froze, for `unfreeze_`. What was frozen before is not among them.
+        The parameters that were not frozen before, for `unfreeze_`.
     """
-    head = {id(parameter) for parameter in head_parameters(model)}
+    head = {id(parameter) for parameter in head_of(model).parameters()}
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in head]
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -71,6 +66,6 @@ def freeze_all_but_head_(model: nn.Module) -> list[nn.Parameter]:
 
 
 def unfreeze_(frozen: Iterable[nn.Parameter]) -> None:
-    """Train again what `freeze_all_but_head_` froze; what was frozen for other reasons stays so."""
+    """Unfreeze the parameters that `freeze_all_but_head_` returned."""
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""From a name to a network that fits the images."""
+"""Building networks by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import nn
 
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.models import from_timm
+from papa.lab.models.convnets import VGG, DigitsCNN, Linear
 from papa.lab.models.resnet import resnet18, resnet20
-from papa.lab.models.small import DigitsCNN, Linear
 from papa.lab.models.unet import UNet
-from papa.lab.models.vgg import VGG
 from papa.lab.models.weights import FilePath, load_weights_
 
 
@@ -26,9 +25,9 @@ class _Entry:
     build: Callable[..., nn.Module]
     image_size: int = 32
     per_pixel: bool = False
-    """Whether it gives scores for every pixel, instead of for the whole image."""
+    """Whether it returns scores for every pixel instead of for the whole image."""
     is_flat: bool = False
-    """Whether it is as large as its images, and has no width."""
+    """Whether it takes `image_size` instead of `width`."""
 
 
 _NETWORKS = {
@@ -50,12 +49,7 @@ _NETWORKS = {
 
 
 def model_names() -> dict[str, str]:
-    """Every network by name, with a line that describes it. Besides these, `timm:NAME` is any network of timm.
-
-    Example:
-        >>> model_names()["resnet20"]
-        'ResNet-20 for 32x32 images, 0.27 million parameters'
-    """
+    """The names of all networks with a short description; `timm:NAME` is any network of timm."""
     return {name: entry.description for name, entry in _NETWORKS.items()}
 
 
@@ -69,39 +63,38 @@ def make_model(
     pretrained: bool = False,
     weights: FilePath | None = None,
 ) -> nn.Module:
-    """Build a network by name, and make sure that it takes the images it is meant for.
+    """Build a network by name and check that it accepts the images.
 
     Example:
         >>> net = make_model("resnet18", num_classes=100, width=8)
         >>> net(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
 
-    Initial weights are drawn from PyTorch's global generator, and nothing else is.
+    Initial weights are drawn from torch's global generator.
 
     Args:
-        name: one of `model_names()`, or `timm:NAME`, with or without a tag: `timm:convit_tiny.fb_in1k`.
-        num_classes: how many scores the network gives for each image, or for each of its pixels.
-        in_channels: 3 for colour images.
+        name: one of `model_names()`, or `timm:NAME` with or without a tag, such as `timm:convit_tiny.fb_in1k`.
+        num_classes: the number of classes.
+        in_channels: the number of image channels.
         image_size: height and width of the images.
-        width: channels of the first stage, for a thinner or wider network than the published one. Not for timm, nor
-            for `linear`.
-        pretrained: with the weights that timm publishes; they are downloaded. The classifier is new when these have
-            other classes.
-        weights: with the weights of a local file, as `load_weights_` takes it.
+        width: channels of the first stage; None for the published number. Not for timm, nor for `linear`.
+        pretrained: whether to download the weights that timm publishes. The classifier is new if they have another
+            number of classes.
+        weights: a local file of weights, as for `load_weights_`.
     """
     counts = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size, "width": width}
-    problems = _count_problems(counts) + _source_problems(name, width=width, pretrained=pretrained, weights=weights)
+    problems = _problems(name, counts, pretrained=pretrained, has_file=weights is not None)
     if problems:
         raise ConfigError(f"{name}: {'; '.join(problems)}")
+    options: dict[str, Any] = {"num_classes": num_classes, "in_channels": in_channels}
     if name.startswith(from_timm.PREFIX):
-        model = from_timm.build(
-            name, num_classes=num_classes, in_channels=in_channels, image_size=image_size, pretrained=pretrained
-        )
+        model = from_timm.build(name, **options, image_size=image_size, pretrained=pretrained)
     else:
-        options: dict[str, Any] = {} if width is None else {"width": width}
         if _entry(name).is_flat:
-            options = {"image_size": image_size}
-        model = _entry(name).build(num_classes=num_classes, in_channels=in_channels, **options)
+            options["image_size"] = image_size
+        elif width is not None:
+            options["width"] = width
+        model = _entry(name).build(**options)
     _check_fit(model, name, num_classes=num_classes, image_shape=(in_channels, image_size, image_size))
     if weights is not None:
         load_weights_(model, weights)
@@ -109,7 +102,7 @@ def make_model(
 
 
 def input_size_of(model_name: str) -> int:
-    """The height of the images that a network was made for.
+    """The height and width of the images that a network was designed for.
 
     Example:
         >>> input_size_of("digits-cnn"), input_size_of("vgg16")
@@ -121,12 +114,7 @@ def input_size_of(model_name: str) -> int:
 
 
 def normalization_of(model_name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Mean and standard deviation, by channel, of the images that a timm network was pretrained on; else None.
-
-    Example:
-        >>> normalization_of("vgg16") is None
-        True
-    """
+    """Mean and standard deviation per channel that a timm network was pretrained with; None for other networks."""
     if not model_name.startswith(from_timm.PREFIX):
         _entry(model_name)
         return None
@@ -141,33 +129,29 @@ def _entry(name: str) -> _Entry:
     return _NETWORKS[name]
 
 
-def _count_problems(counts: dict[str, int | None]) -> list[str]:
-    return [
+def _problems(name: str, counts: dict[str, int | None], *, pretrained: bool, has_file: bool) -> list[str]:
+    width, is_timm = counts["width"], name.startswith(from_timm.PREFIX)
+    problems = [
         f"{option} is {count!r}, expected a whole number of at least 1"
         for option, count in counts.items()
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1)
     ]
-
-
-def _source_problems(name: str, *, width: int | None, pretrained: bool, weights: FilePath | None) -> list[str]:
-    problems = []
-    is_timm = name.startswith(from_timm.PREFIX)
     if is_timm and width is not None:
         problems.append(f"width is {width!r}, but timm's networks have their width in their name: leave it out")
     if width is not None and name in _NETWORKS and _NETWORKS[name].is_flat:
         problems.append(f"width is {width!r}, but one layer on all pixels has none: leave it out")
     if pretrained and not is_timm:
         problems.append("pretrained is for networks of timm (timm:NAME): give a file as `weights` instead")
-    if pretrained and weights is not None:
+    if pretrained and has_file:
         problems.append("pretrained and weights both say where the weights come from: give one of the two")
     return problems
 
 
 def _check_fit(model: nn.Module, name: str, *, num_classes: int, image_shape: tuple[int, int, int]) -> None:
-    """Run one black image through a copy, so that a network of the wrong size fails here and not hours later."""
+    """Run one black image through a copy of the network, to fail early if the image size does not fit."""
     first = next(model.parameters())
     image = torch.zeros(1, *image_shape, device=first.device, dtype=first.dtype)
-    # The copy keeps caches and modes out of the real network; it shares the parameters, which eval leaves alone.
+    # The copy protects buffers and modes of the network; it shares the parameters, which evaluation does not change.
     trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     subject = f"{name} does not take images of {'x'.join(str(length) for length in image_shape)}"
     cure = f"it was made for {input_size_of(name)}x{input_size_of(name)}: choose another network or resize the images"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Shortcut: TypeAlias = Callable[[int, int, int], nn.Module]
-"""From (channels in, channels out, stride) to the path around a block that changes the shape."""
+"""Makes the shortcut of a block that changes the shape, from (input channels, output channels, stride)."""
 
 
 def resnet18(*, num_classes: int = 10, in_channels: int = 3, width: int = 64) -> ResNet:
@@ -21,7 +21,7 @@ def resnet18(*, num_classes: int = 10, in_channels: int = 3, width: int = 64) ->
         torch.Size([2, 100])
 
     Args:
-        width: channels of the first of four stages; 64 as published. Each next stage has twice as many.
+        width: channels of the first of four stages; the published network has 64.
     """
     return ResNet(
         (2, 2, 2, 2), num_classes=num_classes, in_channels=in_channels, width=width, shortcut=projection_shortcut
@@ -37,7 +37,7 @@ def resnet20(*, num_classes: int = 10, in_channels: int = 3, width: int = 16) ->
         torch.Size([2, 10])
 
     Args:
-        width: channels of the first of three stages; 16 as published. Each next stage has twice as many.
+        width: channels of the first of three stages; the published network has 16.
     """
     return ResNet((3, 3, 3), num_classes=num_classes, in_channels=in_channels, width=width, shortcut=ZeroPadShortcut)
 
@@ -45,13 +45,12 @@ def resnet20(*, num_classes: int = 10, in_channels: int = 3, width: int = 16) ->
 class ResNet(nn.Module):
     """Stages of basic blocks; each stage after the first halves the image and doubles the channels.
 
-    The stages are `stages.0`, `stages.1`, ... Convolutions start from Kaiming's normal distribution (fan out), all
-    else from PyTorch's defaults.
+    Convolutions are initialised by `kaiming_normal_` (fan out).
 
     Args:
-        num_blocks: basic blocks in each stage.
+        num_blocks: the number of basic blocks in each stage.
         width: channels of the first stage.
-        shortcut: makes the path around a block that changes the shape.
+        shortcut: makes the shortcut of a block that changes the shape.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores for a batch of images."""
+        """Class scores."""
         scores: Tensor = self.head(self.pool(self.stages(self.stem(images))))
         return scores
 
 
 class BasicBlock(nn.Module):
-    """`relu(body(x) + shortcut(x))`, where the body is two 3x3 convolutions with BatchNorm."""
+    """Two 3x3 convolutions with BatchNorm, and a shortcut around them."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int, shortcut: Shortcut) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The block's output, halved in size when its stride is 2."""
+        """`relu(body(x) + shortcut(x))`."""
         outputs: Tensor = self.relu(self.body(inputs) + self.shortcut(inputs))
         return outputs
 
@@ -110,7 +109,7 @@ def projection_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.
 
 
 class ZeroPadShortcut(nn.Module):
-    """He et al.'s option A: every second pixel, and zeros for the channels that are new. It has no parameters."""
+    """He et al.'s option A, without parameters: subsample pixels and add channels of zeros."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ class ZeroPadShortcut(nn.Module):
         self.num_new_channels = out_channels - in_channels
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The inputs, subsampled, with the new channels last."""
+        """The subsampled inputs, followed by the new channels."""
         return F.pad(inputs[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new_channels))
 
 

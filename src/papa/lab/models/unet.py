@@ -1,4 +1,4 @@
-"""UNet: a class for every pixel, from what is around it and from what is exactly there."""
+"""UNet for segmentation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ _NUM_LEVELS = 4
 
 
 class UNet(nn.Module):
-    """UNet (Ronneberger et al., 2015) with BatchNorm and padded convolutions: outputs are as large as the images.
+    """UNet (Ronneberger et al., 2015) with BatchNorm and padded convolutions, so outputs have the images' size.
 
     Example:
         >>> UNet(num_classes=6, width=8)(torch.zeros(2, 3, 64, 32)).shape
         torch.Size([2, 6, 64, 32])
 
-    Four times the image is halved (max pooling) and the channels doubled; four times it is doubled again (transposed
-    convolution) and joined with what was there before the halving. Each stage is two 3x3 convolutions. Weights start
-    from PyTorch's defaults.
+    Four times max pooling halves the image and the channels double; four times a transposed convolution doubles the
+    image, which is concatenated with the features before pooling. Each stage is two 3x3 convolutions.
 
     Args:
-        num_classes: scores for each pixel.
-        in_channels: 3 for colour images.
-        width: channels of the first stage; the published network has 64 (and 1024 at the bottom).
+        num_classes: the number of classes.
+        in_channels: the number of image channels.
+        width: channels of the first stage; the published network has 64.
     """
 
     multiple = 2**_NUM_LEVELS
-    """What height and width of the images must be multiples of."""
+    """Height and width of the images must be multiples of this."""
 
     def __init__(self, *, num_classes: int = 6, in_channels: int = 3, width: int = 64) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores for every pixel of a batch of images, of shape (N, classes, height, width)."""
+        """Class scores of every pixel, of shape (N, classes, height, width)."""
         features = self.first(_checked(images, self.multiple))
         across = []
         for down in self.down:
@@ -57,7 +56,7 @@ class UNet(nn.Module):
         return scores
 
 
-@torch.fx.wrap  # so that the network can still be traced
+@torch.fx.wrap  # keeps the network traceable despite the check
 def _checked(images: Tensor, multiple: int) -> Tensor:
     height, width = images.shape[-2:]
     if height % multiple or width % multiple:

@@ -35,10 +35,11 @@ from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.probes import MergeProbes
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
-from papa.lab.tasks import Task, classification, segmentation
+from papa.lab.tasks import classification, segmentation
 from papa.process import find_device
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.streams import global_stream
+from papa.task import Task
 from papa.training import (
     Align,
     Augment,

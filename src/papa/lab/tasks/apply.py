@@ -1,4 +1,4 @@
-"""Applying a network that gives scores for every pixel to images of any size: whole, or by windows."""
+"""Applying a segmentation network to images of any size: to the whole image, or window by window."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 def apply_whole(model: nn.Module, images: Tensor) -> Tensor:
-    """Scores for every pixel, the whole image at once.
+    """Class scores of every pixel, from one forward pass over whole images.
 
-    A network that takes only sizes divisible by some number says so as `model.multiple` (UNet: 16): images are then
-    continued to the right and below by their reflection, and the scores of what was added are cut off.
+    If the network has an attribute `multiple` (UNet: 16), images are padded by reflection to the next multiple of it
+    on the right and at the bottom, and the scores are cropped again.
 
     Example:
         >>> from papa.lab.models import UNet
@@ -18,8 +18,8 @@ def apply_whole(model: nn.Module, images: Tensor) -> Tensor:
         torch.Size([1, 6, 20, 33])
 
     Args:
-        model: from (N, channels, height, width) to (N, classes, height, width).
-        images: of any height and width.
+        model: maps (N, channels, height, width) to (N, classes, height, width).
+        images: a batch of any height and width.
     """
     height, width = images.shape[-2:]
     multiple = int(getattr(model, "multiple", 1))
@@ -32,14 +32,14 @@ def apply_whole(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def apply_in_windows(model: nn.Module, images: Tensor, *, window: int, overlap: int) -> Tensor:
-    """Scores for every pixel, a window at a time, for images that are too large for memory; means where they overlap.
+    """Class scores of every pixel, window by window, for images that are too large for memory.
 
-    Windows lie in rows and columns, `window - overlap` apart, the last ones at the border. With windows as large as
-    the image this is `apply_whole`.
+    Windows form a grid with a step of `window - overlap`; the last ones end at the border. Scores are averaged where
+    windows overlap.
 
     Args:
         model: as in `apply_whole`.
-        images: of any height and width.
+        images: a batch of any height and width.
         window: height and width of a window.
         overlap: the least number of pixels that neighbouring windows share.
     """
@@ -48,18 +48,18 @@ def apply_in_windows(model: nn.Module, images: Tensor, *, window: int, overlap: 
     counts = torch.zeros(height, width, device=images.device)
     for top in window_starts(height, window, overlap):
         for left in window_starts(width, window, overlap):
-            here = (..., slice(top, top + window), slice(left, left + window))
-            scores = apply_whole(model, images[here]).float()
+            inside = (..., slice(top, top + window), slice(left, left + window))
+            scores = apply_whole(model, images[inside]).float()
             if total is None:
                 total = scores.new_zeros(*scores.shape[:2], height, width)
-            total[here] += scores
-            counts[here] += 1.0
+            total[inside] += scores
+            counts[inside] += 1.0
     assert total is not None
     return total / counts
 
 
 def window_starts(side: int, window: int, overlap: int) -> list[int]:
-    """Where windows start along one side of an image.
+    """The start of each window along one side of an image.
 
     Example:
         >>> window_starts(10, 4, 1), window_starts(10, 4, 0), window_starts(3, 4, 1)
@@ -70,7 +70,7 @@ def window_starts(side: int, window: int, overlap: int) -> list[int]:
 
 
 def reflected(side: int, length: int) -> Tensor:
-    """The indices of a line of `side` pixels continued to `length` by its reflection, however often it takes.
+    """Indices that extend a line of `side` pixels to `length` by reflection, repeatedly if necessary.
 
     Example:
         >>> reflected(3, 8).tolist()

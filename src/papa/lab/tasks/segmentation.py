@@ -1,26 +1,50 @@
-"""Segmentation: cross entropy and F1 over pixels, some of which have no class."""
+"""Segmentation, one class per pixel: cross entropy and F1 over all pixels that have a class."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.errors import DataError
+from papa.errors import ConfigError, DataError
+from papa.lab.tasks.apply import apply_in_windows, apply_whole
+from papa.task import Task
+
+
+def segmentation(classes: Sequence[str], *, ignore: int = 255, window: int | None = None, overlap: int = 64) -> Task:
+    """The task of segmentation: `pixel_cross_entropy`, scored by the mean `F1` over classes in percent.
+
+    Example:
+        >>> task = segmentation(["road", "tree"], window=512)
+        >>> task.eval_batch_size
+        1
+
+    Args:
+        classes: the class names, in the order of their labels.
+        ignore: the label of pixels without a class.
+        window: apply networks to overlapping windows of this side; None to apply them to whole images.
+        overlap: the number of pixels that neighbouring windows share.
+    """
+    if window is not None and not 0 <= overlap < window:
+        raise ConfigError(f"the overlap of windows is {overlap}, expected 0 to below the window's side of {window}")
+    apply = apply_whole if window is None else partial(apply_in_windows, window=window, overlap=overlap)
+    loss = partial(pixel_cross_entropy, ignore=ignore)
+    return Task(loss=loss, metric=F1(classes, ignore=ignore), apply=apply, eval_batch_size=1)
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor, *, ignore: int = 255) -> Tensor:
-    """The mean cross entropy of pixels that have a class; 0 where none has.
+    """The mean cross entropy over pixels with a class; 0 if there are none.
 
         loss = - sum_pixels sum_classes t log softmax(outputs) / sum_pixels sum_classes t
 
     Args:
         outputs: scores of shape (N, classes, height, width).
-        targets: labels of shape (N, height, width), or shares of classes shaped like the outputs, as Mixup and
-            smoothing make them: there, a pixel without a class has no mass, and one blended with such a pixel less.
-        ignore: the label of pixels that have no class.
+        targets: labels of shape (N, height, width), or soft targets (Mixup, smoothing) of the outputs' shape. Soft
+            targets of pixels without a class sum to 0, and of pixels blended with such pixels to less than 1.
+        ignore: the label of pixels without a class.
     """
     if targets.is_floating_point():
         total, mass = F.cross_entropy(outputs, targets, reduction="sum"), targets.sum()
@@ -31,12 +55,12 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor, *, ignore: int = 255) 
 
 
 class F1:
-    """F1 of each class over all pixels of a data set, in percent; the score is their average over classes.
+    """The mean over classes of their F1 in percent, over all pixels of a data set.
 
         F1 = 2 TP / (2 TP + FP + FN)
 
-    Pixels are counted over the whole set first: a mean of images' F1 would be another number. A class that no pixel
-    is labelled with has no F1 and is left out of the average, for every network alike, whatever it predicts.
+    Pixels are counted over the whole data set, which differs from the mean of the F1 of each image. A class that no
+    pixel is labelled with is left out of the mean, whatever the network predicts.
 
     Example:
         >>> metric = F1(["road", "tree"])
@@ -46,15 +70,15 @@ class F1:
         {'accuracy': 66.67, 'average F1': 66.67, 'F1 road': 66.67, 'F1 tree': 66.67}
 
     Args:
-        classes: their names, in the order of their labels.
-        ignore: the label of pixels that have no class; they count nowhere.
+        classes: the class names, in the order of their labels.
+        ignore: the label of pixels without a class, which are not counted.
     """
 
     def __init__(self, classes: Sequence[str], *, ignore: int = 255) -> None:
         self.classes, self.ignore = tuple(classes), ignore
 
     def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """How many pixels of each class (row) were taken for each class (column)."""
+        """The confusion matrix: labels in rows, predictions in columns."""
         size = len(self.classes)
         if outputs.dim() < 3 or outputs.shape[1] != size or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
             raise DataError(
@@ -66,11 +90,11 @@ class F1:
         return torch.bincount(pairs, minlength=size * size).view(size, size)
 
     def score(self, counts: Tensor) -> float:
-        """The average F1 of the classes that pixels are labelled with."""
+        """The mean F1 over classes."""
         return self.details(counts)["average F1"]
 
     def details(self, counts: Tensor) -> dict[str, float]:
-        """Accuracy, average F1, and the F1 of each class that pixels are labelled with."""
+        """Accuracy, mean F1, and the F1 of each class."""
         table = counts.double().cpu()
         hits, labelled, predicted = table.diagonal(), table.sum(1), table.sum(0)
         if not labelled.any():

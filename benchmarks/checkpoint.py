@@ -9,21 +9,63 @@ checkpoint, against writing the same bytes to one file per member and flushing t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchvision.models import resnet18
 
-from _bench import Result, finish, parser
+from _bench import Result, best_times, finish, parser
 from papa.checkpoint import CheckpointWriter, member_state
 from papa.group import LocalGroup
 
 NUM_MEMBERS = 5
 MOST_TIMES_A_COPY = 1.5
 MOST_TIMES_WRITING_AND_DIGESTING = 1.4
+
+
+def make_states() -> dict[int, Any]:
+    """The state of each member after one step."""
+    states = {}
+    for member in range(NUM_MEMBERS):
+        net = resnet18()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        states[member] = member_state(net, optimizer)
+    return states
+
+
+def measure(states: dict[int, Any], folder: Path, rounds: int) -> dict[str, float]:
+    """The best time of each contender over some rounds."""
+    contents = [content for content, _ in states.values()]
+    tensors = [tensor for content in contents for tensor in content.values()]
+    weights = [tensor for content in contents for name, tensor in content.items() if name.startswith("model.")]
+    copies, weight_copies = ([torch.empty_like(tensor) for tensor in part] for part in (tensors, weights))
+    writer = CheckpointWriter(folder, group=LocalGroup(), num_members=NUM_MEMBERS, keep=1)
+    steps, pauses = itertools.count(), []
+
+    def save() -> None:
+        begin = time.perf_counter()
+        writer.save(next(steps), states, {}, lambda: None)
+        pauses.append(time.perf_counter() - begin)
+        assert writer.settle() is None
+
+    contenders = {
+        "copy of the weights": lambda: _copy_(weight_copies, weights),
+        "copy of the state": lambda: _copy_(copies, tensors),
+        "checkpoint": save,
+        "plain writing": lambda: [_write(folder / f"plain-{index}", part) for index, part in enumerate(contents)],
+        "digest": lambda: [_digest(part) for part in contents],
+    }
+    best = best_times(contenders, rounds=rounds)
+    return {**best, "pause": min(pauses[1:])}  # the first save allocates the buffers
 
 
 def main() -> None:
@@ -33,54 +75,9 @@ def main() -> None:
     chosen = options.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    states = {}
-    for member in range(NUM_MEMBERS):
-        net = resnet18()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        for parameter in net.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        states[member] = member_state(net, optimizer)
-    tensors = [tensor for content, _ in states.values() for tensor in content.values()]
-    weights = [t for content, _ in states.values() for name, t in content.items() if name.startswith("model.")]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    weight_copies = [torch.empty_like(tensor) for tensor in weights]
-    best = dict.fromkeys(
-        ("copy of the weights", "copy of the state", "pause", "plain writing", "digest", "checkpoint"), float("inf")
-    )
-
-    def record(name: str, begin: float) -> None:
-        best[name] = min(best[name], time.perf_counter() - begin)
-
+    states = make_states()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        writer = CheckpointWriter(Path(folder), group=LocalGroup(), num_members=NUM_MEMBERS, keep=1)
-        for number in range(chosen.rounds + 1):  # the first round allocates the buffers, and is not counted
-            if number == 1:
-                best = dict.fromkeys(best, float("inf"))
-            begin = time.perf_counter()
-            for copy, tensor in zip(weight_copies, weights, strict=True):
-                copy.copy_(tensor)
-            record("copy of the weights", begin)
-            begin = time.perf_counter()
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor)
-            record("copy of the state", begin)
-            begin = time.perf_counter()
-            writer.save(number, states, {}, lambda: None)
-            record("pause", begin)
-            assert writer.settle() is None
-            record("checkpoint", begin)
-            begin = time.perf_counter()
-            for member, (content, _) in states.items():
-                _write(Path(folder) / f"plain-{member}", list(content.values()))
-            record("plain writing", begin)
-            begin = time.perf_counter()
-            for content, _ in states.values():
-                sha = hashlib.sha256()
-                for tensor in content.values():
-                    sha.update(_bytes_of(tensor))
-            record("digest", begin)
+        best = measure(states, Path(folder), chosen.rounds)
     copy_seconds, write_seconds = best["copy of the state"], best["plain writing"]
     results = [
         Result(name="copy of the weights", seconds=best["copy of the weights"]),
@@ -104,19 +101,32 @@ def main() -> None:
             target=MOST_TIMES_WRITING_AND_DIGESTING,
         ),
     ]
+    num_bytes = sum(tensor.nbytes for content, _ in states.values() for tensor in content.values())
     finish(results, chosen, title=f"Checkpoints of {NUM_MEMBERS} members, {num_bytes / 1e6:.0f} MB")
+
+
+def _copy_(copies: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _write(path: Path, tensors: list[torch.Tensor]) -> None:
+def _write(path: Path, content: Mapping[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
-        for tensor in tensors:
+        for tensor in content.values():
             file.write(_bytes_of(tensor))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _digest(content: Mapping[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in content.values():
+        sha.update(_bytes_of(tensor))
+    return sha.hexdigest()
 
 
 if __name__ == "__main__":

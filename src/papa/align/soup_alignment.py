@@ -23,7 +23,7 @@ from papa.mixing import soup_row
 from papa.population import Population
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics
-from papa.soup import GreedySoup, MeanNetwork, Score, Trial, mean_network, score_and_loss
+from papa.soup import GreedySoup, MeanNetwork, Score, Trial, is_as_good, mean_network, score_and_loss
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from papa.lab.recipes.build import (
 from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
-from papa.training import Align, Length, Repair, TrajectoryAverage
+from papa.training import Align, AveragingOptions, Length, Repair, TrajectoryAverage
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
 
@@ -170,7 +170,7 @@ def test_fine_tuning_repairs_the_layers_before_activation_functions(name: str) -
     config = find(f"cifar100-finetune-{name}").config("smoke")
     network = make_model(config.model.name, num_classes=10, image_size=112)
     batches = [torch.randn(2, 3, 112, 112)]
-    found = repair_plan(network, batches, scope=merging_for(config).repaired_layers)
+    found = repair_plan(network, batches, scope=AveragingOptions(repair=repair_for(config)).repaired_layers)
     assert found == repair_plan(network, batches, scope="activations")
     if name == "effnetv2s":
         assert found == repair_plan(network, batches)

@@ -70,6 +70,7 @@ def feeds_activation(model: nn.Module, batches: Iterable[Any]) -> set[str]:
     examples.
 
     Example:
+        >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 2))
         >>> feeds_activation(net, [torch.randn(2, 4)])
         {'0'}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from papa.align import Symmetries, align_
 from papa.errors import DataError
 from papa.evaluation import Apply, Batch, Loss, Metric, accuracy, call, evaluate, rereadable
+from papa.mixing import soup_row
+from papa.population import Population
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.soup import After, average_soup
 
@@ -44,21 +46,28 @@ class Curve:
         }
 
 
-def curve_of(
-    network: Callable[[float], nn.Module],
+def curve_between(
+    members: Population | Sequence[nn.Module],
+    pair: tuple[int, int],
     batches: Sequence[Batch],
     *,
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
     apply: Apply = call,
     num_points: int = 11,
+    after: After | None = None,
 ) -> Curve:
-    """Score the networks that `network` returns for coefficients from 0 to 1; see `interpolate`."""
+    """Score the networks on the straight line between two members of a population or list; see `interpolate`."""
     if num_points < 2:
         raise DataError(f"num_points is {num_points}, expected at least 2: both ends of the line")
     batches = rereadable(batches)
+    size = members.size if isinstance(members, Population) else len(members)
+    first, second = (soup_row(size, [member]) for member in pair)
     coefficients = tuple(number / (num_points - 1) for number in range(num_points))
-    points = [evaluate(network(t), batches, loss=loss, metric=metric, apply=apply) for t in coefficients]
+    points = []
+    for t in coefficients:
+        network = average_soup(members, (1 - t) * first + t * second, after=after)
+        points.append(evaluate(network, batches, loss=loss, metric=metric, apply=apply))
     return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
 
 
@@ -100,11 +109,8 @@ def interpolate(
         num_points: the number of networks to score, both ends included.
         after: called with each network and its two weights before it is scored, for instance to repair it.
     """
-
-    def network(t: float) -> nn.Module:
-        return average_soup([first, second], [1 - t, t], after=after)
-
-    return curve_of(network, batches, loss=loss, metric=metric, apply=apply, num_points=num_points)
+    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "apply": apply, "num_points": num_points}
+    return curve_between([first, second], (0, 1), batches, after=after, **scoring)
 
 
 def interpolation_curves(

@@ -16,9 +16,8 @@ from papa.align.aligning import match_to_member
 from papa.align.matching import Matcher
 from papa.align.permute import inverses
 from papa.errors import PapaError
-from papa.evaluation import Batch
 from papa.group import gather_or_raise
-from papa.interpolation import Curve, curve_of
+from papa.interpolation import Curve, curve_between
 from papa.lab.probes import probe_source
 from papa.mixing import soup_row
 from papa.population import Population
@@ -101,11 +100,11 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     held_out = list(batches.evaluation(probe_source(training, 1000)))
 
     def lines(name: str) -> dict[str, Curve]:
+        scoring: dict[str, Any] = {"loss": training.task.loss, "metric": training.task.metric, "apply": training.task.apply}
         repair = repair_toward_members(population, pair, line_inputs)
-        return {
-            name or "plain": line_between(training, pair, held_out),
-            f"{name} and repaired" if name else "repaired": line_between(training, pair, held_out, repair),
-        }
+        plain = curve_between(population, pair, held_out, **scoring)
+        repaired = curve_between(population, pair, held_out, after=repair, **scoring)
+        return {name or "plain": plain, f"{name} and repaired" if name else "repaired": repaired}
 
     plain, matched = similarity_of(population, members, average_soup(population, row), line_inputs), None
     curves = lines("")
@@ -146,19 +145,6 @@ def repair_toward_members(
         repair_toward_(network, goals_of(statistics, row[list(members)]), inputs, scope=scope, restores=False)
 
     return repair
-
-
-def line_between(
-    training: Training, pair: tuple[int, int], batches: Sequence[Batch], after: After | None = None
-) -> Curve:
-    """The line between two members, scored on some batches."""
-    size = training.population.size
-
-    def network(t: float) -> nn.Module:
-        row = (1 - t) * soup_row(size, pair[:1]) + t * soup_row(size, pair[1:])
-        return average_soup(training.population, row, after=after)
-
-    return curve_of(network, batches, loss=training.task.loss, metric=training.task.metric, apply=training.task.apply)
 
 
 def derive_symmetries(model: nn.Module, inputs: Tensor) -> Symmetries | None:

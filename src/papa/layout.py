@@ -206,20 +206,20 @@ def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
 
 
 def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[Slot, bool]], member: int) -> None:
-    cure = "all members of a population must share one architecture"
+    remedy = "all members of a population must share one architecture"
     for name in sorted(expected.keys() - found.keys()):
-        raise MemberError(f"member {member} has no '{name}', member 0 has: {cure}")
+        raise MemberError(f"member {member} has no '{name}', member 0 has: {remedy}")
     for name in sorted(found.keys() - expected.keys()):
-        raise MemberError(f"member {member} has '{name}', member 0 has not: {cure}")
+        raise MemberError(f"member {member} has '{name}', member 0 has not: {remedy}")
     for name, (slot, is_averaged) in expected.items():
         other, is_other_averaged = found[name]
         if not (is_averaged or is_other_averaged):
             continue
         subject = f"member {member} has '{name}'"
         if other.shape != slot.shape:
-            raise MemberError(f"{subject} of shape {tuple(other.shape)}, member 0 has {tuple(slot.shape)}: {cure}")
+            raise MemberError(f"{subject} of shape {tuple(other.shape)}, member 0 has {tuple(slot.shape)}: {remedy}")
         if other.dtype != slot.dtype:
-            raise MemberError(f"{subject} as {other.dtype}, member 0 as {slot.dtype}: {cure}")
+            raise MemberError(f"{subject} as {other.dtype}, member 0 as {slot.dtype}: {remedy}")
 
 
 def _check_apart(models: list[nn.Module], names: set[str]) -> None:

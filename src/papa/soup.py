@@ -1,4 +1,4 @@
-"""Soups: one network whose weights are the mean of several networks' weights."""
+"""Soups: one network with the mean of the weights of several networks."""
 
 from __future__ import annotations
 
@@ -264,12 +264,12 @@ def _averageable_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check_states(states: list[Mapping[str, Any]]) -> None:
-    first, cure = states[0], "a soup needs networks of one architecture"
+    first, remedy = states[0], "a soup needs networks of one architecture"
     for index, state in enumerate(states[1:], start=1):
         missing, extra = first.keys() - state.keys(), state.keys() - first.keys()
         if missing or extra:
             listed = [f"no '{key}'" for key in sorted(missing)] + [f"an extra '{key}'" for key in sorted(extra)]
-            raise SoupError(f"state dict {index} has {', '.join(listed[:10])}, compared with state dict 0: {cure}")
+            raise SoupError(f"state dict {index} has {', '.join(listed[:10])}, compared with state dict 0: {remedy}")
         for key, value in first.items():
             subject, other = f"state dict {index} has '{key}'", state[key]
             are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
@@ -279,4 +279,4 @@ def _check_states(states: list[Mapping[str, Any]]) -> None:
                 )
             found, expected = (tuple(one.shape) if isinstance(one, Tensor) else None for one in (other, value))
             if found != expected:
-                raise SoupError(f"{subject} of shape {found}, state dict 0 has {expected}: {cure}")
+                raise SoupError(f"{subject} of shape {found}, state dict 0 has {expected}: {remedy}")

@@ -14,12 +14,7 @@ import torch
 
 
 def derive(seed: int, purpose: str, member: int | None = None, position: int = 0) -> int:
-    """The 63-bit seed for one purpose, member (None for all members together) and position.
-
-    Example:
-        >>> derive(1, "order", member=0) == derive(1, "order", member=1)
-        False
-    """
+    """The 63-bit seed for one purpose, member (None for all members together) and position."""
     key = f"{seed}/{purpose}/{'all' if member is None else member}/{position}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 

@@ -11,13 +11,7 @@ from papa.evaluation import Apply, Loss, Metric, accuracy, call
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A loss and a metric, and how to compute a network's outputs for them; classification by default.
-
-    Example:
-        >>> regression = Task(loss=F.mse_loss, metric=lambda outputs, targets: -F.mse_loss(outputs, targets))
-        >>> regression.eval_batch_size
-        512
-    """
+    """A loss and a metric, and how to compute a network's outputs for them; classification by default."""
 
     loss: Loss = F.cross_entropy
     """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them."""

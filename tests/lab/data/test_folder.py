@@ -266,9 +266,9 @@ def test_images_that_are_no_squares(tmp_path: Path, make_images: MakeImages) -> 
 
 
 def test_test_images_and_a_share(split_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"test_share is 0\.2, but .* has test images of its own in .*test: leave"):
+    with pytest.raises(ConfigError, match=r"test_share is 0\.2, but .* has its own test images in .*test: leave"):
         load_images("folder", root=split_folder, test_share=0.2)
-    with pytest.raises(ConfigError, match=r"test_share is 0\.2, but cifar10 has test images of its own"):
+    with pytest.raises(ConfigError, match=r"test_share is 0\.2, but cifar10 has its own test images"):
         load_images("cifar10", root=split_folder, test_share=0.2)
 
 

@@ -83,7 +83,7 @@ def _find_folders(root: Path, test_share: float | None, test_folders: Sequence[s
         test_folder = None  # here, `test` and `val` are classes
     if test_folder is not None and test_share is not None:
         raise ConfigError(
-            f"test_share is {test_share}, but {root} has test images of its own in {test_folder}: leave test_share out"
+            f"test_share is {test_share}, but {root} has its own test images in {test_folder}: leave test_share out"
         )
     if test_folder is None and test_share is None and class_names(train_folder):
         raise DataError(

@@ -119,7 +119,7 @@ def load_images(
     if image_size is not None and image_size < 1:
         raise ConfigError(f"image_size is {image_size}, expected at least 1, or None for the images' own")
     if test_share is not None and name != "folder":
-        raise ConfigError(f"test_share is {test_share}, but {name} has test images of its own: leave test_share out")
+        raise ConfigError(f"test_share is {test_share}, but {name} has its own test images: leave test_share out")
     options = _Options(root=Path(root), image_size=image_size, test_share=test_share, download=download)
     images = LOADERS[name](name, options)
     for part in (images.train, images.test):

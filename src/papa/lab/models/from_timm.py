@@ -22,11 +22,11 @@ def build(name: str, *, num_classes: int, in_channels: int, image_size: int, pre
         )
     except Exception as error:
         # Downloads and constructors raise too many kinds of errors to list.
-        cure = ": without a connection, give a downloaded file as `weights` instead" if pretrained else ""
+        remedy = ": without a connection, give a downloaded file as `weights` instead" if pretrained else ""
         wanted = "pretrained weights and " if pretrained else ""
         raise ConfigError(
             f"timm could not build {name} with {wanted}{num_classes} classes for {in_channels}x{image_size}x"
-            f"{image_size} images ({type(error).__name__}: {error}){cure}"
+            f"{image_size} images ({type(error).__name__}: {error}){remedy}"
         ) from error
     return model
 

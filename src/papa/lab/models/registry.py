@@ -39,12 +39,7 @@ _NETWORKS = {
     "resnet18": _Entry("ResNet-18 with a stem for 32x32 images, 11.2 million parameters", resnet18),
     "resnet20": _Entry("ResNet-20 for 32x32 images, 0.27 million parameters", resnet20),
     "unet": _Entry("UNet with BatchNorm, a class per pixel, 31 million parameters", UNet, 256, per_pixel=True),
-    "linear": _Entry(
-        "logistic regression, one linear layer on all pixels, 650 parameters for 8x8 digits",
-        Linear,
-        image_size=8,
-        is_flat=True,
-    ),
+    "linear": _Entry("logistic regression on all pixels, 650 parameters for 8x8 digits", Linear, 8, is_flat=True),
 }
 
 
@@ -102,12 +97,7 @@ def make_model(
 
 
 def input_size_of(model_name: str) -> int:
-    """The height and width of the images that a network was designed for.
-
-    Example:
-        >>> input_size_of("digits-cnn"), input_size_of("vgg16")
-        (8, 32)
-    """
+    """The height and width of the images that a network was designed for."""
     if model_name.startswith(from_timm.PREFIX):
         return int(from_timm.pretrained_config(model_name).input_size[1])
     return _entry(model_name).image_size
@@ -154,14 +144,14 @@ def _check_fit(model: nn.Module, name: str, *, num_classes: int, image_shape: tu
     # The copy protects buffers and modes of the network; it shares the parameters, which evaluation does not change.
     trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     subject = f"{name} does not take images of {'x'.join(str(length) for length in image_shape)}"
-    cure = f"it was made for {input_size_of(name)}x{input_size_of(name)}: choose another network or resize the images"
+    remedy = f"it was made for {input_size_of(name)}x{input_size_of(name)}: choose another network or resize the images"
     with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []), torch.no_grad():
         try:
             scores = trial(image)
         except Exception as error:
-            raise ConfigError(f"{subject} ({type(error).__name__}: {error}); {cure}") from error
+            raise ConfigError(f"{subject} ({type(error).__name__}: {error}); {remedy}") from error
     per_pixel = not name.startswith(from_timm.PREFIX) and _entry(name).per_pixel
     expected = (1, num_classes, *(image_shape[1:] if per_pixel else ()))
     if tuple(getattr(scores, "shape", ())) != expected:
         found = tuple(scores.shape) if hasattr(scores, "shape") else type(scores).__name__
-        raise ConfigError(f"{subject}: one gives {found}, expected scores of shape {expected}; {cure}")
+        raise ConfigError(f"{subject}: one gives {found}, expected scores of shape {expected}; {remedy}")

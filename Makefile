@@ -22,7 +22,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "papa: installing papa with command line, lab and reports into $(VENV) (PyTorch is large: a few minutes)"
-	@$(BIN)/python -m pip install --quiet -e '.[cli,lab,report]'
+	@$(BIN)/python -m pip install --quiet -e '.[cli,lab]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

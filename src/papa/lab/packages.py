@@ -8,7 +8,7 @@ EXTRAS = {
     "rich": "cli",
     "tyro": "cli",
     "PIL": "lab",
-    "scipy": "lab",
+    "scipy": "align",
     "sklearn": "lab",
     "timm": "lab",
     "torchvision": "lab",

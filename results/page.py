@@ -88,9 +88,8 @@ def headline_plot(records: Path = FOLDER) -> DotPlot:
     name, command = next(iter(HEADLINE.items()))
     runs = list(read_records([command], records).values())
     members = _listed(record["config"]["members"] for record in runs)
-    plot = members_to_soup(
-        runs, f"{name}: {members} networks, {len({run['method'] for run in runs})} ways to train them"
-    )
+    methods = {run["method"] for run in runs}
+    plot = members_to_soup(runs, f"{name}: {members} networks, {len(methods)} ways to train them")
     if plot is None:
         raise RunError(f"there is no record of the runs of '{command}': collect them first")
     return plot
@@ -125,7 +124,7 @@ def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:
     parts = [f"### {table.title}"]
     if table.commands:
         parts.append("```console\n" + "\n".join(table.commands) + "\n```")
-    parts += [f"Beside them, the runs of {_named(command, studies)}." for command in table.beside]
+    parts += [f"Also shown: the runs of {_named(command, studies)}." for command in table.shown_with]
     own = read_records(table.commands, records) if table.commands else found
     if not own:
         return "\n\n".join([*parts, "Not run yet."])

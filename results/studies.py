@@ -1,7 +1,8 @@
 """The studies: which commands were run, and which tables are made from their runs.
 
 A command is what a user types, with DATA for the directory of the data. Its `--out` determines the directories of its
-runs and the names of their records: `runs/main/cifar10-vgg11/papa-seed1` is `records/main/cifar10-vgg11/papa-seed1.json`.
+runs and the names of their records: the record of `runs/main/cifar10-vgg11/papa-seed1` is
+`records/main/cifar10-vgg11/papa-seed1.json`.
 The text about a study is in `prose/NAME.md`.
 """
 
@@ -31,7 +32,7 @@ class Table:
     title: str
     commands: tuple[str, ...] = ()
     """The commands of its runs."""
-    beside: tuple[str, ...] = ()
+    shown_with: tuple[str, ...] = ()
     """Commands of other tables; their runs are shown first."""
     render: Callable[[Sequence[Record]], str] = side_by_side
     """From records to Markdown."""
@@ -39,7 +40,7 @@ class Table:
     @property
     def all_commands(self) -> tuple[str, ...]:
         """The commands of all runs that it shows."""
-        return (*self.beside, *self.commands)
+        return (*self.shown_with, *self.commands)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ STUDIES = (
                         methods="papa",
                     ),
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=renamed(of_methods("independent", "papa"), PUSHES),
             ),
         ),
@@ -219,7 +220,7 @@ STUDIES = (
                     )
                     for members in (2, 3)
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=of_methods("independent", "papa"),
             ),
         ),
@@ -247,7 +248,7 @@ STUDIES = (
             Table(
                 title="CIFAR-10, VGG-11, five members, or one network for five times as many epochs",
                 commands=(_compare("cifar10-vgg11-long", "long/cifar10-vgg11", SIDE_BY_SIDE, methods="independent"),),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=against_long,
             ),
         ),
@@ -266,7 +267,7 @@ STUDIES = (
                         ("shared", "--average.repair-policy shared"),
                     )
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=renamed(of_methods("independent", "papa-all"), REPAIRS),
             ),
             Table(
@@ -278,7 +279,7 @@ STUDIES = (
                         methods="papa-all",
                     ),
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=push_against_merge,
             ),
         ),
@@ -287,8 +288,8 @@ STUDIES = (
         name="alike",
         title="What members share",
         tables=(
-            Table(title="CIFAR-10, VGG-11: features and straight lines", beside=(MAIN_CIFAR10,), render=alike),
-            Table(title="CIFAR-100, ResNet-18: features and straight lines", beside=(MAIN_CIFAR100,), render=alike),
+            Table(title="CIFAR-10, VGG-11: features and straight lines", shown_with=(MAIN_CIFAR10,), render=alike),
+            Table(title="CIFAR-100, ResNet-18: features and straight lines", shown_with=(MAIN_CIFAR100,), render=alike),
         ),
     ),
     Study(

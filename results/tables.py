@@ -159,7 +159,7 @@ BASELINES: dict[str, Score] = {
 def differences(records: Sequence[Record]) -> str:
     """Each method's average soup minus scores of independent members, seed by seed.
 
-    Where a repaired or aligned greedy soup is the plain one again, a single member, it has no row of its own.
+    A repaired or aligned greedy soup that equals the plain one, because it is a single member, gets no separate row.
     """
     independent = _of_method(records, "independent")
     rows = []
@@ -201,7 +201,7 @@ def main_tables(records: Sequence[Record]) -> str:
 
 def against_long(records: Sequence[Record]) -> str:
     """A population compared with one network that was trained as long as all members together."""
-    # One network is its own soup; what REPAIR does to it is beside the point.
+    # One network is its own soup: REPAIR of it is not of interest.
     long = [{**record, **dict.fromkeys(SOUPS)} for record in records if record["recipe"].endswith("-long")]
     others = [record for record in records if not record["recipe"].endswith("-long")]
     rows = [
@@ -230,12 +230,12 @@ def half_lives(records: Sequence[Record]) -> str:
         epochs, share = _length(runs[0]), _share(runs[0])
         steps = runs[0]["epochs"][-1]["step"]
         every = runs[0]["config"]["average"]["every_steps"]
-        told = ("never pushed", "", "1")
+        push = ("never pushed", "", "1")
         if runs[0]["method"] == "papa":
-            told = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
+            push = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
         gap = mean_gap_closed(runs, records)
         cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
-        rows.append((f"{epochs}", f"{steps}", *told, *cells, gap_text(gap)))
+        rows.append((f"{epochs}", f"{steps}", *push, *cells, gap_text(gap)))
     head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha at the full learning rate")
     return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
 

@@ -109,9 +109,7 @@ def test_missing_packages_are_named(
     assert main(["report", str(run), "--csv"]) == 0
 
 
-def test_an_unfinished_run_is_reported_with_the_epochs_that_are_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfinished_run_is_reported_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", None, METRICS)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"event": "epoch", "epo')
@@ -135,7 +133,7 @@ def test_reporting_again_gives_the_same_page(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[1]", "holds list, expected an object"),
+        ("[1]", "contains list, expected an object"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )
@@ -161,7 +159,7 @@ def test_an_empty_result_still_has_a_page(run: Path) -> None:
         ([], "a directory is missing"),
         (["--csv"], "a directory is missing"),
         (["nowhere"], "there is no directory nowhere"),
-        (["."], "neither . nor a directory in it holds a run of papa"),
+        (["."], "neither . nor a directory in it is a run of papa"),
         (["run", "--csv", "--latex"], "got --csv and --latex: give one of them at a time"),
         (["run", "--csv", "--out", "run"], "run is a directory, expected a file"),
     ],

@@ -78,7 +78,8 @@ def test_labels_of_figures_do_not_overlap(browser: Page, report: Path) -> None:
     browser.open(report)
     overlaps = browser.evaluate(
         "[...document.querySelectorAll('svg')].flatMap(svg => {"
-        " const texts = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);"
+        " const texts = [...svg.querySelectorAll('text')].map(text =>"
+        "  [text.textContent, text.getBoundingClientRect()]);"
         " return texts.flatMap(([a, one], i) => texts.slice(i + 1).filter(([b, two]) =>"
         "  Math.min(one.right, two.right) - Math.max(one.left, two.left) > 1 &&"
         "  Math.min(one.bottom, two.bottom) - Math.max(one.top, two.top) > 4).map(([b]) => a + ' / ' + b)) })"

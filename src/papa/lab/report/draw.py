@@ -29,20 +29,24 @@ DARK = {
 }
 """The palette. Colors differ for readers who see no red, no green or no blue, and contrast with the background."""
 SERIES_COLORS = ("c0", "c1", "c2", "c3", "c4", "c5")
-FONTS = 'system-ui, "Liberation Sans", "DejaVu Sans", Arial, sans-serif'
+FONTS = "system-ui, 'Liberation Sans', Arial, sans-serif"
+"""The fonts of a page. The layout is made for DejaVu Sans, which is wider than most: labels do not get too long."""
+SVG_STYLE = "svg * { stroke-linejoin: round; stroke-linecap: butt; }"
 STYLE = {
     **{"font.family": "DejaVu Sans", "font.size": 10.0, "text.parse_math": False, "text.color": LIGHT["ink"]},
-    **{"svg.fonttype": "none", "pdf.fonttype": 42, "path.simplify_threshold": 0.5, "figure.facecolor": "none"},
+    **{"svg.fonttype": "none", "pdf.fonttype": 42, "path.simplify_threshold": 1.0, "figure.facecolor": "none"},
+    **{"figure.constrained_layout.w_pad": 6 / 72, "figure.constrained_layout.h_pad": 6 / 72},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.facecolor": "none"},
     **{"axes.edgecolor": LIGHT["line"], "axes.labelcolor": LIGHT["quiet"], "grid.color": LIGHT["line"]},
     **{"grid.linewidth": 0.8, "xtick.color": LIGHT["quiet"], "ytick.color": LIGHT["quiet"]},
     **{"xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False, "legend.fontsize": 8.5},
+    **{"legend.handletextpad": 0.1, "legend.columnspacing": 1.2, "legend.borderpad": 0.2},
     **{"lines.solid_capstyle": "round", "axes.axisbelow": True},
 }
 WIDTH, LINE_HEIGHT = 380.0, 235.0
 """Size in points. Text has 10 points, so that a plot is readable on a phone and twice as wide on a desktop."""
 ROW_HEIGHT, VALUE_ROW_HEIGHT, AROUND_ROWS, TITLE_HEIGHT = 22.0, 38.0, 80.0, 26.0
-MAX_POINTS, MAX_ROWS, MAX_LABELS, MAX_CHARACTERS = 400, 60, 12, 26
+MAX_BAND_POINTS, MAX_ROWS, MAX_LABELS, MAX_CHARACTERS = 400, 60, 12, 26
 MARKERS = ("o", "D", "^", "s", "X", "v")
 CONNECTED_MARKS: tuple[tuple[Any, float, dict[str, Any]], ...] = (
     ("o", 0.0, {"markersize": 7, "markerfacecolor": LIGHT["paper"], "markeredgewidth": 1.8}),
@@ -50,8 +54,7 @@ CONNECTED_MARKS: tuple[tuple[Any, float, dict[str, Any]], ...] = (
     (7, -0.1, {"markersize": 9}),
     (6, 0.1, {"markersize": 6, "markeredgewidth": 0}),
 )
-"""Marker, vertical offset and look: 7 and 6 are triangles whose tip points down and up at the value."""
-PADDING = 6.0 / 72
+"""Marker, vertical offset and look: 7 and 6 are triangles that point down and up to the value."""
 STEPS = [1, 2, 5, 10]
 """Ticks are these numbers times a power of ten apart."""
 TITLE_FONT: dict[str, Any] = {"size": 11.0, "weight": "bold"}
@@ -68,10 +71,7 @@ def svg(plot: AnyPlot) -> str:
 def standalone_svg(plot: AnyPlot) -> str:
     """A plot as an SVG file with title and background, light or dark as the reader prefers."""
     variables = [" ".join(f"--{name}: {color};" for name, color in palette.items()) for palette in (LIGHT, DARK)]
-    style = (
-        f"svg {{ {variables[0]} font-family: {FONTS}; }} {SVG_STYLE} "
-        f"@media (prefers-color-scheme: dark) {{ svg {{ {variables[1]} }} }}"
-    )
+    style = f"svg {{ {variables[0]} }} {SVG_STYLE} @media (prefers-color-scheme: dark) {{ svg {{ {variables[1]} }} }}"
     first = f'<style>{style}</style><rect width="100%" height="100%" rx="6" style="fill: var(--paper)"/>'
     drawn = _svg(plot, first, has_title=True)
     return printable(drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="640" ', 1)) + "\n"
@@ -87,9 +87,6 @@ def pdf_bytes(plot: AnyPlot) -> bytes:
     return _rendered(plot, "pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
 
 
-SVG_STYLE = "svg * { stroke-linejoin: round; stroke-linecap: butt; }"
-
-
 def _svg(plot: AnyPlot, first: str = "", *, has_title: bool = False) -> str:
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     drawn = _rendered(plot, "svg", has_title=has_title, metadata=metadata).decode()
@@ -100,17 +97,9 @@ def _svg(plot: AnyPlot, first: str = "", *, has_title: bool = False) -> str:
     body = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", body)
     for name, color in LIGHT.items():
         body = body.replace(color, f"var(--{name})")
-    body = re.sub(r"font(?:-family)?: [^;\"]*'DejaVu Sans'[^;\"]*", lambda match: _font_size(match[0]), body)
-    body = re.sub(r"\n\s*", "\n", body).replace("xlink:href", "href")
+    body = re.sub(r"\n\s*", "\n", body).replace("xlink:href", "href").replace("'DejaVu Sans'", FONTS)
     title, alt = html.escape(printable(plot.title)), html.escape(printable(plot.alt), quote=True)
     return f'<svg viewBox="{box[1]}" role="img" aria-label="{alt}"><title>{title}</title>{first}{body.strip()}'
-
-
-def _font_size(font: str) -> str:
-    """A font without its family, which the page sets."""
-    size = re.search(r"[\d.]+px", font)
-    bold = "font-weight: bold; " if "bold" in font or " 700" in font else ""
-    return bold + (f"font-size: {size[0]}" if size else "")
 
 
 def _rendered(plot: AnyPlot, file_format: str, *, has_title: bool = False, **options: Any) -> bytes:
@@ -125,7 +114,6 @@ def _rendered(plot: AnyPlot, file_format: str, *, has_title: bool = False, **opt
         row_height = VALUE_ROW_HEIGHT if isinstance(plot, DotPlot) and plot.value_series else ROW_HEIGHT
         height = (AROUND_ROWS + row_height * rows if rows else LINE_HEIGHT) + TITLE_HEIGHT * has_title
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-        figure.get_layout_engine().set(w_pad=PADDING, h_pad=PADDING)
         draw_on(figure, plot, title=_clean(plot.title) if has_title else None)
         file = io.BytesIO()
         figure.savefig(file, format=file_format, **options)
@@ -143,8 +131,8 @@ def draw_on(figure: Figure, plot: AnyPlot, title: str | None = None) -> None:
     else:
         _draw_dots(axes, plot)
         # The title belongs to the legend, since matplotlib's layout would put both at the same place.
-        places = {"ncols": 4, "handletextpad": 0.1, "columnspacing": 1.2, "borderpad": 0.2, "alignment": "left"}
-        figure.legend(loc="outside upper left", title=title, title_fontproperties=TITLE_FONT, **places)
+        legend = figure.legend(loc="outside upper left", ncols=4, title=title, title_fontproperties=TITLE_FONT)
+        legend.set_alignment("left")
 
 
 def _draw_lines(axes: Axes, plot: LinePlot) -> None:
@@ -158,14 +146,15 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
     xs = [x for line in plot.lines for x, _ in line.points]
     axes.set(xlim=_limits(xs, 0.01), ylim=(low, high))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS, integer=all(x == round(x) for x in xs)))
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:.6g}")
     if plot.has_zero:
         axes.axhline(0.0, color=LIGHT["quiet"], linewidth=1, linestyle=(0, (2, 2)))
-    for line in sorted(plot.lines, key=lambda line: not line.is_member):
-        number = len([other for other in labelled[: _index(labelled, line)] if other.color == line.color])
-        _draw_line(axes, line, DASHES[1] if line.is_dashed else DASHES[number % len(DASHES)])
+    for place, line in enumerate(plot.lines):
+        # Lines of the same color, as there are in comparisons of many methods, differ in their dashes.
+        same = sum(other.color == line.color for other in plot.lines[:place] if not line.is_member)
+        _draw_line(axes, line, DASHES[same % len(DASHES)])
     shown = labelled[:MAX_LABELS]
     wanted = [min(1.0, max(0.0, (line.points[-1][1] - low) / (high - low))) for line in shown]
     for line, height in zip(shown, _apart(wanted, LABEL_GAP), strict=True):
@@ -177,13 +166,13 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
 
 
 def _draw_line(axes: Axes, line: Line, dashes: Any) -> None:
-    drawn, color = thinned(line.points, MAX_POINTS), LIGHT[line.color]
+    color = LIGHT[line.color]
     if line.band:
-        xs, lows, highs = zip(*evenly_spaced(line.band, MAX_POINTS), strict=True)
+        xs, lows, highs = zip(*evenly_spaced(line.band, MAX_BAND_POINTS), strict=True)
         axes.fill_between(xs, lows, highs, color=color, alpha=0.12, linewidth=0)
     look: dict[str, Any] = {"linewidth": 0.9, "alpha": 0.45} if line.is_member else {"linewidth": 1.8}
-    marker = {"marker": "o", "markersize": 3.5} if len(drawn) < 3 else {}
-    axes.plot(*zip(*drawn, strict=True), color=color, linestyle=dashes, **look, **marker)
+    look |= {"marker": "o", "markersize": 3.5} if len(line.points) < 3 else {}
+    axes.plot(*zip(*line.points, strict=True), color=color, linestyle=dashes, **look)
 
 
 def _beside(axes: Axes, height: float, words: str, color: str) -> None:
@@ -193,7 +182,7 @@ def _beside(axes: Axes, height: float, words: str, color: str) -> None:
 
 
 def _is_far(line: Line, plot: LinePlot) -> bool:
-    """Whether a line stays so far below all others that it would flatten them, as the soup of unrelated networks does."""
+    """Whether a line stays so far below all others that it would flatten them, as a collapsed soup does."""
     others = [y for other in plot.lines if other is not line for y in _heights(other)]
     if line.is_member or not others:
         return False
@@ -272,23 +261,6 @@ def _write(axes: Axes, words: str, place: tuple[float, float], color: str, **loo
     axes.annotate(words, place, xycoords=("axes fraction", "data"), **look)
 
 
-def thinned(line: Sequence[tuple[float, float]], count: int) -> list[tuple[float, float]]:
-    """At most about `count` points that draw the same line: the lowest and highest of each stretch.
-
-    Example:
-        >>> thinned([(0, 0), (1, 9), (2, 0), (3, 0), (4, -7), (5, 0), (6, 0), (7, 1)], 6)
-        [(0, 0), (1, 9), (4, -7), (7, 1)]
-    """
-    if len(line) <= count:
-        return list(line)
-    num_stretches = max(1, (count - 2) // 2)
-    kept = {0, len(line) - 1}
-    for stretch in range(num_stretches):
-        inside = range(*(len(line) * (stretch + side) // num_stretches for side in (0, 1)))
-        kept |= {min(inside, key=lambda index: line[index][1]), max(inside, key=lambda index: line[index][1])}
-    return [line[index] for index in sorted(kept)]
-
-
 def _without_outliers(values: list[float]) -> list[float]:
     """The values within three interquartile ranges of the middle half (Tukey's outer fences)."""
     ordered = sorted(values)
@@ -329,10 +301,6 @@ def _shortened(label: str) -> str:
 
 def _clean(words: str) -> str:
     return " ".join(printable(words).split())
-
-
-def _index(lines: Sequence[Line], line: Line) -> int:
-    return next((index for index, other in enumerate(lines) if other is line), 0)
 
 
 RENDERERS: dict[str, Callable[[AnyPlot], bytes]] = {"png": png_bytes, "pdf": pdf_bytes}

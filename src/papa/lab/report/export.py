@@ -15,7 +15,7 @@ from papa.lab.report.fields import number, numbers, part, printable, text, total
 from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.reading import Run
 from papa.lab.report.settings import runs_by_setting
-from papa.lab.report.table import COLUMNS, KEYS, compare_rows_with_paper, run_rows, scores_of
+from papa.lab.report.table import COLUMNS, KEYS, SOUPS, compare_rows_with_paper, run_rows, scores_of
 
 CSV_COLUMNS = (
     *("run", "recipe", "method", "seed", "members", "finished", "data", "soups"),
@@ -38,29 +38,22 @@ def csv_text(runs: Sequence[Run]) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for run in runs:
-        for data, soups, scores in _score_parts(run.result):
+        result = run.result
+        members = len(numbers(scores_of(result).get("members"))) or part(result, "config", "members")
+        about = (str(run.path), result.get("recipe"), result.get("method"), result.get("seed"), members)
+        for data, soups, scores in list(_score_parts(result)) or [("", "", {})]:
             cells = [number(scores.get(key)) for key in ("mean", "min", "max", *list(KEYS)[1:])]
-            writer.writerow(map(_csv_cell, (*_about(run), data, soups, *cells, total_seconds(run.result))))
+            finished = "yes" if run.is_finished else "no"
+            writer.writerow(map(_csv_cell, (*about, finished, data, soups, *cells, total_seconds(result))))
     return printable(file.getvalue())
 
 
-def _about(run: Run) -> tuple[Any, ...]:
-    result = run.result
-    members = len(numbers(scores_of(result).get("members"))) or part(result, "config", "members")
-    names = (result.get(key) for key in ("recipe", "method", "seed"))
-    return (str(run.path), *names, members, "yes" if run.is_finished else "no")
-
-
 def _score_parts(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    found = False
-    for soups in ("plain", "repaired", "aligned"):
-        holder = result if soups == "plain" else result.get(soups)
+    """Data, kind of soups and scores of each part of a result that has scores."""
+    for soups in ("plain", *SOUPS):
         for data in ("test", "validation"):
-            if isinstance(scores := part(holder, data), Mapping):
-                found = True
+            if isinstance(scores := part(result if soups == "plain" else result.get(soups), data), Mapping):
                 yield data, soups, scores
-    if not found:
-        yield "", "", {}
 
 
 def _csv_cell(value: Any) -> Any:

@@ -16,12 +16,15 @@ from papa.lab.report.table import KEYS, metric_of, scores_of
 Event = Mapping[str, Any]
 MERGE_NAMES = {"before": "before", "after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}
 """When members are scored around a merge, by the key of the event."""
+FIGURE_2 = "The mean of members compared with just before the merge (the paper's Figure 2)."
 
 
 def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str, list[AnyPlot]]:
     """The plots of one run, by the section of its page."""
-    epochs = [event for event in events if event.get("event") == "epoch" and number(event.get("epoch")) is not None]
-    merges = [event for event in events if event.get("event") == "merge" and number(event.get("epoch")) is not None]
+    epochs, merges = (
+        [event for event in events if event.get("event") == kind and number(event.get("epoch")) is not None]
+        for kind in ("epoch", "merge")
+    )
     averagings = [event for event in events if event.get("event") == "average"]
     metric = metric_of([result])
     sections: dict[str, list[AnyPlot | None]] = {
@@ -44,9 +47,8 @@ def compare_figures(
         results: the `result.json` of each run.
         metrics: the events of each run's `metrics.jsonl`, for the curves.
     """
-    settings = runs_by_setting(results)
     story = members_to_soup(results)
-    curves = _method_curves(settings, metrics, metric_of(results)) if metrics else []
+    curves = _method_curves(runs_by_setting(results), metrics, metric_of(results)) if metrics else []
     return {"scores": [story] if story else [], "curves": [plot for plot in curves if plot is not None]}
 
 
@@ -64,26 +66,26 @@ def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From sin
             rows[label] = row
     if not rows:
         return None
-    independent = [label for label in rows if _is_independent(settings[label])]
+    reference = next((label for label in rows if _is_independent(settings[label])), None)
     has_seeds = any(len(values) > 1 for row in rows.values() for values in row.values())
     return DotPlot(
         name="members-to-soup",
         title=title,
-        caption="Each line leads from the mean of single networks to their ensemble. A soup is one network: its weights "
-        "are the average of all (average soup) or of some (greedy soup)."
+        caption="Each line leads from the mean of single networks to their ensemble. A soup is one network: the "
+        "average of all (average soup) or of some (greedy soup)."
         + " Small marks are single seeds." * has_seeds
-        + " The shaded range is that of independent networks." * bool(independent),
+        + " The shaded range is that of independent networks." * bool(reference),
         x_label=f"{metric_of(results)} on {data_of(results)} data, %",
         rows=rows,
         colors=_colors(settings),
         connect=(KEYS["mean"], KEYS["ensemble"]),
-        reference=independent[0] if independent else None,
+        reference=reference,
         value_series=KEYS["average_soup"],
     )
 
 
 def data_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """Which data the scores of some runs are from: test or validation, or both."""
+    """Which data the scores of some runs are from: test, validation, or both."""
     kinds = ["test" if isinstance(one.get("test"), Mapping) else "validation" for one in results if scores_of(one)]
     return " or ".join(dict.fromkeys(kinds)) or "test"
 
@@ -93,74 +95,65 @@ def _is_independent(runs: Sequence[tuple[int, Mapping[str, Any]]]) -> bool:
 
 
 def _colors(settings: Settings) -> dict[str, str]:
-    """One color per setting, the same on all plots of a page; black for independent members, white on a dark page."""
+    """One color per setting, the same on all plots of a page; independent members have the color of text."""
     others = [label for label, runs in settings.items() if not _is_independent(runs)]
     colors = {label: SERIES_COLORS[place % len(SERIES_COLORS)] for place, label in enumerate(others)}
     return {label: colors.get(label, "ink") for label in settings}
 
 
-def _line_plot(lines: Iterable[Line], **words: Any) -> LinePlot | None:
+def _plot(
+    name: str, title: str, caption: str, axes: tuple[str, str], lines: Iterable[Line], **options: bool
+) -> LinePlot | None:
+    """A plot of the lines that have points; None if there is none."""
     drawn = [line for line in lines if line.points]
-    return LinePlot(lines=drawn, **words) if drawn else None
+    x, y = axes
+    return (
+        LinePlot(name=name, title=title, caption=caption, x_label=x, y_label=y, lines=drawn, **options)
+        if drawn
+        else None
+    )
 
 
 def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot | None]:
-    def scores(data: str) -> LinePlot | None:
-        one_each = [
-            Line(name, _over_epochs(epochs, lambda event, key=key: number(event.get(key))), color)
-            for name, key, color in (
-                ("ensemble", f"{data}_ensemble", "c0"),
-                ("average soup", f"{data}_average_soup", "c1"),
-            )
-        ]
-        return _line_plot(
-            [*_members(epochs, data), *one_each],
-            name=f"{data}-score",
-            title=f"{metric.capitalize()} on {data} data",
-            caption="After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
-            x_label="epoch",
-            y_label=f"{metric}, %",
+    scores = [
+        _plot(
+            f"{data}-score",
+            f"{metric.capitalize()} on {data} data",
+            "After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
+            ("epoch", f"{metric}, %"),
+            [
+                *_members(epochs, data),
+                Line("ensemble", _curve(epochs, partial(_value, f"{data}_ensemble")), "c0"),
+                Line("average soup", _curve(epochs, partial(_value, f"{data}_average_soup")), "c1"),
+            ],
             hides_far=True,
         )
-
+        for data in ("validation", "test")
+    ]
+    loss = "Each member's mean loss over the epoch, on its own augmented data."
+    distance = (
+        "Euclidean distance of each member's weights to the mean of all. If it stays large, the average soup cannot be "
+        "good."
+    )
     return [
-        scores("validation"),
-        scores("test"),
-        _line_plot(
-            _members(epochs, "losses"),
-            name="training-loss",
-            title="Training loss",
-            caption="Each member's mean loss over the epoch, on its own augmented data.",
-            x_label="epoch",
-            y_label="loss",
-        ),
-        _line_plot(
-            _members(epochs, "distances"),
-            name="distance-to-mean",
-            title="Distance of members to their mean",
-            caption="Euclidean distance of each member's weights to the mean of all. If it stays large, the average "
-            "soup cannot be good.",
-            x_label="epoch",
-            y_label="distance",
+        *scores,
+        _plot("training-loss", "Training loss", loss, ("epoch", "loss"), _members(epochs, "losses")),
+        _plot(
+            *("distance-to-mean", "Distance of members to their mean", distance, ("epoch", "distance")),
+            lines=_members(epochs, "distances"),
         ),
     ]
 
 
-def _over_epochs(events: Sequence[Event], value: Callable[[Event], float | None]) -> list[Point]:
-    return points((number(event.get("epoch")), value(event)) for event in events)
+def _curve(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> list[Point]:
+    return points((number(event.get("epoch")), value_of(event)) for event in events)
 
 
 def _members(epochs: Sequence[Event], key: str) -> list[Line]:
     """A thin line for each member, and a strong one for their mean."""
-    rows = [(number(event["epoch"]), numbers(event.get(key))) for event in epochs]
-    size = max((len(values) for _, values in rows), default=0)
+    size = max((len(numbers(event.get(key))) for event in epochs), default=0)
     members = [
-        Line(
-            f"member {index}",
-            points((epoch, values[index]) for epoch, values in rows if index < len(values)),
-            "quiet",
-            is_member=size > 1,
-        )
+        Line(f"member {index}", _curve(epochs, partial(_member_value, key, index)), "quiet", is_member=size > 1)
         for index in range(size)
     ]
     return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
@@ -170,11 +163,19 @@ def _mean_line(name: str, events: Sequence[Event], key: str, color: str) -> Line
     """The mean over members, with the range from the lowest to the highest of them."""
     band = []
     for event in events:
-        epoch, values = number(event.get("epoch")), numbers(event.get(key))
-        if epoch is not None and values and None not in values:
-            found = [value for value in values if value is not None]
-            band.append((epoch, min(found), max(found)))
-    return Line(name, _over_epochs(events, partial(_mean_of, key)), color, band=band)
+        epoch, values = number(event.get("epoch")), [v for v in numbers(event.get(key)) if v is not None]
+        if epoch is not None and values:
+            band.append((epoch, min(values), max(values)))
+    return Line(name, _curve(events, partial(_mean_of, key)), color, band=band)
+
+
+def _value(key: str, event: Event) -> float | None:
+    return number(event.get(key))
+
+
+def _member_value(key: str, index: int, event: Event) -> float | None:
+    values = numbers(event.get(key))
+    return values[index] if index < len(values) else None
 
 
 def _mean_of(key: str, event: Event) -> float | None:
@@ -195,14 +196,9 @@ def _around_averagings(averagings: Sequence[Event]) -> LinePlot | None:
         Line(name, points((number(event.get("step")), number(event.get(key))) for event in averagings), color)
         for name, key, color in (("before", "distance_before", "c0"), ("after", "distance_after", "c1"))
     ]
-    return _line_plot(
-        lines,
-        name="distance-around-averaging",
-        title="Mean distance before and after each averaging",
-        caption="Training moves members apart, averaging brings them back together.",
-        x_label="step",
-        y_label="distance",
-    )
+    caption = "Training moves members apart, averaging brings them back together."
+    title = "Mean distance before and after each averaging"
+    return _plot("distance-around-averaging", title, caption, ("step", "distance"), lines)
 
 
 def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
@@ -212,26 +208,18 @@ def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
     names = {**MERGE_NAMES, **later}
     colors = dict(zip(names, ("quiet", "c3", "c0", "c1"), strict=True))
     data = next((event["data"] for event in merges if event.get("data") in ("test", "validation")), "test")
-    changes = [
-        Line(names[key], _over_epochs(merges, partial(_change, key)), colors[key])
-        for key in ("after_unrepaired", "after", "later")
-    ]
+    changes = [Line(names[key], _curve(merges, partial(_change, key)), colors[key]) for key in list(names)[1:]]
     return [
-        _line_plot(
+        _plot(
+            "score-around-merges",
+            f"{metric.capitalize()} on {data} data around each merge",
+            "The mean of members, and the range from the worst to the best of them.",
+            ("epoch", f"{metric}, %"),
             [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
-            name="score-around-merges",
-            title=f"{metric.capitalize()} on {data} data around each merge",
-            caption="The mean of members, and the range from the worst to the best of them.",
-            x_label="epoch",
-            y_label=f"{metric}, %",
         ),
-        _line_plot(
-            changes,
-            name="change-by-merging",
-            title=f"Change of {metric} by each merge",
-            caption="The mean of members compared with just before the merge (the paper's Figure 2).",
-            x_label="epoch",
-            y_label=f"change of {metric}, percentage points",
+        _plot(
+            *("change-by-merging", f"Change of {metric} by each merge", FIGURE_2),
+            *(("epoch", f"change of {metric}, percentage points"), changes),
             has_zero=True,
         ),
     ]
@@ -265,8 +253,8 @@ def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
     series = {"two members": numbers(part(found, "members")), "member and soup": numbers(part(found, "soup"))}
     rows = {
         str(layer): row
-        for layer, *values in zip(layers, *(column + [None] * len(layers) for column in series.values()), strict=False)
-        if (row := {name: [value] for name, value in zip(series, values, strict=True) if value is not None})
+        for place, layer in enumerate(layers)
+        if (row := {k: [v] for k, values in series.items() if (v := dict(enumerate(values)).get(place)) is not None})
     }
     if not rows:
         return None
@@ -282,10 +270,11 @@ def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
 def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | None]:
     curves = entries(part(result, "interpolation", "curves"))
     pair = [member for member in numbers(part(result, "interpolation", "pair")) if member is not None]
-    between = "between members " + " and ".join(f"{member:.0f}" for member in pair) if len(pair) == 2 else ""
+    between = " between members " + " and ".join(f"{member:.0f}" for member in pair) if len(pair) == 2 else ""
+    caption = "Networks on the straight line from one member to the other. Without a barrier the line is flat."
 
-    def plot(key: str, title: str, y_label: str) -> LinePlot | None:
-        lines = [
+    def lines(key: str) -> list[Line]:
+        return [
             Line(
                 str(curve.get("name", "curve")),
                 points(zip(numbers(curve.get("coefficients")), numbers(curve.get(key)), strict=False)),
@@ -293,82 +282,63 @@ def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | Non
             )
             for place, curve in enumerate(curves)
         ]
-        return _line_plot(
-            lines,
-            name=f"interpolation-{key}",
-            title=f"{title} {between}".strip(),
-            caption="Networks on the straight line from one member to the other. Without a barrier the line is flat.",
-            x_label="interpolation coefficient",
-            y_label=y_label,
-        )
 
-    return [plot("score", metric.capitalize(), f"{metric}, %"), plot("loss", "Loss", "loss")]
+    return [
+        _plot(f"interpolation-{key}", f"{title}{between}", caption, ("interpolation coefficient", y_label), lines(key))
+        for key, title, y_label in (("score", metric.capitalize(), f"{metric}, %"), ("loss", "Loss", "loss"))
+    ]
 
 
 def _communication(averagings: Sequence[Event]) -> LinePlot | None:
-    steps = [(number(event.get("step")), number(event.get("seconds"))) for event in averagings]
-    return _line_plot(
-        [Line("seconds", points(steps), "c0")],
-        name="seconds-per-averaging",
-        title="Time of each averaging",
-        caption="Includes waiting for other processes.",
-        x_label="step",
-        y_label="seconds",
-    )
+    steps = points((number(event.get("step")), number(event.get("seconds"))) for event in averagings)
+    words = ("seconds-per-averaging", "Time of each averaging", "Includes waiting for other processes.")
+    return _plot(*words, ("step", "seconds"), [Line("seconds", steps, "c0")])
 
 
 def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot | None]:
     """One line per method: means over its runs, at each epoch and around each merge."""
     colors = _colors(settings)
+    over_seeds = "The mean over the runs of a method, and the range over its seeds."
 
-    def plot(kind: str, value_of: Callable[[Event], float | None], **words: Any) -> LinePlot | None:
-        lines = []
+    def lines(kind: str, value_of: Callable[[Event], float | None]) -> list[Line]:
+        found = []
         for label, runs in settings.items():
             by_epoch: dict[float, list[float]] = {}
-            for event in (event for index, _ in runs for event in metrics[index] if event.get("event") == kind):
-                epoch, value = number(event.get("epoch")), value_of(event)
-                if epoch is not None and value is not None:
+            for index, _ in runs:
+                for epoch, value in _curve([e for e in metrics[index] if e.get("event") == kind], value_of):
                     by_epoch.setdefault(epoch, []).append(value)
-            means = [(epoch, fmean(values)) for epoch, values in sorted(by_epoch.items())]
-            band = [(epoch, min(values), max(values)) for epoch, values in sorted(by_epoch.items())]
-            lines.append(Line(label, means, colors[label], band=band if len(runs) > 1 else ()))
-        return _line_plot(lines, x_label="epoch", **words)
+            ordered = sorted(by_epoch.items())
+            band = [(epoch, min(values), max(values)) for epoch, values in ordered] if len(runs) > 1 else []
+            found.append(Line(label, [(epoch, fmean(v)) for epoch, v in ordered], colors[label], band=band))
+        return found
 
-    over_seeds = "The mean over runs of a method, and the range over its seeds."
     scores = [
-        plot(
-            "epoch",
-            partial(_mean_of, data) if what == "members" else lambda event, key=key: number(event.get(key)),
-            name=f"compare-{data}-{what.replace(' ', '-')}",
-            title=f"{title} on {data} data",
-            caption=over_seeds,
-            y_label=f"{metric}, %",
+        _plot(
+            *(f"compare-{data}-{name}", f"{title} on {data} data", over_seeds, ("epoch", f"{metric}, %")),
+            lines=lines("epoch", partial(_mean_of, data) if name == "members" else partial(_value, data + key)),
             hides_far=True,
         )
         for data in ("validation", "test")
-        for what, key, title in (
-            ("average soup", f"{data}_average_soup", "Average soup"),
-            ("ensemble", f"{data}_ensemble", "Ensemble"),
+        for name, key, title in (
+            ("average-soup", "_average_soup", "Average soup"),
+            ("ensemble", "_ensemble", "Ensemble"),
             ("members", "", "Mean of members"),
         )
     ]
     training = [
-        plot("epoch", partial(_mean_of, key), name=name, title=title, caption=over_seeds, y_label=y_label)
+        _plot(f"compare-{name}", title, over_seeds, ("epoch", y_label), lines("epoch", partial(_mean_of, key)))
         for key, name, title, y_label in (
-            ("losses", "compare-training-loss", "Training loss of members", "loss"),
-            ("distances", "compare-distance-to-mean", "Distance of members to their mean", "distance"),
+            ("losses", "training-loss", "Training loss of members", "loss"),
+            ("distances", "distance-to-mean", "Distance of members to their mean", "distance"),
         )
     ]
     merges = [
-        plot(
-            "merge",
-            partial(_change, key),
-            name=f"compare-change-{key.replace('_', '-')}",
-            title=f"Change by each merge: {MERGE_NAMES[key]}",
-            caption="The mean of members compared with just before the merge (the paper's Figure 2). " + over_seeds,
-            y_label=f"change of {metric}, percentage points",
+        _plot(
+            *(f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {MERGE_NAMES[key]}"),
+            *(f"{FIGURE_2} {over_seeds}", ("epoch", f"change of {metric}, percentage points")),
+            lines=lines("merge", partial(_change, key)),
             has_zero=True,
         )
-        for key in ("after_unrepaired", "after", "later")
+        for key in list(MERGE_NAMES)[1:]
     ]
     return [*scores, *training, *merges]

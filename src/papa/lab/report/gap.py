@@ -11,7 +11,7 @@ from papa.lab.report.settings import NOT_COMPARED, runs_by_setting
 from papa.lab.report.table import COLUMNS, SOUPS, scores_of, with_soups
 
 GAP_COLUMN = "gap closed"
-"""The column beside `COLUMNS` if there are independent members among the runs."""
+"""The column after `COLUMNS` if there are independent members among the runs."""
 LOWEST = -100.0
 """The lowest percentage that is shown as a number."""
 
@@ -78,7 +78,7 @@ def with_gap_closed(
 
     Args:
         results: the results that are compared.
-        rows: the rows of `compare_rows` for them, and perhaps the paper's, whose share is left empty.
+        rows: the rows of `compare_rows` for them, and perhaps the paper's, which get an empty cell.
     """
     head = ("method", *COLUMNS)
     if not any(result.get("method") == "independent" for result in results):
@@ -94,10 +94,8 @@ def with_gap_closed(
 def _independent_counterpart(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The independent run that differs from a run only in how members are averaged; empty if there is none."""
     wanted = _training_options(run)
-    matching = (
-        other for other in results if other.get("method") == "independent" and _training_options(other) == wanted
-    )
-    return next(matching, {})
+    independent = (other for other in results if other.get("method") == "independent")
+    return next((other for other in independent if _training_options(other) == wanted), {})
 
 
 def _training_options(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reports as self-contained pages, rendered from the templates beside this module: everything is escaped."""
+"""Reports as self-contained pages, rendered from templates that escape everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from papa.lab.report.fields import entries, flat, number, numbers, part, plain, 
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.packages import require
-from papa.lab.report.plot import AnyPlot
+from papa.lab.report.plot import AnyPlot, evenly_spaced
 from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import (
     COLUMNS,
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 GENERATOR = '<meta name="generator" content="papa'
 """The mark of a page that papa wrote, and may replace."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-MAX_ROWS = 1000
-MAX_WARNINGS = 20
+MAX_ROWS, MAX_NUMBERS, MAX_WARNINGS = 1000, 100, 20
 
 
 def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> str:
@@ -65,12 +64,11 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
         scores=(("data", *COLUMNS), run_rows(result)),
         details=details_table([result]),
         plots=_drawn(run_figures(result, events)),
-        greedy_members=", ".join(
-            plain(member) for member in numbers(result.get("greedy_members")) if member is not None
-        ),
+        greedy_members=", ".join(filter(None, map(plain, numbers(result.get("greedy_members"))))),
         policies=_policies(result),
         seconds=_seconds(result),
-        communication=_communication(result),
+        averagings=number(result.get("num_averagings")),
+        communication={key: number(part(result, "communication", key)) for key in ("bytes", "seconds")},
         **_provenance(result),
     )
 
@@ -117,7 +115,7 @@ def table_page(
     results: Sequence[Mapping[str, Any]] = (),
     metrics: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> str:
-    """The page of a table of the paper: its numbers beside ours, and where the runs are.
+    """The page of a table of the paper: its numbers and ours, and the directories of the runs.
 
     Args:
         title: what the table shows.
@@ -178,10 +176,13 @@ def _rendered(template: str, **values: Any) -> str:
 
 def _drawn(sections: Mapping[str, Sequence[AnyPlot]]) -> dict[str, list[dict[str, Any]]]:
     """The plots of each section as templates show them."""
-    return {
-        name: [{"plot": plot, "svg": svg(plot), "table": plot.table()} for plot in plots]
-        for name, plots in sections.items()
-    }
+
+    def drawn(plot: AnyPlot) -> dict[str, Any]:
+        head, rows = plot.table()
+        shown = evenly_spaced(rows, MAX_NUMBERS)
+        return {"plot": plot, "svg": svg(plot), "table": (head, shown), "is_thinned": len(shown) < len(rows)}
+
+    return {name: [drawn(plot) for plot in plots] for name, plots in sections.items()}
 
 
 def _counted(count: int, thing: str) -> str:
@@ -236,8 +237,8 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     for key in ("average_soup", "greedy_soup", "mean", "ensemble"):
         value, paper = number(scores.get(key)), number(part(result, "paper", key))
         if value is not None:
-            beside = f"; paper, full setting: {paper:.2f}" if paper is not None and data == "test" else ""
-            tiles.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + beside))
+            remark = f"; paper, full setting: {paper:.2f}" if paper is not None and data == "test" else ""
+            tiles.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + remark))
     return tiles
 
 
@@ -253,29 +254,12 @@ def _policies(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[st
 
 def _seconds(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     total = total_seconds(result) or 0.0
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (name, f"{value:.2f}", f"{100 * value / total:.1f}%" if total > 0 else "")
         for name, entry in flat(result.get("seconds"))
         if name and (value := number(entry)) is not None
     ]
     return ("part", "seconds", "share"), rows
-
-
-def _communication(result: Mapping[str, Any]) -> str:
-    size, seconds = (number(part(result, "communication", key)) for key in ("bytes", "seconds"))
-    averagings = number(result.get("num_averagings"))
-    words = [f"{averagings:.0f} averagings." if averagings is not None else ""]
-    words += [f"{_size(size)} communicated." if size is not None else ""]
-    words += [f"{seconds:.2f} seconds spent averaging." if seconds is not None else ""]
-    return " ".join(filter(None, words))
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:

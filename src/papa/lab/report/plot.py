@@ -13,7 +13,6 @@ Item = TypeVar("Item")
 Point: TypeAlias = tuple[float, float]
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
-MAX_TABLE_ROWS = 100
 MAX_NAMED = 12
 """The number of lines or rows that the text alternative lists."""
 
@@ -40,7 +39,6 @@ class Line:
     """A name from the palette, see `papa.lab.report.draw`."""
     is_member: bool = False
     """Members are drawn thin and without a label."""
-    is_dashed: bool = False
     band: Sequence[tuple[float, float, float]] = ()
     """x, lowest and highest value: drawn as an area behind the line."""
 
@@ -64,16 +62,11 @@ class LinePlot(Plot):
         return f"{self.title}. {self.y_label} against {self.x_label}. At {self.x_label} {last}: {_listed(ends)}."
 
     def table(self) -> Table:
-        """Head and rows: one row per x, evenly spaced ones if there are many."""
+        """Head and rows: one row per x."""
         values = [dict(line.points) for line in self.lines]
-        xs = evenly_spaced(sorted({x for line in values for x in line}), MAX_TABLE_ROWS)
+        xs = sorted({x for line in values for x in line})
         rows = [[plain(x, 6), *(plain(line.get(x)) for line in values)] for x in xs]
         return [self.x_label, *(line.name for line in self.lines)], rows
-
-    @property
-    def is_thinned(self) -> bool:
-        """Whether the table leaves out points."""
-        return len({x for line in self.lines for x, _ in line.points}) > MAX_TABLE_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +80,9 @@ class DotPlot(Plot):
     connect: tuple[str, str] | None = None
     """Two series that a thick line connects in each row."""
     reference: str | None = None
-    """The row whose connected range is shaded behind all rows."""
+    """The row with the range that is shaded behind all rows."""
     value_series: str | None = None
-    """The series whose means are printed at the right."""
+    """The series with the means that are printed at the right."""
 
     @property
     def series(self) -> list[str]:
@@ -107,16 +100,11 @@ class DotPlot(Plot):
 
     def table(self) -> Table:
         """Head and rows: all values of each row."""
-        rows = [
-            [label, *(", ".join(plain(value, 6) for value in row.get(name, ())) for name in self.series)]
-            for label, row in evenly_spaced(list(self.rows.items()), MAX_TABLE_ROWS)
+        series = self.series
+        return ["", *series], [
+            [label, *(", ".join(plain(value, 6) for value in row.get(name, ())) for name in series)]
+            for label, row in self.rows.items()
         ]
-        return ["", *self.series], rows
-
-    @property
-    def is_thinned(self) -> bool:
-        """Whether the table leaves out rows."""
-        return len(self.rows) > MAX_TABLE_ROWS
 
 
 AnyPlot: TypeAlias = LinePlot | DotPlot

@@ -36,7 +36,7 @@ def read_run(path: Path) -> Run:
         return Run(path, _read_object(run.result), events, True)
     if not run.config.exists():
         raise RunError(
-            f"{path} holds no run of papa: it has neither config.json nor result.json. "
+            f"{path} is not a run of papa: it has neither config.json nor result.json. "
             "Give the directory that `papa run` or `papa compare` wrote"
         )
     names = {key: config.get(key) for key in ("recipe", "method", "seed")}
@@ -49,7 +49,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise RunError(f"{path} is nested too deeply to be a file of papa") from error
     if not isinstance(value, dict):
-        raise RunError(f"{path} holds {type(value).__name__}, expected an object as papa writes it")
+        raise RunError(f"{path} contains {type(value).__name__}, expected an object as papa writes it")
     return value
 
 
@@ -90,7 +90,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         inside = [path] if is_run(path) else [child for child in sorted(path.iterdir()) if is_run(child)]
         if not inside:
             raise RunError(
-                f"neither {path} nor a directory in it holds a run of papa: config.json and result.json are missing"
+                f"neither {path} nor a directory in it is a run of papa: config.json and result.json are missing"
             )
         found += inside
     runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in found)]

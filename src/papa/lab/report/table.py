@@ -74,7 +74,7 @@ def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _best_soup_rows(best: Any) -> list[tuple[str, ...]]:
     """The average soup of the epoch at which it was best on validation data."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in ("test", "validation"):
         found = part(best, name)
         score = next((v for key in ("average_soup", "score") if (v := number(part(found, key))) is not None), None)

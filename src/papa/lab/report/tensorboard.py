@@ -8,7 +8,6 @@ from typing import Any
 
 from papa.averager import Averaging
 from papa.errors import RunError
-from papa.evaluation import Evaluation
 from papa.lab.report.packages import require
 from papa.training import Callback, EpochRecord, Training
 
@@ -73,19 +72,10 @@ class EventFiles(Callback):
             for member, value in enumerate(by_member):
                 self._writer.add_scalar(f"{name}/member_{member}", value, record.step)
             self._writer.add_scalar(f"{name}/mean", sum(by_member) / len(by_member), record.step)
-        for tag, evaluation in _evaluations(record).items():
-            self._writer.add_scalar(tag, evaluation.score, record.step)
+        for data in ("validation", "test"):
+            for kind in ("ensemble", "average_soup"):
+                evaluation = getattr(record, f"{data}_{kind}", None)
+                if evaluation is not None:
+                    self._writer.add_scalar(f"{data}_score/{kind}", evaluation.score, record.step)
         self._writer.add_scalar("learning_rate", record.lr, record.step)
         self._writer.flush()
-
-
-def _evaluations(record: EpochRecord) -> dict[str, Evaluation]:
-    """Scores of networks that are made from all members, as far as they were evaluated."""
-    names = {
-        "validation_score/ensemble": "validation_ensemble",
-        "validation_score/average_soup": "validation_average_soup",
-        "test_score/ensemble": "test_ensemble",
-        "test_score/average_soup": "test_average_soup",
-    }
-    found = {tag: getattr(record, name, None) for tag, name in names.items()}
-    return {tag: evaluation for tag, evaluation in found.items() if evaluation is not None}

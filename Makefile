@@ -9,7 +9,7 @@ help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
 	@echo "make test    lint, type check and all tests"
 	@echo "make docs    build the documentation into build/site; a warning is an error"
-	@echo "make results write RESULTS.md and the first table of the README from the records in results/"
+	@echo "make results write RESULTS.md, and the README's table and figure, from the records in results/"
 	@echo "make format  format the sources with ruff"
 	@echo "make bench   run every benchmark and write BENCHMARKS.md"
 	@echo "make soak    200 kills, and an hour of training with kills and resumes"

@@ -1,1 +1,1 @@
-"""The evidence: records of runs, and what makes `RESULTS.md` of them."""
+"""Records of runs, and the code that makes `RESULTS.md` from them."""

@@ -1,4 +1,4 @@
-"""Two commands: `collect` keeps records of runs, `write` makes `RESULTS.md` and the README's first table of them."""
+"""Commands that collect records of runs, and write `RESULTS.md`, the README's first table and its figure from them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from pathlib import Path
 
 from papa.checkpoint import write_atomically
 from papa.errors import PapaError
+from papa.lab.report.draw import standalone_svg
 from papa.lab.report.reading import is_run, read_run
-from results.page import readme_with_headline, results_page
+from results.page import headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, record_of, runs_of, write_record
 from results.studies import STUDIES, Study
 
 ROOT = Path(__file__).parent.parent
-USAGE = """usage: python -m results.make collect [RUNS]   keep a record of every finished run below RUNS (runs)
-       python -m results.make write            write RESULTS.md and the README's first table from the records
+PICTURE = ROOT / "docs/assets/members-to-soup.svg"
+USAGE = """usage: python -m results.make collect [RUNS]   write a record of every finished run below RUNS (runs)
+       python -m results.make write            write RESULTS.md, the README's first table and its figure
+       python -m results.make picture          write only the figure, docs/assets/members-to-soup.svg
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collect records, or write the pages."""
+    """Collect records, or write pages and figure."""
     match list(arguments):
         case ["collect"]:
             return collect(Path("runs"))
@@ -28,37 +31,47 @@ def main(arguments: Sequence[str]) -> int:
             return collect(Path(runs))
         case ["write"]:
             return write()
+        case ["picture"]:
+            return write_picture()
         case _:
             print(USAGE, end="", file=sys.stderr)
             return 2
 
 
 def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDIES) -> int:
-    """Keep a record of every run of the studies that is finished; what is not there stays as it was.
+    """Write a record of every finished run of the studies; records of other runs stay unchanged.
 
     Args:
-        runs: the directory that commands call runs.
-        records: where the records go.
-        studies: whose runs.
+        runs: the directory that the commands call runs.
+        records: the directory of the records.
+        studies: the studies that the runs belong to.
     """
     for study in studies:
-        asked = {name: config for command in study.commands for name, config in runs_of(command).items()}
-        num_kept = 0
-        for name, config in asked.items():
+        expected = {name: config for command in study.commands for name, config in runs_of(command).items()}
+        num_written = 0
+        for name, config in expected.items():
             if is_run(runs / name) and (run := read_run(runs / name)).is_finished:
                 write_record(name, record_of(run, config), records)
-                num_kept += 1
-        if asked:
-            print(f"{study.name}: {num_kept} of {len(asked)} runs")
+                num_written += 1
+        if expected:
+            print(f"{study.name}: {num_written} of {len(expected)} runs")
     return 0
 
 
 def write() -> int:
-    """Write RESULTS.md and the README's block."""
+    """Write RESULTS.md, the README's block and the figure."""
     pages = {"RESULTS.md": results_page(), "README.md": readme_with_headline((ROOT / "README.md").read_text())}
     for name, page in pages.items():
         write_atomically(ROOT / name, page)
         print(f"wrote {name}")
+    return write_picture()
+
+
+def write_picture() -> int:
+    """Write the README's figure."""
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(PICTURE, standalone_svg(headline_plot()))
+    print(f"wrote {PICTURE.relative_to(ROOT)}")
     return 0
 
 

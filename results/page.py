@@ -1,4 +1,4 @@
-"""`RESULTS.md` and the README's first table, from records and prose."""
+"""`RESULTS.md`, the README's first table and its figure, from records and prose."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any
 
 from papa.cli.arguments import take_budget
 from papa.errors import RunError
+from papa.lab.report.figures import members_to_soup
+from papa.lab.report.plot import DotPlot
 from papa.rules import Push
 from results.record import FOLDER, names_of, read_records, runs_of
 from results.studies import HEADLINE, STUDIES, Study, Table
 from results.tables import headline, prose_number
 
 PROSE = Path(__file__).parent / "prose"
-NUMBER = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
+NUMBER_IN_PROSE = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
 """A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
-MOST_VALUES = 5
-"""How many values of one setting are listed."""
+MAX_VALUES = 5
+"""The number of values of one option that are listed."""
 BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 
 
@@ -30,9 +32,9 @@ def results_page(records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[
     """The whole of `RESULTS.md`.
 
     Args:
-        records: where the records are; one that belongs to no command is a `RunError`.
-        prose: where the words are.
-        studies: what it shows.
+        records: the directory of the records; a `RunError` if one of them belongs to no command.
+        prose: the directory of the texts.
+        studies: the studies it shows.
     """
     _check_all_belong(records, studies)
     parts = [prose_of("opening", records, prose, studies)]
@@ -44,11 +46,11 @@ def results_page(records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[
 
 
 def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
-    """The README with its block of results filled; as it is, where no run of the main study is there.
+    """The README with its block of results filled in; unchanged if there is no run of the main study.
 
     Args:
         readme: its text, with a block between `<!-- results -->` and `<!-- end of results -->`.
-        records: where the records are.
+        records: the directory of the records.
     """
     found = {name: list(read_records([command], records).values()) for name, command in HEADLINE.items()}
     found = {name: runs for name, runs in found.items() if runs}
@@ -73,22 +75,34 @@ def _headline_words(found: Mapping[str, list[dict[str, Any]]]) -> str:
     )
 
 
-def _each(found: Mapping[str, list[dict[str, Any]]], tell: Callable[[list[dict[str, Any]]], str]) -> str:
-    """Something about the runs on each data set; once, where it is the same on all."""
-    told = {name: tell(runs) for name, runs in found.items()}
-    if len(set(told.values())) == 1:
-        return next(iter(told.values()))
-    return " and ".join(f"{words} ({name})" for name, words in told.items())
+def _each(found: Mapping[str, list[dict[str, Any]]], describe: Callable[[list[dict[str, Any]]], str]) -> str:
+    """A description of the runs on each data set; only once if it is the same for all."""
+    words = {name: describe(runs) for name, runs in found.items()}
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return " and ".join(f"{word} ({name})" for name, word in words.items())
+
+
+def headline_plot(records: Path = FOLDER) -> DotPlot:
+    """The README's figure: from single networks to one, for the first data set of its table."""
+    name, command = next(iter(HEADLINE.items()))
+    runs = list(read_records([command], records).values())
+    members = _listed(record["config"]["members"] for record in runs)
+    methods = {run["method"] for run in runs}
+    plot = members_to_soup(runs, f"{name}: {members} networks, {len(methods)} ways to train them")
+    if plot is None:
+        raise RunError(f"there is no record of the runs of '{command}': collect them first")
+    return plot
 
 
 def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
-    """What is written about a study, its numbers filled in; nothing where nothing is.
+    """The text about a study with its numbers filled in; empty if there is none.
 
     Args:
-        name: the study's, or `opening`.
-        records: where the numbers come from.
-        prose: where the words are.
-        studies: which runs there are.
+        name: the name of the study, or `opening`.
+        records: the directory of the records.
+        prose: the directory of the texts.
+        studies: all studies.
     """
     path = prose / f"{name}.md"
     if not path.exists():
@@ -99,10 +113,10 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
         runs = [record for run, record in known.items() if fnmatchcase(run, f"{match[1]}-seed*")]
         number = prose_number(runs, match[2])
         if not number:
-            raise RunError(f"{path.name} asks for {match[0]}, of which there is no record: collect it, or say less")
+            raise RunError(f"{path.name} needs {match[0]}, of which there is no record: collect it, or change the text")
         return number
 
-    return NUMBER.sub(fill, path.read_text(encoding="utf-8").strip())
+    return NUMBER_IN_PROSE.sub(fill, path.read_text(encoding="utf-8").strip())
 
 
 def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:
@@ -110,7 +124,7 @@ def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:
     parts = [f"### {table.title}"]
     if table.commands:
         parts.append("```console\n" + "\n".join(table.commands) + "\n```")
-    parts += [f"Beside them, the runs of {_named(command, studies)}." for command in table.beside]
+    parts += [f"Also shown: the runs of {_named(command, studies)}." for command in table.shown_with]
     own = read_records(table.commands, records) if table.commands else found
     if not own:
         return "\n\n".join([*parts, "Not run yet."])
@@ -118,7 +132,7 @@ def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:
 
 
 def _named(command: str, studies: Sequence[Study]) -> str:
-    """Which study and table make a command's runs."""
+    """The study and table that a command belongs to."""
     for study in studies:
         for table in study.tables:
             if command in table.commands:
@@ -127,8 +141,8 @@ def _named(command: str, studies: Sequence[Study]) -> str:
 
 
 def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Budget, seeds, versions, and how many of the runs are there."""
-    asked = {name for command in table.all_commands for name in runs_of(command)}
+    """Budget, seeds, versions, and the number of missing runs."""
+    expected = {name for command in table.all_commands for name in runs_of(command)}
     budgets = _listed(take_budget(shlex.split(command))[0] for command in table.all_commands)
     seeds = _listed(record["seed"] for record in records.values())
     environments = [record["environment"] for record in records.values()]
@@ -136,55 +150,55 @@ def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
         f"{word} {_listed(one[key] for one in environments)}"
         for word, key in (("papa", "papa"), ("PyTorch", "torch"), ("Python", "python"), ("device", "device"))
     )
-    missing = len(asked) - len(records)
-    so_far = f"; {missing} of {len(asked)} runs are still to come" if missing else ""
+    missing = len(expected) - len(records)
+    incomplete = f"; {missing} of {len(expected)} runs are missing" if missing else ""
     setting = "; ".join(f"{word} {_in_short(found)}" for word, found in _setting(list(records.values())).items())
-    return f"Budget {budgets}; seeds {seeds}; {versions}{so_far}.\n\nThe setting: {setting}."
+    return f"Budget {budgets}; seeds {seeds}; {versions}{incomplete}.\n\nThe setting: {setting}."
 
 
 def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What a reader needs to know of how large and how long these trainings are, and how members are averaged."""
-    told: dict[str, list[Any]] = {}
+    """The main options of some runs: size and length of training, and how members are averaged."""
+    found: dict[str, list[Any]] = {}
 
-    def tell(word: str, value: Any) -> None:
+    def add(word: str, value: Any) -> None:
         if value is not None:
-            told.setdefault(word, []).append(value)
+            found.setdefault(word, []).append(value)
 
     for record in records:
         config, steps = record["config"], record["epochs"][-1]["step"]
         data, train, average = config["data"], config["train"], config["average"]
-        tell("members", config["members"])
-        tell("width", config["model"]["width"])
+        add("members", config["members"])
+        add("width", config["model"]["width"])
         if data["max_train"] is not None:
             held_out = round(data["max_train"] * data["validation"])
-            tell("training images", data["max_train"] - held_out)
-            tell("validation images", held_out)
-        tell("epochs", train["epochs"])
-        tell("steps", steps)
-        tell("batches of", train["batch_size"])
-        tell("precision", train["precision"])
-        tell("learning rate", train["lr"])
+            add("training images", data["max_train"] - held_out)
+            add("validation images", held_out)
+        add("epochs", train["epochs"])
+        add("steps", steps)
+        add("batches of", train["batch_size"])
+        add("precision", train["precision"])
+        add("learning rate", train["lr"])
         if record["method"] == "papa" and average["half_life"] is not None:
             half_life = average["half_life"] * steps
             push = Push(half_life=half_life, every_steps=average["every_steps"])
-            tell("steps between pushes", average["every_steps"])
-            tell("half-life of a push, in steps,", half_life)
-            tell("its alpha", push.effective_alpha)
+            add("steps between pushes", average["every_steps"])
+            add("half-life of a push, in steps,", half_life)
+            add("its alpha", push.effective_alpha)
         if record["method"] in ("papa-all", "papa-2"):
-            tell("steps between merges", max(1, round(average["every_epochs"] * steps / train["epochs"])))
-            tell("batches for REPAIR", average["repair"])
-    return told
+            add("steps between merges", max(1, round(average["every_epochs"] * steps / train["epochs"])))
+            add("batches for REPAIR", average["repair"])
+    return found
 
 
 def _in_short(values: Sequence[Any]) -> str:
-    """Different values in their order; of many numbers the least and the largest."""
+    """The different values in their order; of many numbers the smallest and the largest."""
     found = list(dict.fromkeys(values))
-    if len(found) > MOST_VALUES and not any(isinstance(value, str) for value in found):
-        return f"{_told(min(found))} to {_told(max(found))}"
-    return _listed(map(_told, found))
+    if len(found) > MAX_VALUES and not any(isinstance(value, str) for value in found):
+        return f"{_formatted(min(found))} to {_formatted(max(found))}"
+    return _listed(map(_formatted, found))
 
 
-def _told(value: float | str) -> str:
+def _formatted(value: float | str) -> str:
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
@@ -195,7 +209,7 @@ def _listed(values: Any) -> str:
 
 
 def _check_all_belong(records: Path, studies: Sequence[Study]) -> None:
-    asked = {name for study in studies for command in study.commands for name in runs_of(command)}
-    strays = [name for name in names_of(records) if name not in asked]
+    expected = {name for study in studies for command in study.commands for name in runs_of(command)}
+    strays = [name for name in names_of(records) if name not in expected]
     if strays:
         raise RunError(f"no command of results/studies.py makes {', '.join(strays)}: remove these records")

@@ -1,4 +1,4 @@
-"""Records: what is kept of a run, small enough to be committed, and without a trace of the machine it was made on."""
+"""Records: the scores and options of a run, small enough to commit and without names of the machine."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from papa.lab.report.reading import Run
 
 FOLDER = Path(__file__).parent / "records"
 LARGEST = 20_000
-"""How many bytes a record may have."""
+"""The largest size of a record, in bytes."""
 KEPT = (
     *("recipe", "method", "seed", "config", "test", "validation", "repaired", "aligned", "greedy_members"),
     *("similarity", "interpolation", "num_averagings", "nonfinite", "seconds", "policies"),
 )
-"""What of `result.json` goes into a record."""
+"""The keys of `result.json` that a record has."""
 ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "device", "workers")
-"""What of its environment does; neither the command, which names directories, nor when it was."""
+"""The keys of its environment; neither the command, which names directories, nor the time."""
 OF_THE_MACHINE = ("device", "data.root", "model.weights")
-"""What of a configuration a command leaves to the machine."""
+"""Options that depend on the machine."""
 DIGITS = 6
 
 
 @cache
 def runs_of(command: str) -> Mapping[str, Config]:
-    """Every run that a command makes: the name of its record, which is its directory below runs/, and its config.
+    """The runs of a command: the name of each record, which is its directory below runs/, and its config.
 
     Example:
         >>> runs = runs_of("papa compare digits --methods papa --seeds 1,2 --out runs/small")
@@ -51,11 +51,11 @@ def runs_of(command: str) -> Mapping[str, Config]:
 
 
 def record_of(run: Run, config: Config) -> dict[str, Any]:
-    """What is kept of a finished run, or a `RunError` where it is another than its command makes.
+    """The record of a finished run, or a `RunError` if the options of the run differ from its command.
 
     Args:
-        run: the run as its files tell it.
-        config: what the command says.
+        run: the run.
+        config: the options of the command.
     """
     check_config(run.result.get("config"), config, str(run.path))
     kept = {name: run.result[name] for name in KEPT if run.result.get(name) is not None}
@@ -76,35 +76,35 @@ def record_of(run: Run, config: Config) -> dict[str, Any]:
 
 
 def check_config(found: Any, config: Config, where: str) -> None:
-    """Raise a `RunError` where a run was made with other options than its command has now.
+    """Raise a `RunError` if a run was made with other options than its command has now.
 
-    Options that are newer than the run are not compared, nor those that its method does not look at.
+    Options that are newer than the run, or that its method does not use, are not compared.
     """
-    unseen = {*OF_THE_MACHINE, *idle_options(config.method)}
-    unseen |= {"average.align_every_epochs"} if config.average.align == "none" else set()
-    unseen |= {"average.mutation_every_epochs"} if not config.average.mutation else set()
-    told = dict(flat(json.loads(json_text(config.to_json()))))
+    unused = {*OF_THE_MACHINE, *idle_options(config.method)}
+    unused |= {"average.align_every_epochs"} if config.average.align == "none" else set()
+    unused |= {"average.mutation_every_epochs"} if not config.average.mutation else set()
+    expected = dict(flat(json.loads(json_text(config.to_json()))))
     different = [
-        f"{name} is {value!r}, its command says {told[name]!r}"
+        f"{name} is {value!r}, its command says {expected[name]!r}"
         for name, value in flat(found)
-        if name in told and name not in unseen and value != told[name]
+        if name in expected and name not in unused and value != expected[name]
     ]
     if different:
         raise RunError(
-            f"{where} is not what its command makes: {'; '.join(different)}. Run the command again, or say in "
-            "results/studies.py what was run"
+            f"{where} differs from its command: {'; '.join(different)}. Run the command again, or correct it in "
+            "results/studies.py"
         )
 
 
 def text_of(record: Mapping[str, Any]) -> str:
-    """A record as a file holds it: a line for each of its parts and epochs."""
+    """The text of a record file: one line for each part and epoch."""
     lines = [f'"{name}": {json_text(value)}' for name, value in record.items() if name != "epochs"]
     epochs = ",\n".join(map(json_text, record["epochs"]))
     return "{\n" + ",\n".join(lines) + f',\n"epochs": [\n{epochs}\n]}}\n'
 
 
 def write_record(name: str, record: Mapping[str, Any], folder: Path = FOLDER) -> None:
-    """Write a record, unless it is too large to be committed."""
+    """Write a record, unless it is too large to commit."""
     text = text_of(record)
     if len(text) > LARGEST:
         raise RunError(f"the record {name} has {len(text)} bytes, expected at most {LARGEST}: leave something out")
@@ -114,11 +114,11 @@ def write_record(name: str, record: Mapping[str, Any], folder: Path = FOLDER) ->
 
 
 def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """The records of the runs that some commands make, as far as they are there; each is checked against its command.
+    """The existing records of the runs of some commands; each is checked against its command.
 
     Args:
-        commands: which.
-        folder: where the records are.
+        commands: the commands.
+        folder: the directory of the records.
     """
     records = {}
     for command in commands:
@@ -131,12 +131,12 @@ def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, di
 
 
 def names_of(folder: Path = FOLDER) -> list[str]:
-    """The names of all records that are there."""
+    """The names of all existing records."""
     return [str(path.relative_to(folder))[: -len(".json")] for path in sorted(folder.rglob("*.json"))]
 
 
 def _with_placeholders(found: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """A run's configuration, with its command's words for where data and weights are."""
+    """The options of a run, with the paths of data and weights as in its command."""
     return {
         **found,
         "data": {**found["data"], "root": config.data.root},
@@ -150,7 +150,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to so many digits as tell something."""
+    """Numbers rounded to the significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):

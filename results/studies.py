@@ -1,8 +1,9 @@
-"""What was run, and which tables are made of it: the one place that says so.
+"""The studies: which commands were run, and which tables are made from their runs.
 
-A command is what a user types, with DATA for where the data lies. Where its runs go follows from its `--out`, and from
-that the names of their records: `runs/main/cifar10-vgg11/papa-seed1` is `records/main/cifar10-vgg11/papa-seed1.json`.
-What is said about a study stands in `prose/NAME.md`.
+A command is what a user types, with DATA for the directory of the data. Its `--out` determines the directories of its
+runs and the names of their records: the record of `runs/main/cifar10-vgg11/papa-seed1` is
+`records/main/cifar10-vgg11/papa-seed1.json`.
+The text about a study is in `prose/NAME.md`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from results.tables import (
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table, or a few, made of the same runs."""
+    """One or more tables made from the same runs."""
 
     title: str
     commands: tuple[str, ...] = ()
-    """What makes its runs."""
-    beside: tuple[str, ...] = ()
-    """Commands of other tables whose runs it shows too, before its own."""
+    """The commands of its runs."""
+    shown_with: tuple[str, ...] = ()
+    """Commands of other tables; their runs are shown first."""
     render: Callable[[Sequence[Record]], str] = side_by_side
     """From records to Markdown."""
 
     @property
     def all_commands(self) -> tuple[str, ...]:
-        """Whose runs it shows."""
-        return (*self.beside, *self.commands)
+        """The commands of all runs that it shows."""
+        return (*self.shown_with, *self.commands)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +53,14 @@ class Study:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """What makes its runs."""
+        """The commands of its runs."""
         return tuple(command for table in self.tables for command in table.commands)
 
 
 def _compare(
     recipe: str, out: str, *options: str, methods: str, seeds: str = "1,2,3", precision: str = "float32"
 ) -> str:
-    """A command at the `mini` budget; the precision is said, since by itself it would be the processor's."""
+    """A command at the `mini` budget; the precision is given since its default depends on the processor."""
     words = ("papa compare", recipe, "--budget mini --methods", methods, "--seeds", seeds, *options)
     root = "DATA/aerial" if recipe == "aerial-unet" else "DATA"
     return " ".join([*words, "--train.precision", precision, "--data.root", root, "--out", f"runs/{out}"])
@@ -78,13 +79,13 @@ HALF_LIVES = {
     20: (0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
     80: (0.0005, 0.002, 0.01, 0.02, 0.05, 0.1),
 }
-"""Shares of training, for each length in epochs; the longest training has steps enough for a shorter one."""
+"""Half-lives as shares of training, for each length in epochs; the longest has enough steps for a shorter one."""
 PRECISIONS = {80: "bfloat16"}
-"""Of lengths that were not run in float32."""
+"""The precision of lengths that were not run in float32."""
 
 
 def _half_life_commands(epochs: int) -> tuple[str, ...]:
-    """A small setting, never pushed, and pushed with each half-life."""
+    """A small setting: independent members, and PAPA with each half-life."""
     setting = (
         f"--members 4 --data.max-train 4000 --data.validation 0.125 --train.epochs {epochs} --average.every-steps 2"
     )
@@ -99,24 +100,24 @@ def _half_life_commands(epochs: int) -> tuple[str, ...]:
 
 
 def _rate_command(recipe: str, rate: float, *more: str) -> str:
-    """A few independent members, of a seed that no other study uses, with more validation data than usual."""
+    """A few independent members with a seed that no other study uses, and with more validation data."""
     options = ("--members 3 --data.validation 0.1", f"--train.lr {rate}", *more)
     return _compare(recipe, f"rates/{recipe}-{rate}", *options, methods="independent", seeds="11")
 
 
 HIGH_RATE = "--analysis --train.lr 0.1 --train.epochs 20"
 REPAIRS = {
-    f"average.repair {batches}, average.repair_policy {policy}, average.repair_scope {scope}": told
-    for batches, policy, scope, told in (
+    f"average.repair {batches}, average.repair_policy {policy}, average.repair_scope {scope}": name
+    for batches, policy, scope, name in (
         (5, "own", "all", "REPAIR as in the paper"),
         (5, "shared", "all", "REPAIR on the same images for all"),
         (5, "own", "batch-norm", "BatchNorm reset alone"),
         (0, "own", "all", "no REPAIR"),
     )
 }
-"""How the table of REPAIR calls its runs."""
+"""Names of the runs in the table of REPAIR."""
 PUSHES = {f"average.every_steps {steps}": f"a push every {steps} steps" for steps in (10, 4)}
-"""How the table of cadences does."""
+"""Names of the runs in the table of cadences."""
 
 
 STUDIES = (
@@ -151,7 +152,7 @@ STUDIES = (
                         methods="papa",
                     ),
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=renamed(of_methods("independent", "papa"), PUSHES),
             ),
         ),
@@ -219,7 +220,7 @@ STUDIES = (
                     )
                     for members in (2, 3)
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=of_methods("independent", "papa"),
             ),
         ),
@@ -247,7 +248,7 @@ STUDIES = (
             Table(
                 title="CIFAR-10, VGG-11, five members, or one network for five times as many epochs",
                 commands=(_compare("cifar10-vgg11-long", "long/cifar10-vgg11", SIDE_BY_SIDE, methods="independent"),),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=against_long,
             ),
         ),
@@ -266,7 +267,7 @@ STUDIES = (
                         ("shared", "--average.repair-policy shared"),
                     )
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=renamed(of_methods("independent", "papa-all"), REPAIRS),
             ),
             Table(
@@ -278,7 +279,7 @@ STUDIES = (
                         methods="papa-all",
                     ),
                 ),
-                beside=(MAIN_CIFAR10,),
+                shown_with=(MAIN_CIFAR10,),
                 render=push_against_merge,
             ),
         ),
@@ -287,8 +288,8 @@ STUDIES = (
         name="alike",
         title="What members share",
         tables=(
-            Table(title="CIFAR-10, VGG-11: features and straight lines", beside=(MAIN_CIFAR10,), render=alike),
-            Table(title="CIFAR-100, ResNet-18: features and straight lines", beside=(MAIN_CIFAR100,), render=alike),
+            Table(title="CIFAR-10, VGG-11: features and straight lines", shown_with=(MAIN_CIFAR10,), render=alike),
+            Table(title="CIFAR-100, ResNet-18: features and straight lines", shown_with=(MAIN_CIFAR100,), render=alike),
         ),
     ),
     Study(
@@ -322,7 +323,7 @@ STUDIES = (
         ),
     ),
 )
-"""In the order of `RESULTS.md`."""
+"""All studies, in the order of `RESULTS.md`."""
 
 HEADLINE = {"CIFAR-10, VGG-11": MAIN_CIFAR10, "CIFAR-100, ResNet-18": MAIN_CIFAR100}
-"""What the README's first table shows."""
+"""The data sets of the README's first table, and the commands of their runs."""

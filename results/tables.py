@@ -1,4 +1,4 @@
-"""From records to the tables of `RESULTS.md`; every number in them comes from here."""
+"""The tables of `RESULTS.md`, made from records."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from papa.lab.report import (
     mean_gap_closed,
     with_gap_closed,
 )
-from papa.lab.report.groups import groups_of
-from papa.lab.report.table import KEYS, SOUPS, of_soups, scores_of
+from papa.lab.report.settings import runs_by_setting
+from papa.lab.report.table import KEYS, SOUPS, scores_of, with_soups
 from papa.rules import Push
 
 Record: TypeAlias = Mapping[str, Any]
 Score: TypeAlias = Callable[[Record], float | None]
-"""A number of a run, where it has it."""
+"""A number of a run, or None."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -41,7 +41,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def side_by_side(records: Sequence[Record]) -> str:
-    """Means and standard deviations over seeds, what else the metric tells, and every single run."""
+    """Means and standard deviations over seeds, the details of the metric, and every single run."""
     parts = [markdown(*with_gap_closed(records, compare_rows(records)))]
     head, details = details_table(records)
     if details:
@@ -50,13 +50,13 @@ def side_by_side(records: Sequence[Record]) -> str:
 
 
 def of_methods(*methods: str) -> Callable[[Sequence[Record]], str]:
-    """As `side_by_side`, of some methods alone."""
+    """`side_by_side` for some methods only."""
     return lambda records: side_by_side([record for record in records if record["method"] in methods])
 
 
 def every_run(records: Sequence[Record]) -> str:
-    """One row for each run: its scores, how much of its seed's gap it closes where that is known, how long it took."""
-    runs = [(label, record) for label, group in groups_of(records).items() for _, record in group]
+    """One row for each run: its scores, the gap closed if it is known, and its minutes."""
+    runs = [(label, record) for label, group in runs_by_setting(records).items() for _, record in group]
     gaps = [gap_text(mean_gap_closed([record], records)) for _, record in runs]
     rows = [
         (
@@ -72,26 +72,26 @@ def every_run(records: Sequence[Record]) -> str:
 
 
 def renamed(render: Callable[[Sequence[Record]], str], words: Mapping[str, str]) -> Callable[[Sequence[Record]], str]:
-    """As `render`, with other words where runs are told apart by options that only papa's users know."""
+    """`render` with plain words in place of option names."""
 
-    def tell(records: Sequence[Record]) -> str:
+    def render_renamed(records: Sequence[Record]) -> str:
         text = render(records)
-        for found, told in words.items():
-            text = text.replace(found, told)
+        for option, word in words.items():
+            text = text.replace(option, word)
         return text
 
-    return tell
+    return render_renamed
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One score less another, by seed; None where either is not finite."""
+    """One score minus another, by seed; None if either is not finite."""
 
     by_seed: Mapping[int, float | None]
 
     @property
     def values(self) -> list[float] | None:
-        """One for each seed; None where any is missing: a mean over the seeds that went well would be another thing."""
+        """One value for each seed; None if any is missing, since a mean over the others would be biased."""
         found = [value for value in self.by_seed.values() if value is not None]
         return found if len(found) == len(self.by_seed) else None
 
@@ -107,7 +107,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Whether the mean is more than two standard deviations from nothing, and on which side."""
+        """Whether the mean is more than two standard deviations from zero, and on which side."""
         if self.mean is None or self.deviation is None:
             return "not finite" if self.mean is None else "one seed"
         if abs(self.mean) <= 2 * self.deviation:
@@ -116,7 +116,7 @@ class Difference:
 
 
 def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Difference | None:
-    """Ours less theirs for every seed that both were run with; None where there is none.
+    """Ours minus theirs for every seed that both have; None if there is none.
 
     Example:
         >>> paired({1: 55.0, 2: 56.0, 3: 57.0}, {1: 50.0, 2: None}).by_seed
@@ -130,7 +130,7 @@ def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None])
 
 
 def score(key: str, soups: str | None = None) -> Score:
-    """The test score of that name, or that of another kind of soups."""
+    """A function that finds the test score under a key, of plain or of other soups."""
 
     def find(record: Record) -> float | None:
         own = record if soups is None else record.get(soups)
@@ -140,35 +140,35 @@ def score(key: str, soups: str | None = None) -> Score:
 
 
 def by_seed(records: Sequence[Record], of: Score) -> dict[int, float | None]:
-    """A score of some runs, by their seeds."""
+    """A score of some runs, by seed."""
     return {record["seed"]: of(record) for record in records}
 
 
-YARDSTICKS: dict[str, Score] = {
+BASELINES: dict[str, Score] = {
     "mean of independent members": score("mean"),
     "best of independent members, by test score": score("max"),
     "ensemble of independent members": score("ensemble"),
     **{
-        f"{of_soups('greedy soup of independent members', soups)}": score("greedy_soup", soups)
+        f"{with_soups('greedy soup of independent members', soups)}": score("greedy_soup", soups)
         for soups in (None, *SOUPS)
     },
 }
-"""What an average soup is compared with."""
+"""The scores of independent members that an average soup is compared with."""
 
 
 def differences(records: Sequence[Record]) -> str:
-    """Each method's average soup less what independent members give, seed by seed.
+    """Each method's average soup minus scores of independent members, seed by seed.
 
-    Where a repaired or aligned greedy soup is the plain one again, a single member, it has no row of its own.
+    A repaired or aligned greedy soup that equals the plain one, because it is a single member, gets no separate row.
     """
     independent = _of_method(records, "independent")
     rows = []
     for method in dict.fromkeys(record["method"] for record in records if record["method"] != "independent"):
         greedy: list[Difference] = []
-        for name, yardstick in YARDSTICKS.items():
-            if all(yardstick(record) is None for record in independent):
+        for name, baseline in BASELINES.items():
+            if all(baseline(record) is None for record in independent):
                 continue  # soups that were not made
-            difference = _difference(_of_method(records, method), independent, yardstick)
+            difference = _difference(_of_method(records, method), independent, baseline)
             if difference is None or difference in greedy:
                 continue
             rows.append((f"{method}: average soup less {name}", difference))
@@ -177,7 +177,7 @@ def differences(records: Sequence[Record]) -> str:
 
 
 def difference_table(rows: Sequence[tuple[str, Difference]]) -> str:
-    """Differences by seed, their mean and deviation, and whether the one is above two of the other."""
+    """Differences by seed, their mean and standard deviation, and whether the mean is beyond two of these."""
     head = ("difference", "by seed", "mean", "standard deviation", "more than two standard deviations")
     return markdown(
         head,
@@ -195,13 +195,13 @@ def difference_table(rows: Sequence[tuple[str, Difference]]) -> str:
 
 
 def main_tables(records: Sequence[Record]) -> str:
-    """Methods side by side, every run, and what averaging gains, seed by seed."""
+    """Methods side by side, every run, and the gain of averaging, seed by seed."""
     return "\n\n".join([side_by_side(records), "What one averaged network gains, seed by seed:", differences(records)])
 
 
 def against_long(records: Sequence[Record]) -> str:
-    """A population against one network that was trained as long as all of it."""
-    # One network is its own soup; what REPAIR does to it is beside the point.
+    """A population compared with one network that was trained as long as all members together."""
+    # One network is its own soup: REPAIR of it is not of interest.
     long = [{**record, **dict.fromkeys(SOUPS)} for record in records if record["recipe"].endswith("-long")]
     others = [record for record in records if not record["recipe"].endswith("-long")]
     rows = [
@@ -213,7 +213,7 @@ def against_long(records: Sequence[Record]) -> str:
 
 
 def push_against_merge(records: Sequence[Record]) -> str:
-    """PAPA against PAPA-all without REPAIR."""
+    """PAPA compared with PAPA-all without REPAIR."""
     pushed = _of_method(records, "papa")
     merged = [one for one in _of_method(records, "papa-all") if not one["config"]["average"]["repair"]]
     difference = _difference(pushed, merged, score("average_soup"))
@@ -222,26 +222,26 @@ def push_against_merge(records: Sequence[Record]) -> str:
 
 
 def half_lives(records: Sequence[Record]) -> str:
-    """How good the average soup is for each half-life of the push, at each length of training, for the same seeds."""
+    """Scores for each half-life of the push and each length of training, for the same seeds."""
     records = of_common_seeds([record for record in records if record["method"] in ("independent", "papa")])
     rows = []
-    groups = [[record for _, record in group] for group in groups_of(records).values()]
+    groups = [[record for _, record in group] for group in runs_by_setting(records).values()]
     for runs in sorted(groups, key=lambda runs: (_length(runs[0]), _share(runs[0]))):
         epochs, share = _length(runs[0]), _share(runs[0])
         steps = runs[0]["epochs"][-1]["step"]
         every = runs[0]["config"]["average"]["every_steps"]
-        told = ("never pushed", "", "1")
+        push = ("never pushed", "", "1")
         if runs[0]["method"] == "papa":
-            told = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
+            push = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
         gap = mean_gap_closed(runs, records)
         cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
-        rows.append((f"{epochs}", f"{steps}", *told, *cells, gap_text(gap)))
+        rows.append((f"{epochs}", f"{steps}", *push, *cells, gap_text(gap)))
     head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha at the full learning rate")
     return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
 
 
 def rates(records: Sequence[Record]) -> str:
-    """How good members are for each learning rate: on the validation data it is chosen by, and on test data."""
+    """Scores of members for each learning rate: on validation data, which it is chosen by, and on test data."""
     head = ("learning rate", "mean on validation data", "mean on test data", "ensemble on test data")
     rows = []
     for record in sorted(records, key=lambda record: float(record["config"]["train"]["lr"])):
@@ -252,13 +252,13 @@ def rates(records: Sequence[Record]) -> str:
 
 
 def of_common_seeds(records: Sequence[Record]) -> list[Record]:
-    """Those runs whose seed every other setting among them was run with too."""
-    seeds = [{record["seed"] for _, record in group} for group in groups_of(records).values()]
+    """The runs with a seed that all settings among them have."""
+    seeds = [{record["seed"] for _, record in group} for group in runs_by_setting(records).values()]
     return [record for record in records if all(record["seed"] in some for some in seeds)]
 
 
 def _best_shares(records: Sequence[Record]) -> list[str]:
-    """Which half-life gave the best average soup, for each length."""
+    """The half-life of the best average soup, for each length of training."""
     lines = []
     pushed = [record for record in records if record["method"] == "papa"]
     for epochs in sorted({_length(record) for record in pushed}):
@@ -279,7 +279,7 @@ def similarity(records: Sequence[Record]) -> str:
         return ""
     layers = compared[0]["similarity"]["layers"]
     rows = []
-    for label, group in groups_of(compared).items():
+    for label, group in runs_by_setting(compared).items():
         found = [record["similarity"] for _, record in group]
         for kind, words in (("members", "between two members"), ("soup", "between a member and the average soup")):
             rows.append((f"{label}, {words}", *_columns([one["plain"][kind] for one in found])))
@@ -289,10 +289,10 @@ def similarity(records: Sequence[Record]) -> str:
 
 
 def lines_between(records: Sequence[Record]) -> str:
-    """What lies on the straight line between two members: plain, aligned, repaired and both."""
+    """Scores on the straight line between two members: plain, aligned, repaired and both."""
     rows = []
     compared = [record for record in records if record.get("interpolation")]
-    for label, group in groups_of(compared).items():
+    for label, group in runs_by_setting(compared).items():
         runs = [{curve["name"]: curve for curve in record["interpolation"]["curves"]} for _, record in group]
         for name in runs[0]:
             curves = [curves[name] for curves in runs if name in curves]
@@ -305,7 +305,7 @@ def lines_between(records: Sequence[Record]) -> str:
 
 
 def alike(records: Sequence[Record]) -> str:
-    """How alike members are, and what lies between two of them."""
+    """Similarity of members, and scores on the line between two of them."""
     parts = ["Cosine similarity of features, by layer:", similarity(records)]
     parts += ["On the straight line between two members, test data:", lines_between(records)]
     return "\n\n".join([*parts, "The lines of independent members, point by point:", points_between(records)])
@@ -339,7 +339,7 @@ def headline(recipes: Mapping[str, Sequence[Record]]) -> str:
 
 
 def prose_number(records: Sequence[Record], key: str) -> str:
-    """A number for a sentence: the mean of a test score over runs, with its standard deviation where there are several.
+    """A number for a sentence: the mean of a test score over runs, with its standard deviation if there are several.
 
     Args:
         records: runs that differ in nothing but the seed.
@@ -353,8 +353,8 @@ def _of_method(records: Sequence[Record], method: str) -> list[Record]:
     return [record for record in records if record["method"] == method]
 
 
-def _difference(ours: Sequence[Record], theirs: Sequence[Record], yardstick: Score) -> Difference | None:
-    return paired(by_seed(ours, score("average_soup")), by_seed(theirs, yardstick))
+def _difference(ours: Sequence[Record], theirs: Sequence[Record], baseline: Score) -> Difference | None:
+    return paired(by_seed(ours, score("average_soup")), by_seed(theirs, baseline))
 
 
 def _length(record: Record) -> int:
@@ -362,7 +362,7 @@ def _length(record: Record) -> int:
 
 
 def _share(record: Record) -> float:
-    """The half-life as a share of training; infinite where members are never pushed."""
+    """The half-life as a share of training; infinite if members are never pushed."""
     return float("inf") if record["method"] == "independent" else float(record["config"]["average"]["half_life"])
 
 
@@ -375,7 +375,7 @@ def _columns(found: Sequence[Sequence[float]]) -> list[str]:
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """A mean with its standard deviation, as everywhere in papa; empty where there is no number at all."""
+    """A mean with its standard deviation; empty if there is no number."""
     found = [value for value in values if value is not None]
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Headless Chromium, spoken to over its debugging pipe: what a page logs, requests, and looks like."""
+"""Headless Chromium, controlled over its debugging pipe: what a page logs, requests, and looks like."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ for found, number in ((source, 3), (sink, 4)):
     os.set_inheritable(number, True)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Puts the pipe where the browser looks for it: it reads from 3 and writes to 4."""
-PATIENCE = 120.0
-"""Seconds a busy machine may need for one answer."""
+"""Puts the pipe where the browser expects it: it reads from 3 and writes to 4."""
+TIMEOUT = 120.0
+"""Seconds to wait for one answer, enough for a busy machine."""
 
 
 class Page:
     """A page of a headless browser.
 
     Args:
-        read: where the browser's messages arrive.
-        write: where it takes ours.
+        read: the file descriptor for messages from the browser.
+        write: the file descriptor for messages to it.
     """
 
     def __init__(self, read: int, write: int) -> None:
@@ -47,7 +47,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Ask for something and wait for the answer."""
+        """Call a method and wait for its result."""
         self._count += 1
         message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
         if self._session is not None:
@@ -61,12 +61,12 @@ class Page:
                 return result
 
     def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "the browser does not answer"
             added = os.read(self._read, 1 << 16)
-            assert added, "the browser has gone"
+            assert added, "the browser has exited"
             self._buffer += added
         line, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
@@ -75,7 +75,7 @@ class Page:
         return message
 
     def open(self, path: Path, *, width: int = 1280, scheme: str = "light", media: str = "") -> None:
-        """Show a file, from nothing: in a window so wide, in a colour scheme, on screen or in print."""
+        """Load a file in a window of the given width and color scheme, for screen or print."""
         self.events.clear()
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
@@ -87,19 +87,19 @@ class Page:
             self._next()
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript in the page."""
+        """Evaluate a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def complaints(self) -> list[str]:
-        """Whatever went to the console."""
-        self.evaluate("1")  # what was logged before arrives before this
+    def errors(self) -> list[str]:
+        """Everything that the page wrote to the console."""
+        self.evaluate("1")  # earlier log messages arrive before this result
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 
     def requests(self) -> list[str]:
-        """Every address the page asked for."""
+        """All addresses that the page requested."""
         self.evaluate("1")
         found = [event["params"]["request"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [request["url"] for request in found]
@@ -112,13 +112,13 @@ class Page:
 
 @contextlib.contextmanager
 def open_browser(profile: Path) -> Iterator[Page]:
-    """A browser of its own, without a network, that ends with the context.
+    """A separate browser without network access, closed at the end of the context.
 
     Args:
-        profile: where it may write.
+        profile: the directory for its files.
     """
-    to_browser, ours_out = os.pipe()
-    ours_in, from_browser = os.pipe()
+    to_browser, our_output = os.pipe()
+    our_input, from_browser = os.pipe()
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "--remote-debugging-pipe"]
     assert CHROMIUM is not None
@@ -131,12 +131,12 @@ def open_browser(profile: Path) -> Iterator[Page]:
     os.close(to_browser)
     os.close(from_browser)
     try:
-        yield Page(ours_in, ours_out)
+        yield Page(our_input, our_output)
     finally:
-        os.close(ours_out)  # which ends the browser
-        os.close(ours_in)
+        os.close(our_output)  # this makes the browser exit
+        os.close(our_input)
         try:
-            process.wait(PATIENCE)
+            process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

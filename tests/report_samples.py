@@ -1,4 +1,4 @@
-"""Results and metrics as runs write them, with everything a report can show, and with hostile names in it."""
+"""Results and metrics as runs write them, with everything that a report can show, and with hostile names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_result(method: str = "papa", seed: int = 1, shift: float = 0.0) -> dict
 
 
 def make_full_result() -> dict[str, Any]:
-    """A result with every part a run can write."""
+    """A result with all parts that a run can write."""
     coefficients = [index / 10 for index in range(11)]
     barrier = [4 * c * (1 - c) for c in coefficients]
     details = {key: {"accuracy": 80.0, HOSTILE: 50.0} for key in ("mean", "ensemble", "average_soup")}
@@ -78,6 +78,7 @@ def make_epoch(epoch: int, num_members: int = 2) -> dict[str, Any]:
         "losses": [1 / epoch + member for member in range(num_members)],
         "validation": [50.0 + epoch + member for member in range(num_members)],
         "validation_ensemble": 65.0,
+        "validation_average_soup": 64.0,
         "distances": [1.0 / epoch + member for member in range(num_members)],
     }
 
@@ -96,6 +97,7 @@ FULL_METRICS: list[dict[str, Any]] = [
         "epoch": 0.5,
         "data": "test",
         "before": [50.0, 52.0],
+        "after_unrepaired": [45.0, 45.0],
         "after": [60.0, 60.0],
         "later": [54.0, 55.0],
         "steps_later": 3,
@@ -103,5 +105,5 @@ FULL_METRICS: list[dict[str, Any]] = [
     make_epoch(1),
     {"event": "nonfinite", "step": 12, "member": 0, "reason": HOSTILE, "action": "replaced"},
     {"event": "checkpoint-failed", "step": 20, "error": "no space left on the device"},
-    make_epoch(2),
+    make_epoch(2) | {"test": [60.0, 61.0], "test_ensemble": 63.0, "test_average_soup": 62.0},
 ]

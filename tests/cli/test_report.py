@@ -47,19 +47,19 @@ def test_a_directory_of_runs_gets_one_page_over_all(runs: Path) -> None:
     assert page.index(">independent<") < page.index(">papa<") < page.index(">papa-all<")
 
 
-def test_several_directories_are_put_side_by_side(runs: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_directories_are_compared(runs: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["report", str(run), str(runs / "papa-seed1")]
     assert main(arguments) == 2
-    assert "got 2 directories: say with --out where it goes" in capsys.readouterr().err
+    assert "got 2 directories: choose a file with --out" in capsys.readouterr().err
     out = runs.parent / "new" / "both.html"
     assert main([*arguments, "--out", str(out)]) == 0
     assert "2 runs compared" in out.read_text()
 
 
-def test_a_page_of_somebody_else_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_that_papa_did_not_write_are_not_replaced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "report.html").write_text("mine")
     assert main(["report", str(run)]) == 2
-    assert "is there already: choose another --out, or replace it with --overwrite" in capsys.readouterr().err
+    assert "already exists: choose another --out, or replace it with --overwrite" in capsys.readouterr().err
     assert (run / "report.html").read_text() == "mine"
     assert main(["report", str(run), "--overwrite"]) == 0
     assert (run / "report.html").read_text() != "mine"
@@ -87,30 +87,40 @@ def test_texts_go_to_the_terminal_or_to_a_file(
     assert sorted(path.name for path in runs.iterdir() if path.is_file()) == []
 
 
-def test_figures_are_written_as_images(run: Path, runs: Path) -> None:
-    pytest.importorskip("resvg_py", reason="resvg-py is not installed")
+def test_figures_are_written_as_files(run: Path, runs: Path) -> None:
     assert main(["report", str(run), "--png"]) == 0
-    assert len(list((run / "figures").glob("*.png"))) == 11
+    assert len(list((run / "figures").glob("*.png"))) == 12
     first = run / "figures" / "similarity.png"
     first.write_text("mine")
     assert main(["report", str(run), "--png"]) == 2
     assert first.read_text() == "mine"
     assert main(["report", str(runs), "--png", "--out", str(run / "more")]) == 0
-    assert (run / "more" / "compare-average-soup.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "more" / "members-to-soup.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(runs), "--pdf", "--out", str(run / "more")]) == 0
+    assert (run / "more" / "members-to-soup.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_an_unfinished_run_is_reported_as_far_as_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_packages_are_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["report", str(run), "--png"]) == 2
+    assert "matplotlib is not installed: pip install 'papa-torch[report]'" in capsys.readouterr().err
+    assert main(["report", str(run), "--csv"]) == 0
+
+
+def test_an_unfinished_run_is_reported_so_far(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", None, METRICS)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"event": "epoch", "epo')
     assert main(["report", str(run)]) == 0
-    assert "has not finished: reported as far as it came" in capsys.readouterr().out
-    assert "This run has not finished: 2 of 20 epochs are done." in (run / "report.html").read_text()
+    assert "is not finished: the report shows the epochs that are done" in capsys.readouterr().out
+    assert "This run is not finished: 2 of 20 epochs are done." in (run / "report.html").read_text()
     assert main(["report", str(run), "--csv"]) == 0
     assert ",no," in capsys.readouterr().out
 
 
-def test_a_run_that_was_trained_is_reported_as_it_was(tmp_path: Path) -> None:
+def test_reporting_again_gives_the_same_page(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     short = ["--train.epochs", "2", "--train.batch-size", "64", "--members", "2"]
     assert main(["run", "digits", *short, "--method", "papa-all", "--out", out]) == 0
@@ -123,13 +133,11 @@ def test_a_run_that_was_trained_is_reported_as_it_was(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[1]", "holds list, expected an object"),
+        ("[1]", "contains list, expected an object"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )
-def test_results_that_are_none_are_named(
-    content: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_results_are_named(content: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "result.json").write_text(content)
     assert main(["report", str(run)]) == 2
     shown = capsys.readouterr().err
@@ -151,12 +159,12 @@ def test_an_empty_result_still_has_a_page(run: Path) -> None:
         ([], "a directory is missing"),
         (["--csv"], "a directory is missing"),
         (["nowhere"], "there is no directory nowhere"),
-        (["."], "neither . nor a directory in it holds a run of papa"),
+        (["."], "neither . nor a directory in it is a run of papa"),
         (["run", "--csv", "--latex"], "got --csv and --latex: give one of them at a time"),
         (["run", "--csv", "--out", "run"], "run is a directory, expected a file"),
     ],
 )
-def test_mistakes_get_one_readable_message(
+def test_wrong_arguments_get_one_readable_message(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -173,5 +181,5 @@ def test_mistakes_get_one_readable_message(
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--help"]) == 0
     shown = capsys.readouterr().out
-    for option in ("--csv", "--json", "--latex", "--png", "--out", "--overwrite"):
+    for option in ("--csv", "--json", "--latex", "--png", "--pdf", "--out", "--overwrite"):
         assert option in shown

@@ -1,7 +1,8 @@
-"""RESULTS.md and the README's first table are what the committed records make of them, and their commands are real."""
+"""RESULTS.md and the README's table and figure agree with the committed records, and their commands are valid."""
 
 from __future__ import annotations
 
+import html
 import platform
 import re
 import shlex
@@ -12,8 +13,8 @@ import pytest
 from helpers import write_images
 from papa.cli import main
 from papa.errors import RunError
-from results.make import collect
-from results.page import readme_with_headline, results_page
+from results.make import PICTURE, collect
+from results.page import headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, LARGEST, names_of, runs_of
 from results.studies import STUDIES, Study, Table
 
@@ -22,13 +23,25 @@ PAGE = (ROOT / "RESULTS.md").read_text()
 COMMANDS = [line for line in PAGE.splitlines() if line.startswith("papa ")]
 
 
-def test_the_page_is_what_its_records_make() -> None:
+def test_the_page_agrees_with_the_records() -> None:
     assert results_page() == PAGE, "RESULTS.md is written from results/: run `make results`"
 
 
-def test_the_readmes_first_table_is_what_its_records_make() -> None:
+def test_the_readmes_first_table_agrees_with_the_records() -> None:
     readme = (ROOT / "README.md").read_text()
     assert readme_with_headline(readme) == readme, "the README's first table is written from results/: `make results`"
+
+
+def test_the_readmes_figure_agrees_with_the_records() -> None:
+    """Its text alternative has all its numbers; the drawing itself may differ between versions of matplotlib."""
+    plot = headline_plot()
+    assert list(plot.rows) == ["independent", "papa", "papa-all", "papa-2"]
+    picture = PICTURE.read_text()
+    assert f'aria-label="{html.escape(plot.alt)}"' in picture, (
+        "the README's figure is written from results/: `make results`"
+    )
+    assert f"<title>{html.escape(plot.title)}</title>" in picture
+    assert not re.search(r"https?:(?!//www.w3.org)|url\((?!#)|href=(?!\"#)|<script|<image", picture)
 
 
 def test_every_number_of_the_page_is_filled_in() -> None:
@@ -36,23 +49,23 @@ def test_every_number_of_the_page_is_filled_in() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_is_understood(command: str) -> None:
+def test_a_smallof_the_page_is_valid(command: str) -> None:
     """Its recipe, every option and every value; nothing is trained."""
     runs = runs_of(command)
     assert runs
     assert all(config.check() for config in runs.values())
 
 
-def test_every_command_of_a_study_is_on_the_page_and_no_two_write_to_one_place() -> None:
+def test_every_smallof_a_study_is_on_the_page_and_no_two_write_to_one_place() -> None:
     commands = [command for study in STUDIES for command in study.commands]
     assert commands == COMMANDS
     names = [name for command in commands for name in runs_of(command)]
     assert len(set(names)) == len(names)
-    assert {command for study in STUDIES for table in study.tables for command in table.beside} <= set(commands)
+    assert {command for study in STUDIES for table in study.tables for command in table.shown_with} <= set(commands)
 
 
 @pytest.mark.parametrize("name", names_of())
-def test_a_record_is_small_and_does_not_say_where_it_was_made(name: str) -> None:
+def test_a_record_is_small_and_names_no_machine(name: str) -> None:
     text = (FOLDER / f"{name}.json").read_text()
     assert len(text) <= LARGEST
     assert not re.search(r'"/|home/|root/|"command"|"finished"', text)
@@ -60,20 +73,20 @@ def test_a_record_is_small_and_does_not_say_where_it_was_made(name: str) -> None
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Study]:
-    """A small command of the page, run under the smoke budget on tiny data: where its runs are, and its study."""
+    """A small command of the page, run with the smoke budget on tiny data: the directory of its runs, and its study."""
     folder = tmp_path_factory.mktemp("smoke")
     for part in ("train", "test"):
         write_images(folder / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
-    (asked,) = (command for command in COMMANDS if "runs/repair/none" in command)
-    asked = asked.replace("--budget mini", "--budget smoke")
-    typed = asked.replace("DATA", str(folder)).replace("--out ", f"--out {folder}/")
-    assert typed != asked
+    (small,) = (command for command in COMMANDS if "runs/repair/none" in command)
+    small = small.replace("--budget mini", "--budget smoke")
+    typed = small.replace("DATA", str(folder)).replace("--out ", f"--out {folder}/")
+    assert typed != small
     assert main(shlex.split(typed)[1:]) == 0
-    table = Table(title="PAPA-all", commands=(asked,))
+    table = Table(title="PAPA-all", commands=(small,))
     return folder / "runs", Study(name="repair", title="Without REPAIR", tables=(table,))
 
 
-def test_a_command_of_the_page_runs_and_becomes_a_table(
+def test_a_smallof_the_page_runs_and_becomes_a_table(
     smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs, study = smoke
@@ -92,7 +105,7 @@ def test_a_command_of_the_page_runs_and_becomes_a_table(
             assert secret not in text
 
 
-def test_a_run_with_other_options_than_its_command_is_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
+def test_a_run_with_other_options_than_its_smallis_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
     runs, study = smoke
     other = study.commands[0].replace("--average.repair 0", "--average.repair 3")
     changed = Study(name="repair", title="", tables=(Table(title="", commands=(other,)),))
@@ -100,7 +113,7 @@ def test_a_run_with_other_options_than_its_command_is_refused(smoke: tuple[Path,
         collect(runs, tmp_path, [changed])
     assert not list(tmp_path.iterdir())
     collect(runs, tmp_path, [study])
-    with pytest.raises(RunError, match="the record repair/none/papa-all-seed1 is not what its command makes"):
+    with pytest.raises(RunError, match="the record repair/none/papa-all-seed1 differs from its command"):
         results_page(tmp_path, tmp_path, [changed])
 
 
@@ -118,10 +131,10 @@ def test_unfinished_runs_are_left_out_and_counted(
     collect(tmp_path / "runs", tmp_path / "records", [study])
     assert "repair: 1 of 3 runs" in capsys.readouterr().out
     page = results_page(tmp_path / "records", tmp_path, [study])
-    assert "2 of 3 runs are still to come." in page
+    assert "2 of 3 runs are missing." in page
 
 
-def test_a_record_that_no_command_makes_is_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
+def test_a_record_that_no_smallmakes_is_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
     runs, study = smoke
     collect(runs, tmp_path, [study])
     (tmp_path / "stray.json").write_text("{}")

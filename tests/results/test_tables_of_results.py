@@ -1,4 +1,4 @@
-"""Tables of the evidence, made of invented records of every run of every study."""
+"""Tables of results, made from made-up records of all runs of all studies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOUPS = {"independent": 10.0, "papa": 57.0, "papa-all": 56.0, "papa-2": 55.0}
 
 
 def invented(config: Config) -> dict[str, Any]:
-    """A record of a run with that configuration, its numbers told by method, seed and strength of the push."""
+    """A record of a run with that configuration; its numbers depend on method, seed and half-life."""
     seed, share = config.seed, config.average.half_life or 0.0
     scores: dict[str, Any] = {"members": [54.0 + seed] * config.members, "mean": 54.0 + seed, "min": 53.0, "max": 59.5}
     scores |= {"ensemble": 58.0 + seed, "average_soup": SOUPS[config.method] + seed - share, "greedy_soup": 55.0 + seed}
@@ -79,7 +79,7 @@ def rows_of(page: str, start: str) -> list[list[str]]:
 def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(records: Path) -> None:
     page = results_page(records)
     assert "Not run yet" not in page
-    assert "still to come" not in page
+    assert "are missing" not in page
     for study in STUDIES:
         assert f"## {study.title}\n" in page
         for table in study.tables:
@@ -112,10 +112,10 @@ def test_the_main_table_has_means_gap_every_run_and_paired_differences(records: 
     ]
 
 
-def test_a_seed_that_failed_does_not_leave_the_statistics(records: Path) -> None:
+def test_a_failed_seed_is_not_left_out_of_the_statistics(records: Path) -> None:
     runs = [dict(record) for record in read_records([MAIN_CIFAR10], records).values()]
-    sick = next(record for record in runs if record["method"] == "papa" and record["seed"] == 2)
-    sick["test"] = {**sick["test"], "average_soup": None}
+    failed = next(record for record in runs if record["method"] == "papa" and record["seed"] == 2)
+    failed["test"] = {**failed["test"], "average_soup": None}
     (gain,) = rows_of(tables.main_tables(runs), "papa: average soup less mean of independent members")
     assert gain[1:] == ["+3.00, not finite, +3.00", "", "", "not finite"]
 
@@ -128,7 +128,7 @@ def test_soups_that_are_the_same_have_one_row(records: Path) -> None:
     assert len(rows_of(tables.main_tables(runs), "papa: average soup less greedy soup")) == 1
 
 
-def test_half_lives_are_told_in_shares_steps_and_alpha_and_the_best_is_named(records: Path) -> None:
+def test_half_lives_are_shown_as_shares_steps_and_alpha_and_the_best_is_named(records: Path) -> None:
     (study,) = (study for study in STUDIES if study.name == "half-life")
     page = tables.half_lives(list(read_records(study.commands, records).values()))
     row = next(row for row in rows_of(page, "20 |") if row[2] == "0.02")
@@ -158,7 +158,7 @@ def test_half_lives_are_compared_for_the_seeds_that_all_were_run_with(records: P
     assert table.render([*found, other]) == page
 
 
-def test_other_studies_show_what_they_are_about(records: Path) -> None:
+def test_other_studies_show_their_runs(records: Path) -> None:
     page = results_page(records)
     sections = {study.name: page.split(f"## {study.title}\n")[1].split("\n## ")[0] for study in STUDIES}
     assert {f"papa, members {members}" for members in (2, 3, 5)} <= {
@@ -182,7 +182,7 @@ def test_other_studies_show_what_they_are_about(records: Path) -> None:
     assert "| papa: average soup | 81.25 | 71.50 |" in sections["segmentation"]
 
 
-def test_the_readme_gets_the_main_study_when_it_is_there(records: Path, tmp_path: Path) -> None:
+def test_the_readme_gets_the_main_study(records: Path, tmp_path: Path) -> None:
     readme = "before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n"
     filled = readme_with_headline(readme, records)
     assert filled.startswith("before\n<!-- results -->\n\n|  | method | mean [min, max] |")
@@ -206,7 +206,7 @@ def test_numbers_in_prose_come_from_records(records: Path, tmp_path: Path) -> No
     assert prose_of("main", records, tmp_path) == "59.00 (1.00)"
     (tmp_path / "main.md").write_text("{main/cifar10-vgg11/pappa average_soup}")
     with pytest.raises(
-        RunError, match=r"main.md asks for \{main/cifar10-vgg11/pappa average_soup\}, of which there is no"
+        RunError, match=r"main.md needs \{main/cifar10-vgg11/pappa average_soup\}, of which there is no"
     ):
         prose_of("main", records, tmp_path)
 
@@ -217,7 +217,7 @@ def test_records_that_are_too_large_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_commands_that_are_no_studies_are_refused() -> None:
+def test_invalid_commands_are_refused() -> None:
     with pytest.raises(RunError, match="expected a command that begins with papa compare"):
         runs_of("papa run digits --out runs/a")
     with pytest.raises(RunError, match="expected an --out below runs/"):

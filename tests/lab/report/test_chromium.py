@@ -8,10 +8,10 @@ import pytest
 
 from browser import CHROMIUM, Page, open_browser
 from papa.lab.report import compare_page, run_page
-from papa.lab.report.svg import DARK, LIGHT
+from papa.lab.report.draw import DARK, LIGHT
 from report_samples import FULL_METRICS, METRICS, make_full_result, make_result
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 PAGES = {
     "run": run_page(make_full_result(), FULL_METRICS),
@@ -38,7 +38,7 @@ LOOKS = [(1280, "light", ""), (1280, "dark", ""), (360, "light", ""), (360, "dar
 
 
 @pytest.mark.parametrize(("width", "scheme", "media"), LOOKS)
-def test_a_report_opens_without_complaint_or_request_and_shows_all(
+def test_a_report_opens_without_errors_or_requests_and_shows_all_figures(
     browser: Page, report: Path, width: int, scheme: str, media: str
 ) -> None:
     browser.open(report, width=width, scheme=scheme, media=media)
@@ -59,7 +59,7 @@ def test_a_report_opens_without_complaint_or_request_and_shows_all(
     paper = (LIGHT if scheme == "light" or media == "print" else DARK)["paper"]
     red, green, blue = (int(paper[index : index + 2], 16) for index in (1, 3, 5))
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb({red}, {green}, {blue})"
-    assert browser.complaints() == []
+    assert browser.errors() == []
     assert browser.requests() == [report.as_uri()]
 
 
@@ -74,6 +74,19 @@ def test_labels_of_figures_do_not_stick_out(browser: Page, report: Path) -> None
     assert out == []
 
 
+def test_labels_of_figures_do_not_overlap(browser: Page, report: Path) -> None:
+    browser.open(report)
+    overlaps = browser.evaluate(
+        "[...document.querySelectorAll('svg')].flatMap(svg => {"
+        " const texts = [...svg.querySelectorAll('text')].map(text =>"
+        "  [text.textContent, text.getBoundingClientRect()]);"
+        " return texts.flatMap(([a, one], i) => texts.slice(i + 1).filter(([b, two]) =>"
+        "  Math.min(one.right, two.right) - Math.max(one.left, two.left) > 1 &&"
+        "  Math.min(one.bottom, two.bottom) - Math.max(one.top, two.top) > 4).map(([b]) => a + ' / ' + b)) })"
+    )
+    assert overlaps == []
+
+
 def test_numbers_unfold(browser: Page, report: Path) -> None:
     browser.open(report)
     closed = browser.evaluate("document.querySelector('figure details').getBoundingClientRect().height")
@@ -81,12 +94,12 @@ def test_numbers_unfold(browser: Page, report: Path) -> None:
     assert browser.evaluate("document.querySelector('figure details').getBoundingClientRect().height") > closed + 20
 
 
-def test_the_browser_tells_what_it_should(browser: Page, tmp_path: Path) -> None:
+def test_the_browser_reports_errors_and_requests(browser: Page, tmp_path: Path) -> None:
     """A page that does everything a report must not do."""
     bad = tmp_path / "bad.html"
     bad.write_text("<img src='https://example.org/a.png'><script>console.error('oh no'); missing()</script>")
     browser.open(bad)
     assert "https://example.org/a.png" in browser.requests()
-    complaints = " ".join(browser.complaints())
-    assert "oh no" in complaints
-    assert "missing is not defined" in complaints
+    errors = " ".join(browser.errors())
+    assert "oh no" in errors
+    assert "missing is not defined" in errors

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from papa.lab.report.draw import pdf_bytes, png_bytes
 from papa.lab.report.export import CSV_COLUMNS, csv_text, json_report, latex_escaped, latex_text
 from papa.lab.report.figures import run_figures
-from papa.lab.report.png import check_png, png_bytes
 from papa.lab.report.reading import Run
 from report_samples import FULL_METRICS, HOSTILE, METRICS, make_full_result, make_result
 
@@ -48,7 +48,7 @@ def test_json_has_runs_epochs_and_the_means_over_seeds() -> None:
     assert [epoch["epoch"] for epoch in report["runs"][0]["epochs"]] == [1, 2]
 
 
-def test_latex_is_a_table_with_the_lines_of_booktabs() -> None:
+def test_latex_is_a_booktabs_table() -> None:
     lines = latex_text(RUNS).splitlines()
     assert [line for line in lines if "rule" in line] == [r"\toprule", r"\midrule", r"\bottomrule"]
     assert r"papa & 91.50 (0.71) [90.00, 93.00] & 93.50 (0.71) & 93.00 (0.71) & 92.75 (0.71) \\" in lines
@@ -56,7 +56,7 @@ def test_latex_is_a_table_with_the_lines_of_booktabs() -> None:
     assert r"test & 91.00 [90.00, 92.00] & 93.00 & 92.50 & 92.25 \\" in one.splitlines()
 
 
-def test_latex_prints_hostile_names_as_they_are() -> None:
+def test_latex_escapes_hostile_names() -> None:
     assert latex_escaped(r"\input{x}") == r"\textbackslash{}input\{x\}"
     text = latex_text([make_run({**make_result(), "recipe": HOSTILE, "method": "[b\nc"})])
     assert "\\{\\}\\%\\textbackslash{}" in text
@@ -65,19 +65,17 @@ def test_latex_prints_hostile_names_as_they_are() -> None:
     assert "\n{}[5cm] & " in two
 
 
-def test_no_character_keeps_a_text_from_being_written() -> None:
+def test_any_character_can_be_written() -> None:
     run = make_run({**make_result("\ud800\x00"), "recipe": "\udfff"})
     for text in (csv_text([run]), latex_text([run, run]), json_report([run])):
         assert text.encode()
 
 
-def test_figures_are_drawn_as_images() -> None:
-    pytest.importorskip("resvg_py", reason="resvg-py is not installed")
-    check_png()
+def test_figures_are_drawn_as_images_and_pdf() -> None:
     result = make_full_result()
     result["similarity"]["layers"][0] = "\x00\ud800<&"
-    sections = run_figures(result, FULL_METRICS)
-    figures = [figure for section in sections.values() for figure in section]
-    assert len(figures) == 11
-    for figure in figures:
-        assert png_bytes(figure, zoom=1.0).startswith(b"\x89PNG")
+    plots = [plot for section in run_figures(result, FULL_METRICS).values() for plot in section]
+    assert len(plots) == 12
+    for plot in plots:
+        assert png_bytes(plot, dpi=50).startswith(b"\x89PNG")
+        assert pdf_bytes(plot).startswith(b"%PDF")

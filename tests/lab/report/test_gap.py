@@ -84,7 +84,7 @@ def test_pages_and_latex_show_it() -> None:
     results = [make("independent", soup=10.0), make("papa", soup=91.5)]
     page = compare_page(results)
     assert '<td data-label="gap closed">75%</td>' in page
-    assert "Gap closed: where the average soup stands" in page
+    assert "Gap closed: the position of the average soup" in page
     assert "gap closed" not in compare_page(results[1:])
     lines = latex_text([Run(Path("a"), result, [], True) for result in results]).splitlines()
     assert r"\begin{tabular}{lrrrrr}" in lines

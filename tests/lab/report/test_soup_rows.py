@@ -1,4 +1,4 @@
-"""Rows of soups that were made in another way, and the paper's beside those it means."""
+"""Rows of repaired and aligned soups, and the paper's rows for the same soups."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def result(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_shows_each_kind_of_soup_and_says_which_the_papers_is() -> None:
+def test_a_run_shows_each_kind_of_soup_and_names_the_papers() -> None:
     assert run_rows(result())[2:] == [
         ("test, repaired", "", "", "20.00", "80.50"),
         ("test, aligned and repaired", "", "", "60.00", "81.00"),

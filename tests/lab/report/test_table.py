@@ -1,5 +1,5 @@
 from papa.lab.report import cells_of, compare_page, compare_rows, paper_cells, run_rows
-from papa.lab.report.groups import groups_of
+from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import compare_rows_with_paper
 from report_samples import make_full_result, make_result
 
@@ -20,21 +20,25 @@ def test_rows_of_several_seeds_show_mean_and_deviation() -> None:
 def test_runs_that_differ_in_more_than_the_seed_are_not_averaged() -> None:
     few, many = make_result(seed=1), make_result(seed=2)
     many["config"] = {**many["config"], "members": 10}
-    assert list(groups_of([few, many, make_result("papa-all")])) == ["papa, members 2", "papa, members 10", "papa-all"]
+    assert list(runs_by_setting([few, many, make_result("papa-all")])) == [
+        "papa, members 2",
+        "papa, members 10",
+        "papa-all",
+    ]
 
 
-def test_options_that_a_method_does_not_look_at_keep_no_runs_apart() -> None:
+def test_runs_that_differ_in_unused_options_are_averaged() -> None:
     runs = []
     for method in ("papa", "papa-all"):
         for half_life in (0.02, 0.003):
             run = make_result(method)
             run["config"] = {**run["config"], "average": {"half_life": half_life}}
             runs.append(run)
-    found = {label: len(group) for label, group in groups_of(runs).items()}
+    found = {label: len(group) for label, group in runs_by_setting(runs).items()}
     assert found == {"papa, average.half_life 0.02": 1, "papa, average.half_life 0.003": 1, "papa-all": 2}
 
 
-def test_one_run_is_told_as_one() -> None:
+def test_counts_of_one_are_singular() -> None:
     page = compare_page([make_result()])
     assert "digits: 1 run compared" in page
     assert "1 way to train a population, seed 1; scores" in page
@@ -43,10 +47,10 @@ def test_one_run_is_told_as_one() -> None:
 
 def test_runs_of_several_recipes_are_named_by_them() -> None:
     other = {**make_result(), "recipe": "cifar10-vgg11"}
-    assert list(groups_of([make_result(), other])) == ["digits papa", "cifar10-vgg11 papa"]
+    assert list(runs_by_setting([make_result(), other])) == ["digits papa", "cifar10-vgg11 papa"]
 
 
-def test_scores_that_are_not_numbers_are_said_to_be_so() -> None:
+def test_scores_that_are_not_numbers_are_shown_as_not_finite() -> None:
     scores = {**make_result()["test"], "ensemble": None}
     assert cells_of(scores)[1] == "not finite"
     assert paper_cells({"ensemble": 78.7}) == ("", "78.70", "", "")
@@ -66,12 +70,20 @@ def test_rows_of_a_run_hold_its_other_soups_and_the_papers_test() -> None:
     ]
 
 
+def test_the_best_average_soup_has_a_row() -> None:
+    best = {"epoch": 12, "validation": {"score": 93.0}, "test": {"average_soup": 92.0}}
+    rows = {row[0]: row for row in run_rows({**make_result(), "best_soup": best})}
+    assert rows["test, best average soup (epoch 12)"][3] == "92.00"
+    assert rows["validation, best average soup (epoch 12)"][3] == "93.00"
+    assert len(run_rows({**make_result(), "best_soup": None})) == 2
+
+
 def test_the_papers_row_follows_its_method() -> None:
     results = [{**make_result("independent"), "paper": {"ensemble": 95.0}}, make_result("papa")]
     assert [row[0] for row in compare_rows_with_paper(results)] == ["independent", "paper's independent", "papa"]
 
 
-def test_runs_that_have_not_finished_count_for_nothing() -> None:
+def test_unfinished_runs_are_left_out() -> None:
     begun = {key: make_result(seed=3)[key] for key in ("recipe", "method", "config")}
     results = [make_result(seed=1), make_result(seed=2, shift=1.0), begun]
     assert compare_rows(results) == compare_rows(results[:2])

@@ -1,5 +1,6 @@
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 import papa
 from helpers import make_training
 from papa.averager import Averaging
-from papa.evaluation import accuracy
+from papa.evaluation import Evaluation, accuracy
 from papa.lab.report.tensorboard import EventFiles
 from papa.schedules import cosine
 from papa.training import Callback, EpochRecord, Numerics, Training
@@ -25,7 +26,7 @@ def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 class Memory(Callback):
-    """Keeps what it is told."""
+    """Collects all records and averagings."""
 
     def __init__(self) -> None:
         self.epochs: list[EpochRecord] = []
@@ -55,7 +56,7 @@ def train(directory: Path, num_epochs: int) -> Memory:
     return memory
 
 
-def test_event_files_hold_what_training_told(tmp_path: Path) -> None:
+def test_event_files_contain_the_values_of_training(tmp_path: Path) -> None:
     memory = train(tmp_path, num_epochs=3)
     scalars = read(tmp_path)
     for tag, values in {
@@ -72,7 +73,7 @@ def test_event_files_hold_what_training_told(tmp_path: Path) -> None:
     assert scalars["distance_around_averaging/before"] == before
 
 
-def test_a_training_that_starts_anew_leaves_no_older_events(tmp_path: Path) -> None:
+def test_a_new_training_removes_older_events(tmp_path: Path) -> None:
     train(tmp_path, num_epochs=4)
     (tmp_path / "mine.txt").write_text("kept")
     memory = train(tmp_path, num_epochs=2)
@@ -80,12 +81,28 @@ def test_a_training_that_starts_anew_leaves_no_older_events(tmp_path: Path) -> N
     assert (tmp_path / "mine.txt").exists()
 
 
+def test_soups_and_test_scores_are_written_if_they_were_evaluated(tmp_path: Path) -> None:
+    score = Evaluation(loss=0.5, score=90.0)
+    record = SimpleNamespace(
+        **{"step": 3, "lr": 0.1, "losses": [1.0], "distances": [0.0], "validation": [score]},
+        **{"validation_ensemble": score, "validation_average_soup": score._replace(score=91.0)},
+        **{"test": [score], "test_ensemble": score, "test_average_soup": score._replace(score=92.0)},
+    )
+    with EventFiles(tmp_path) as files:
+        files.on_train_begin(SimpleNamespace(step=0))
+        files.on_epoch_end(SimpleNamespace(), record)
+    scalars = read(tmp_path)
+    assert scalars["validation_score/average_soup"] == [(3, 91.0)]
+    assert scalars["test_score/average_soup"] == [(3, 92.0)]
+    assert scalars["test_score/mean"] == [(3, 90.0)]
+
+
 class StopError(Exception):
     pass
 
 
 class StopAt(Callback):
-    """Stops a training in the middle, with what a checkpoint holds."""
+    """Stops a training in the middle, after saving its state."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -99,7 +116,7 @@ class StopAt(Callback):
             raise StopError
 
 
-def test_a_resumed_training_goes_on_behind_its_events(tmp_path: Path) -> None:
+def test_a_resumed_training_adds_to_its_events(tmp_path: Path) -> None:
     inputs = torch.randn(80, 4)
 
     def build() -> Training:

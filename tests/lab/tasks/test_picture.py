@@ -15,7 +15,7 @@ def some_tile(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return torch.randint(256, (3, height, width), dtype=torch.uint8), labels, torch.randint(3, (height, width))
 
 
-def test_image_labels_and_prediction_stand_side_by_side() -> None:
+def test_image_labels_and_prediction_are_side_by_side() -> None:
     image, labels, prediction = some_tile(6, 10)
     found = panels_of(image, labels, prediction, 3)
     assert found.shape == (6, 3 * 10 + 2 * GAP, 3)
@@ -27,14 +27,14 @@ def test_image_labels_and_prediction_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("size", [(8, 20), (30, 400), (2, 2000)])
-def test_pictures_are_about_as_wide_whatever_the_tile(size: tuple[int, int]) -> None:
+def test_pictures_have_about_the_same_width_for_any_tile(size: tuple[int, int]) -> None:
     png = side_by_side(*some_tile(*size), classes=["land", "water", "grüner Weg, 道"])
     picture = np.asarray(Image.open(io.BytesIO(png)))
     assert WIDTH / 2 < picture.shape[1] <= WIDTH
     legend = picture[-24:].reshape(-1, 3)
-    for colour in palette(3).tolist():
-        assert (legend == colour).all(axis=1).any()
+    for color in palette(3).tolist():
+        assert (legend == color).all(axis=1).any()
 
 
-def test_every_class_has_a_colour_of_its_own() -> None:
-    assert len({tuple(colour) for colour in palette(12).tolist()}) == 13
+def test_every_class_has_a_different_color() -> None:
+    assert len({tuple(color) for color in palette(12).tolist()}) == 13

@@ -1,4 +1,4 @@
-"""A picture of what a trained network says about an image."""
+"""A picture of a trained network's segmentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def prediction_picture(training: Training, network: nn.Module) -> bytes | None:
     tiles, metric = training.data.test, training.task.metric
     if not isinstance(tiles, Tiles) or not isinstance(metric, F1):
         return None
-    most_classes = max(range(len(tiles)), key=lambda place: len(torch.unique(tiles.planes[place][3])))
+    most_classes = max(range(len(tiles)), key=lambda index: len(torch.unique(tiles.planes[index][3])))
     images, labels = tiles.batch(torch.tensor([most_classes]))
     with evaluating(network):
         scores = training.task.apply(network, training.batches.prepare(images.to(training.device)))

@@ -11,11 +11,11 @@ from typing import Any
 
 from papa._version import __version__
 from papa.checkpoint import json_text
-from papa.lab.report.fields import number, numbers, part, printable, text
+from papa.lab.report.fields import number, numbers, part, printable, text, total_seconds
 from papa.lab.report.gap import with_gap_closed
-from papa.lab.report.groups import groups_of
 from papa.lab.report.reading import Run
-from papa.lab.report.table import COLUMNS, KEYS, compare_rows_with_paper, run_rows, scores_of
+from papa.lab.report.settings import runs_by_setting
+from papa.lab.report.table import COLUMNS, KEYS, SOUPS, compare_rows_with_paper, run_rows, scores_of
 
 CSV_COLUMNS = (
     *("run", "recipe", "method", "seed", "members", "finished", "data", "soups"),
@@ -33,47 +33,31 @@ LATEX_ESCAPES = {
 
 
 def csv_text(runs: Sequence[Run]) -> str:
-    """One line for each run, set of data and kind of soups; empty cells where there is no number."""
+    """One line for each run, data set and kind of soups; cells without a number are empty."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for run in runs:
-        for data, soups, scores in _score_parts(run.result):
-            writer.writerow(map(_csv_cell, (*_about(run), data, soups, *_csv_scores(scores), _total_seconds(run))))
+        result = run.result
+        members = len(numbers(scores_of(result).get("members"))) or part(result, "config", "members")
+        about = (str(run.path), result.get("recipe"), result.get("method"), result.get("seed"), members)
+        for data, soups, scores in list(_score_parts(result)) or [("", "", {})]:
+            cells = [number(scores.get(key)) for key in ("mean", "min", "max", *list(KEYS)[1:])]
+            finished = "yes" if run.is_finished else "no"
+            writer.writerow(map(_csv_cell, (*about, finished, data, soups, *cells, total_seconds(result))))
     return printable(file.getvalue())
 
 
-def _about(run: Run) -> tuple[Any, ...]:
-    result = run.result
-    members = len(numbers(scores_of(result).get("members"))) or part(result, "config", "members")
-    told = (result.get(key) for key in ("recipe", "method", "seed"))
-    return (str(run.path), *told, members, "yes" if run.is_finished else "no")
-
-
 def _score_parts(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    found = False
-    for soups in ("plain", "repaired", "aligned"):
-        holder = result if soups == "plain" else result.get(soups)
+    """Data, kind of soups and scores of each part of a result that has scores."""
+    for soups in ("plain", *SOUPS):
         for data in ("test", "validation"):
-            if isinstance(scores := part(holder, data), Mapping):
-                found = True
+            if isinstance(scores := part(result if soups == "plain" else result.get(soups), data), Mapping):
                 yield data, soups, scores
-    if not found:
-        yield "", "", {}
-
-
-def _csv_scores(scores: Mapping[str, Any]) -> list[float | None]:
-    return [number(scores.get(key)) for key in ("mean", "min", "max", *list(KEYS)[1:])]
-
-
-def _total_seconds(run: Run) -> float | None:
-    seconds = run.result.get("seconds")
-    found = [number(value) for value in seconds.values()] if isinstance(seconds, Mapping) else []
-    return sum(value for value in found if value is not None) if found else None
 
 
 def _csv_cell(value: Any) -> Any:
-    """A cell that no spreadsheet takes for a formula."""
+    """A cell that no spreadsheet reads as a formula."""
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return value
     words = text(value)
@@ -84,7 +68,10 @@ def json_report(runs: Sequence[Run]) -> str:
     """Every run's result and epochs, and the means over the seeds of each method."""
     report = {
         "papa": __version__,
-        "methods": [_method(label, [result for _, result in group]) for label, group in _groups(runs)],
+        "methods": [
+            _method(label, [result for _, result in group])
+            for label, group in runs_by_setting([run.result for run in runs]).items()
+        ],
         "runs": [
             {
                 "path": str(run.path),
@@ -99,10 +86,6 @@ def json_report(runs: Sequence[Run]) -> str:
     return json_text(report, indent=2) + "\n"
 
 
-def _groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[tuple[int, Mapping[str, Any]]]]]:
-    yield from groups_of([run.result for run in runs]).items()
-
-
 def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     summary: dict[str, Any] = {"method": label, "seeds": [result.get("seed") for result in results]}
     for key in KEYS:
@@ -113,7 +96,7 @@ def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def latex_text(runs: Sequence[Run]) -> str:
-    r"""A table for a paper, with the lines of booktabs; put `\usepackage{booktabs}` into its preamble."""
+    r"""A table for a paper, with booktabs lines; its preamble needs `\usepackage{booktabs}`."""
     results = [run.result for run in runs]
     head: tuple[str, ...] = ("data", *COLUMNS)
     rows = run_rows(results[0])
@@ -121,7 +104,7 @@ def latex_text(runs: Sequence[Run]) -> str:
         head, rows = with_gap_closed(results, compare_rows_with_paper(results))
     name = ", ".join(dict.fromkeys(text(result.get("recipe")) for result in results))
     body = [" & ".join(map(latex_escaped, row)) + r" \\" for row in rows]
-    body = ["{}" * line.startswith("[") + line for line in body]  # else the \\ above takes the [ for its own
+    body = ["{}" * line.startswith("[") + line for line in body]  # otherwise the \\ above takes the [ as its argument
     lines = [
         "% needs \\usepackage{booktabs}",
         r"\begin{table}",
@@ -148,7 +131,7 @@ def _caption(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def latex_escaped(words: str) -> str:
-    r"""Words that LaTeX prints as they are.
+    r"""Text that LaTeX prints unchanged.
 
     Example:
         >>> latex_escaped("50% of a_b")

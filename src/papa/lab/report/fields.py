@@ -1,4 +1,4 @@
-"""Careful reading of JSON that somebody may have edited: what is not what it should be is None."""
+"""Reading values from JSON that may have been edited by hand: a value of the wrong type is None."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LARGEST = 1e100
-"""Numbers beyond it belong to no score, loss or distance, and overflow what is computed from them."""
-MOST_CHARACTERS = 500
+"""Larger numbers are no score, loss or distance, and overflow in computations."""
+MAX_CHARACTERS = 500
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-"""Control characters, halves of characters, and what is no character at all."""
+"""Control characters, surrogates, and code points that are no characters."""
 
 
 def number(value: Any) -> float | None:
@@ -28,12 +28,12 @@ def number(value: Any) -> float | None:
 
 
 def numbers(value: Any) -> list[float | None]:
-    """A list of numbers, those that are none as None; anything else is an empty list."""
+    """A list of numbers, with None for entries that are no number; empty for anything but a list."""
     return [number(entry) for entry in value] if isinstance(value, list) else []
 
 
 def part(value: Any, *keys: str) -> Any:
-    """What lies under `keys`, one in the other; None where there is no such thing.
+    """The value under nested keys, or None.
 
     Example:
         >>> part({"test": {"mean": 91.0}}, "test", "mean")
@@ -48,28 +48,28 @@ def part(value: Any, *keys: str) -> Any:
 
 
 def entries(value: Any) -> list[Mapping[str, Any]]:
-    """A list of objects, without whatever else is in it."""
+    """The objects in a list; empty for anything but a list."""
     return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
 
 
 def text(value: Any) -> str:
-    """A value as one readable line, cut where it is very long."""
+    """A value as one line of text, cut if it is very long."""
     line = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-    return line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 1] + "…"
+    return line if len(line) <= MAX_CHARACTERS else line[: MAX_CHARACTERS - 1] + "…"
 
 
 def printable(words: str) -> str:
-    """Words that any file can hold: what no encoding or markup allows becomes a replacement character.
+    """Text for any file: characters that encodings or markup do not allow become replacement characters.
 
     Example:
-        >>> printable("tab\\there, bell\\x07, half a character\\ud800")
-        'tab\\there, bell\ufffd, half a character\ufffd'
+        >>> printable("tab\\there, bell\\x07, surrogate\\ud800")
+        'tab\\there, bell\ufffd, surrogate\ufffd'
     """
     return UNPRINTABLE.sub("\ufffd", words)
 
 
 def plain(value: Any, digits: int = 4) -> str:
-    """A number as a reader wants it, or nothing where there is none.
+    """A number with few digits; empty for anything else.
 
     Example:
         >>> plain(0.123456), plain(120), plain(None)
@@ -80,9 +80,16 @@ def plain(value: Any, digits: int = 4) -> str:
 
 
 def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested objects by their dotted names."""
+    """The leaves of nested objects, by their dotted names."""
     if isinstance(value, Mapping) and depth < 8:
         for key, entry in value.items():
             yield from flat(entry, f"{prefix}.{key}" if prefix else str(key), depth + 1)
     else:
         yield prefix, value
+
+
+def total_seconds(result: Mapping[str, Any]) -> float | None:
+    """The time that a run took, summed over its parts."""
+    seconds = result.get("seconds")
+    found = [number(value) for value in seconds.values()] if isinstance(seconds, Mapping) else []
+    return sum(value for value in found if value is not None) if found else None

@@ -1,319 +1,344 @@
-"""Which figures a run and a comparison have: each is drawn when its numbers are there."""
+"""The plots of a run and of a comparison: each is made if its numbers were logged."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
+from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.fields import entries, number, numbers, part
-from papa.lab.report.figure import DotFigure, Figure, Line, LineFigure, points
-from papa.lab.report.groups import groups_of
-from papa.lab.report.table import KEYS, REMARKS, scores_of
+from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
+from papa.lab.report.settings import Settings, runs_by_setting
+from papa.lab.report.table import KEYS, metric_of, scores_of
 
 Event = Mapping[str, Any]
+MERGE_NAMES = {"before": "before", "after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}
+"""When members are scored around a merge, by the key of the event."""
+FIGURE_2 = "The mean of members compared with just before the merge (the paper's Figure 2)."
 
 
-def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str, list[Figure]]:
-    """The figures of one run, by the section they belong to."""
-    epochs = [event for event in events if event.get("event") == "epoch" and number(event.get("epoch")) is not None]
-    merges = [event for event in events if event.get("event") == "merge" and number(event.get("epoch")) is not None]
+def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str, list[AnyPlot]]:
+    """The plots of one run, by the section of its page."""
+    epochs, merges = (
+        [event for event in events if event.get("event") == kind and number(event.get("epoch")) is not None]
+        for kind in ("epoch", "merge")
+    )
     averagings = [event for event in events if event.get("event") == "average"]
-    sections: dict[str, list[Figure | None]] = {
-        "training": [*_training(epochs), _around_averagings(averagings)],
-        "merges": _merges(merges),
-        "greedy": [_greedy(result)],
+    metric = metric_of([result])
+    sections: dict[str, list[AnyPlot | None]] = {
+        "training": [*_training(epochs, metric), _around_averagings(averagings)],
+        "merges": _merges(merges, metric),
+        "greedy": [_greedy(result, metric)],
         "similarity": [_similarity(result)],
-        "interpolation": _interpolation(result),
+        "interpolation": _interpolation(result, metric),
         "communication": [_communication(averagings)],
     }
-    return {name: [figure for figure in figures if figure is not None] for name, figures in sections.items()}
+    return {name: [plot for plot in plots if plot is not None] for name, plots in sections.items()}
 
 
-def _line_figure(lines: Sequence[Line], **words: Any) -> LineFigure | None:
-    """A figure of the lines that have points, each in the colour it has when all do; None when none has."""
-    drawn = [replace(line, place=place) for place, line in enumerate(lines) if line.points]
-    return LineFigure(lines=drawn, **words) if drawn else None
+def compare_figures(
+    results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Event]] = ()
+) -> dict[str, list[AnyPlot]]:
+    """The plots that compare methods, by the section of the page.
+
+    Args:
+        results: the `result.json` of each run.
+        metrics: the events of each run's `metrics.jsonl`, for the curves.
+    """
+    story = members_to_soup(results)
+    curves = _method_curves(runs_by_setting(results), metrics, metric_of(results)) if metrics else []
+    return {"scores": [story] if story else [], "curves": [plot for plot in curves if plot is not None]}
 
 
-def _training(epochs: Sequence[Event]) -> list[Figure | None]:
-    ensemble = points((number(event["epoch"]), number(event.get("validation_ensemble"))) for event in epochs)
-    return [
-        _line_figure(
-            [*_members(epochs, "validation"), Line("ensemble", ensemble, "ensemble")],
-            name="validation-score",
-            title="Score on the validation data",
-            caption="Each member, their mean, and the ensemble of all of them after every epoch.",
-            x_label="epoch",
-            y_label="score",
-        ),
-        _line_figure(
-            _members(epochs, "losses"),
-            name="training-loss",
-            title="Training loss",
-            caption="Each member's mean loss over the epoch, under its own augmentation.",
-            x_label="epoch",
-            y_label="loss",
-        ),
-        _line_figure(
-            _members(epochs, "distances"),
-            name="distance-to-mean",
-            title="Distance of members to the mean",
-            caption="How far each member's weights are from the population's mean. Where it stays large, "
-            "the average soup cannot be good.",
-            x_label="epoch",
-            y_label="distance",
-        ),
-    ]
-
-
-def _members(epochs: Sequence[Event], key: str) -> list[Line]:
-    """A line for each member, and one for their mean."""
-    rows = [(number(event["epoch"]), numbers(event.get(key))) for event in epochs]
-    size = max((len(values) for _, values in rows), default=0)
-    members = [
-        Line(f"member {j}", points((epoch, values[j]) for epoch, values in rows if j < len(values)))
-        for j in range(size)
-    ]
-    mean = [(epoch, _mean(values)) for epoch, values in rows if len(values) == size]
-    return [*members, Line("mean", points(mean), "mean")] if size > 1 else members
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean, where every value is there."""
-    found = [value for value in values if value is not None]
-    return statistics.fmean(found) if found and len(found) == len(values) else None
-
-
-def _around_averagings(averagings: Sequence[Event]) -> Figure | None:
-    lines = [
-        Line(name, points((number(event.get("step")), number(event.get(key))) for event in averagings))
-        for name, key in (("before", "distance_before"), ("after", "distance_after"))
-    ]
-    return _line_figure(
-        lines,
-        name="distance-around-averaging",
-        title="Mean distance around each averaging",
-        caption="Training drives members apart, averaging brings them back.",
-        x_label="step",
-        y_label="distance",
+def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From single networks to one") -> DotPlot | None:
+    """For each method a line from its members' mean to their ensemble, with both soups; independent members first."""
+    settings = runs_by_setting(results)
+    rows = {}
+    for label in sorted(settings, key=lambda label: not _is_independent(settings[label])):
+        row = {
+            name: values
+            for key, name in KEYS.items()
+            if (values := [v for _, run in settings[label] if (v := number(scores_of(run).get(key))) is not None])
+        }
+        if row:
+            rows[label] = row
+    if not rows:
+        return None
+    reference = next((label for label in rows if _is_independent(settings[label])), None)
+    has_seeds = any(len(values) > 1 for row in rows.values() for values in row.values())
+    return DotPlot(
+        name="members-to-soup",
+        title=title,
+        caption="Each line leads from the mean of single networks to their ensemble. A soup is one network: the "
+        "average of all (average soup) or of some (greedy soup)."
+        + " Small marks are single seeds." * has_seeds
+        + " The shaded range is that of independent networks." * bool(reference),
+        x_label=f"{metric_of(results)} on {data_of(results)} data, %",
+        rows=rows,
+        colors=_colors(settings),
+        connect=(KEYS["mean"], KEYS["ensemble"]),
+        reference=reference,
+        value_series=KEYS["average_soup"],
     )
 
 
-def _merges(merges: Sequence[Event]) -> list[Figure | None]:
-    """The paper's Figure 2: accuracy around each merge, and its change."""
-    later = next((count for event in merges if (count := number(event.get("steps_later"))) is not None), None)
-    after_steps = "later" if later is None else f"{later:.0f} step{'s' * (later != 1)} later"
-    names = {"before": "just before", "after": "just after", "later": after_steps}
-    data = next((event["data"] for event in merges if isinstance(event.get("data"), str)), "test")
-    around = []
-    for key, name in names.items():
-        rows = [(number(event["epoch"]), [v for v in numbers(event.get(key)) if v is not None]) for event in merges]
-        found = [(x, values) for x, values in rows if x is not None and values]
-        band = [(x, min(values), max(values)) for x, values in found]
-        around.append(Line(name, [(x, statistics.fmean(values)) for x, values in found], band=band))
-    changes = [
-        Line(names[key], points((number(event["epoch"]), _change(event, key)) for event in merges))
-        for key in ("after", "later")
+def data_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """Which data the scores of some runs are from: test, validation, or both."""
+    kinds = ["test" if isinstance(one.get("test"), Mapping) else "validation" for one in results if scores_of(one)]
+    return " or ".join(dict.fromkeys(kinds)) or "test"
+
+
+def _is_independent(runs: Sequence[tuple[int, Mapping[str, Any]]]) -> bool:
+    return runs[0][1].get("method") == "independent"
+
+
+def _colors(settings: Settings) -> dict[str, str]:
+    """One color per setting, the same on all plots of a page; independent members have the color of text."""
+    others = [label for label, runs in settings.items() if not _is_independent(runs)]
+    colors = {label: SERIES_COLORS[place % len(SERIES_COLORS)] for place, label in enumerate(others)}
+    return {label: colors.get(label, "ink") for label in settings}
+
+
+def _plot(
+    name: str, title: str, caption: str, axes: tuple[str, str], lines: Iterable[Line], **options: bool
+) -> LinePlot | None:
+    """A plot of the lines that have points; None if there is none."""
+    drawn = [line for line in lines if line.points]
+    x, y = axes
+    return (
+        LinePlot(name=name, title=title, caption=caption, x_label=x, y_label=y, lines=drawn, **options)
+        if drawn
+        else None
+    )
+
+
+def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot | None]:
+    scores = [
+        _plot(
+            f"{data}-score",
+            f"{metric.capitalize()} on {data} data",
+            "After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
+            ("epoch", f"{metric}, %"),
+            [
+                *_members(epochs, data),
+                Line("ensemble", _curve(epochs, partial(_value, f"{data}_ensemble")), "c0"),
+                Line("average soup", _curve(epochs, partial(_value, f"{data}_average_soup")), "c1"),
+            ],
+            hides_far=True,
+        )
+        for data in ("validation", "test")
     ]
+    loss = "Each member's mean loss over the epoch, on its own augmented data."
+    distance = (
+        "Euclidean distance of each member's weights to the mean of all. If it stays large, the average soup cannot be "
+        "good."
+    )
     return [
-        _line_figure(
-            around,
-            name="score-around-merges",
-            title=f"Score on the {data} data around each merge",
-            caption="The members' mean, and the band from the worst to the best of them (the paper's Figure 2).",
-            x_label="epoch",
-            y_label="score",
+        *scores,
+        _plot("training-loss", "Training loss", loss, ("epoch", "loss"), _members(epochs, "losses")),
+        _plot(
+            *("distance-to-mean", "Distance of members to their mean", distance, ("epoch", "distance")),
+            lines=_members(epochs, "distances"),
         ),
-        _line_figure(
-            changes,
-            name="change-by-merging",
-            title="Change of the score by each merge",
-            caption="The members' mean compared with just before the merge.",
-            x_label="epoch",
-            y_label="change of score",
+    ]
+
+
+def _curve(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> list[Point]:
+    return points((number(event.get("epoch")), value_of(event)) for event in events)
+
+
+def _members(epochs: Sequence[Event], key: str) -> list[Line]:
+    """A thin line for each member, and a strong one for their mean."""
+    size = max((len(numbers(event.get(key))) for event in epochs), default=0)
+    members = [
+        Line(f"member {index}", _curve(epochs, partial(_member_value, key, index)), "quiet", is_member=size > 1)
+        for index in range(size)
+    ]
+    return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
+
+
+def _mean_line(name: str, events: Sequence[Event], key: str, color: str) -> Line:
+    """The mean over members, with the range from the lowest to the highest of them."""
+    band = []
+    for event in events:
+        epoch, values = number(event.get("epoch")), [v for v in numbers(event.get(key)) if v is not None]
+        if epoch is not None and values:
+            band.append((epoch, min(values), max(values)))
+    return Line(name, _curve(events, partial(_mean_of, key)), color, band=band)
+
+
+def _value(key: str, event: Event) -> float | None:
+    return number(event.get(key))
+
+
+def _member_value(key: str, index: int, event: Event) -> float | None:
+    values = numbers(event.get(key))
+    return values[index] if index < len(values) else None
+
+
+def _mean_of(key: str, event: Event) -> float | None:
+    """The mean over members, if each of them has a number."""
+    values = numbers(event.get(key))
+    found = [value for value in values if value is not None]
+    return fmean(found) if found and len(found) == len(values) else None
+
+
+def _change(key: str, event: Event) -> float | None:
+    """How much better members are than just before a merge."""
+    before, after = _mean_of("before", event), _mean_of(key, event)
+    return None if before is None or after is None else after - before
+
+
+def _around_averagings(averagings: Sequence[Event]) -> LinePlot | None:
+    lines = [
+        Line(name, points((number(event.get("step")), number(event.get(key))) for event in averagings), color)
+        for name, key, color in (("before", "distance_before", "c0"), ("after", "distance_after", "c1"))
+    ]
+    caption = "Training moves members apart, averaging brings them back together."
+    title = "Mean distance before and after each averaging"
+    return _plot("distance-around-averaging", title, caption, ("step", "distance"), lines)
+
+
+def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
+    """Members' scores around each merge, and the change."""
+    steps = next((count for event in merges if (count := number(event.get("steps_later"))) is not None), None)
+    later = {} if steps is None else {"later": f"{steps:.0f} step{'s' * (steps != 1)} later"}
+    names = {**MERGE_NAMES, **later}
+    colors = dict(zip(names, ("quiet", "c3", "c0", "c1"), strict=True))
+    data = next((event["data"] for event in merges if event.get("data") in ("test", "validation")), "test")
+    changes = [Line(names[key], _curve(merges, partial(_change, key)), colors[key]) for key in list(names)[1:]]
+    return [
+        _plot(
+            "score-around-merges",
+            f"{metric.capitalize()} on {data} data around each merge",
+            "The mean of members, and the range from the worst to the best of them.",
+            ("epoch", f"{metric}, %"),
+            [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
+        ),
+        _plot(
+            *("change-by-merging", f"Change of {metric} by each merge", FIGURE_2),
+            *(("epoch", f"change of {metric}, percentage points"), changes),
             has_zero=True,
         ),
     ]
 
 
-def _change(event: Event, key: str) -> float | None:
-    before, after = _mean(numbers(event.get("before"))), _mean(numbers(event.get(key)))
-    return None if before is None or after is None else after - before
-
-
-def _greedy(result: Mapping[str, Any]) -> Figure | None:
+def _greedy(result: Mapping[str, Any], metric: str) -> DotPlot | None:
     rows: dict[str, dict[str, list[float]]] = {}
     first = ""
     for trial in entries(result.get("greedy_trials")):
         score, members = number(trial.get("score")), numbers(trial.get("members"))
         if score is None or not members or members[0] is None or members[-1] is None:
             continue
-        first = first or f"Begun with the best, member {members[0]:.0f}. "
+        first = first or f"The soup starts with the best member, {members[0]:.0f}. "
         rows[f"+ member {members[-1]:.0f}"] = {"kept" if trial.get("kept") is True else "left out": [score]}
     if not rows:
         return None
-    return DotFigure(
+    return DotPlot(
         name="greedy-soup",
-        title="How the greedy soup came about",
-        caption=f"{first}Each next one, from the better to the worse, is kept where the score does not fall.",
-        x_label="score on the validation data",
+        title="Steps of the greedy soup",
+        caption=f"{first}Members are tried from best to worst, and kept if the score does not fall.",
+        x_label=f"{metric} on validation data, %",
         rows=rows,
     )
 
 
-def _similarity(result: Mapping[str, Any]) -> Figure | None:
+def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
     found = part(result, "similarity")
     layers = part(found, "layers")
     if not isinstance(layers, list):
         return None
-    series = {"between members": numbers(part(found, "members")), "member and soup": numbers(part(found, "soup"))}
+    series = {"two members": numbers(part(found, "members")), "member and soup": numbers(part(found, "soup"))}
     rows = {
         str(layer): row
-        for index, layer in enumerate(layers)
-        if (row := {name: [v] for name, values in series.items() if (v := _at(values, index)) is not None})
+        for place, layer in enumerate(layers)
+        if (row := {k: [v] for k, values in series.items() if (v := dict(enumerate(values)).get(place)) is not None})
     }
     if not rows:
         return None
-    return DotFigure(
+    return DotPlot(
         name="similarity",
         title="Similarity of features, layer by layer",
-        caption="Mean cosine similarity of what layers put out for the same inputs; 1 is the same direction.",
+        caption="Mean cosine similarity of a layer's outputs for the same inputs; 1 means the same direction.",
         x_label="cosine similarity",
         rows=rows,
     )
 
 
-def _at(values: Sequence[float | None], index: int) -> float | None:
-    return values[index] if index < len(values) else None
-
-
-def _interpolation(result: Mapping[str, Any]) -> list[Figure | None]:
+def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | None]:
     curves = entries(part(result, "interpolation", "curves"))
     pair = [member for member in numbers(part(result, "interpolation", "pair")) if member is not None]
-    between = "between members " + " and ".join(f"{member:.0f}" for member in pair) if len(pair) == 2 else ""
+    between = " between members " + " and ".join(f"{member:.0f}" for member in pair) if len(pair) == 2 else ""
+    caption = "Networks on the straight line from one member to the other. Without a barrier the line is flat."
 
-    def figure(key: str, title: str) -> Figure | None:
-        lines = [
+    def lines(key: str) -> list[Line]:
+        return [
             Line(
                 str(curve.get("name", "curve")),
                 points(zip(numbers(curve.get("coefficients")), numbers(curve.get(key)), strict=False)),
+                SERIES_COLORS[place % len(SERIES_COLORS)],
             )
-            for curve in curves
+            for place, curve in enumerate(curves)
         ]
-        return _line_figure(
-            lines,
-            name=f"interpolation-{key}",
-            title=f"{title} {between}".strip(),
-            caption="Networks on the straight line from one member to the other. Members in one basin have no barrier.",
-            x_label="coefficient",
-            y_label=key,
-        )
 
-    return [figure("score", "Score"), figure("loss", "Loss")]
+    return [
+        _plot(f"interpolation-{key}", f"{title}{between}", caption, ("interpolation coefficient", y_label), lines(key))
+        for key, title, y_label in (("score", metric.capitalize(), f"{metric}, %"), ("loss", "Loss", "loss"))
+    ]
 
 
-def _communication(averagings: Sequence[Event]) -> Figure | None:
-    steps = [(number(event.get("step")), number(event.get("seconds"))) for event in averagings]
-    return _line_figure(
-        [Line("seconds", points(steps))],
-        name="seconds-per-averaging",
-        title="Seconds of each averaging",
-        caption="Waiting for other processes included.",
-        x_label="step",
-        y_label="seconds",
-    )
+def _communication(averagings: Sequence[Event]) -> LinePlot | None:
+    steps = points((number(event.get("step")), number(event.get("seconds"))) for event in averagings)
+    words = ("seconds-per-averaging", "Time of each averaging", "Includes waiting for other processes.")
+    return _plot(*words, ("step", "seconds"), [Line("seconds", steps, "c0")])
 
 
-def compare_figures(
-    results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Event]] = ()
-) -> dict[str, list[Figure]]:
-    """The figures that put methods side by side, by section.
-
-    Args:
-        results: what each run's `result.json` holds.
-        metrics: what each run's `metrics.jsonl` holds, for the curves.
-    """
-    groups = groups_of(results)
-    scores = [_side_by_side(groups, key, title) for key, title in KEYS.items()]
-    curves = _method_curves(groups, metrics) if metrics else []
-    return {
-        "scores": [figure for figure in scores if figure is not None],
-        "curves": [figure for figure in curves if figure is not None],
-    }
-
-
-def _side_by_side(groups: Mapping[str, Sequence[tuple[int, Mapping[str, Any]]]], key: str, title: str) -> Figure | None:
-    rows: dict[str, dict[str, list[float]]] = {}
-    for label, runs in groups.items():
-        values = [v for _, result in runs if (v := number(part(scores_of(result), key))) is not None]
-        if not values:
-            continue
-        row = (
-            {"mean over runs": [statistics.fmean(values)], "single runs": values}
-            if len(values) > 1
-            else {"mean over runs": values}
-        )
-        paper = number(part(runs[0][1], "paper", key))
-        rows[label] = row if paper is None else {**row, "paper, full setting": [paper]}
-    if not rows:
-        return None
-    return DotFigure(
-        name=f"compare-{key.replace('_', '-')}",
-        title=title[0].upper() + title[1:],
-        caption=f"{REMARKS[key][0].upper()}{REMARKS[key][1:]}.",
-        x_label="score",
-        rows=rows,
-    )
-
-
-def _method_curves(
-    groups: Mapping[str, Sequence[tuple[int, Mapping[str, Any]]]], metrics: Sequence[Sequence[Event]]
-) -> list[Figure | None]:
-    """A line for each method: what its members' mean was at the end of each epoch, and what each merge did to it."""
+def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot | None]:
+    """One line per method: means over its runs, at each epoch and around each merge."""
+    colors = _colors(settings)
+    over_seeds = "The mean over the runs of a method, and the range over its seeds."
 
     def lines(kind: str, value_of: Callable[[Event], float | None]) -> list[Line]:
         found = []
-        for label, runs in groups.items():
+        for label, runs in settings.items():
             by_epoch: dict[float, list[float]] = {}
-            for event in (event for index, _ in runs for event in metrics[index] if event.get("event") == kind):
-                epoch, value = number(event.get("epoch")), value_of(event)
-                if epoch is not None and value is not None:
+            for index, _ in runs:
+                for epoch, value in _curve([e for e in metrics[index] if e.get("event") == kind], value_of):
                     by_epoch.setdefault(epoch, []).append(value)
-            found.append(Line(label, [(epoch, statistics.fmean(values)) for epoch, values in sorted(by_epoch.items())]))
+            ordered = sorted(by_epoch.items())
+            band = [(epoch, min(values), max(values)) for epoch, values in ordered] if len(runs) > 1 else []
+            found.append(Line(label, [(epoch, fmean(v)) for epoch, v in ordered], colors[label], band=band))
         return found
 
-    epochs = [
-        _line_figure(
-            lines("epoch", partial(_mean_under, key)),
-            name=f"compare-{name}",
-            title=title,
-            caption="The mean over the members of all runs of a method.",
-            x_label="epoch",
-            y_label=y_label,
+    scores = [
+        _plot(
+            *(f"compare-{data}-{name}", f"{title} on {data} data", over_seeds, ("epoch", f"{metric}, %")),
+            lines=lines("epoch", partial(_mean_of, data) if name == "members" else partial(_value, data + key)),
+            hides_far=True,
         )
+        for data in ("validation", "test")
+        for name, key, title in (
+            ("average-soup", "_average_soup", "Average soup"),
+            ("ensemble", "_ensemble", "Ensemble"),
+            ("members", "", "Mean of members"),
+        )
+    ]
+    training = [
+        _plot(f"compare-{name}", title, over_seeds, ("epoch", y_label), lines("epoch", partial(_mean_of, key)))
         for key, name, title, y_label in (
-            ("validation", "validation-score", "Members' score on the validation data", "score"),
-            ("losses", "training-loss", "Members' training loss", "loss"),
-            ("distances", "distance-to-mean", "Members' distance to the mean", "distance"),
+            ("losses", "training-loss", "Training loss of members", "loss"),
+            ("distances", "distance-to-mean", "Distance of members to their mean", "distance"),
         )
     ]
     merges = [
-        _line_figure(
-            lines("merge", partial(_change, key=key)),
-            name=f"compare-change-{key}",
-            title=f"Change of members' score by each merge, {when}",
-            caption="The mean over the members of all runs of a method, compared with just before the merge.",
-            x_label="epoch",
-            y_label="change of score",
+        _plot(
+            *(f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {MERGE_NAMES[key]}"),
+            *(f"{FIGURE_2} {over_seeds}", ("epoch", f"change of {metric}, percentage points")),
+            lines=lines("merge", partial(_change, key)),
             has_zero=True,
         )
-        for key, when in (("after", "just after it"), ("later", "some steps later"))
+        for key in list(MERGE_NAMES)[1:]
     ]
-    return [*epochs, *merges]
-
-
-def _mean_under(key: str, event: Event) -> float | None:
-    return _mean(numbers(event.get(key)))
+    return [*scores, *training, *merges]

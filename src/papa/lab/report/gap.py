@@ -1,4 +1,4 @@
-"""How much of what an ensemble gains one network keeps: the share of the gap that a soup closes."""
+"""The gap closed: how much of what an ensemble gains over single networks a soup keeps."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from statistics import fmean
 from typing import Any
 
 from papa.lab.report.fields import flat, number
-from papa.lab.report.groups import BESIDE_THE_POINT, groups_of
-from papa.lab.report.table import COLUMNS, SOUPS, of_soups, scores_of
+from papa.lab.report.settings import NOT_COMPARED, runs_by_setting
+from papa.lab.report.table import COLUMNS, SOUPS, scores_of, with_soups
 
 GAP_COLUMN = "gap closed"
-WORTHLESS = -100.0
-"""Beside `COLUMNS`, where independent members are among the runs."""
+"""The column after `COLUMNS` if there are independent members among the runs."""
+LOWEST = -100.0
+"""The lowest percentage that is shown as a number."""
 
 
 def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
-    """What share of the gap between independent members and their ensemble a soup closes, in percent.
+    """The share of the gap between independent members and their ensemble that a soup closes, in percent.
 
     `100 (soup - mean) / (ensemble - mean)`: 0 for a soup as good as an independent member, 100 for one as good as the
-    ensemble; None where the ensemble is no better than its members.
+    ensemble; None if the ensemble is no better than its members.
 
     Example:
         >>> gap_closed(79.0, mean=75.0, ensemble=80.0)
@@ -35,7 +36,7 @@ def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
 
 
 def gap_text(share: float | None) -> str:
-    """A share for a table; how far below the members' mean a worthless average is, nobody needs to know.
+    """A share for a table; how far a collapsed soup is below the members' mean is not shown.
 
     Example:
         >>> gap_text(61.4), gap_text(-1397.0), gap_text(None)
@@ -43,25 +44,25 @@ def gap_text(share: float | None) -> str:
     """
     if share is None:
         return ""
-    return f"{share:.0f}%" if share >= WORTHLESS else f"below {WORTHLESS:.0f}%"
+    return f"{share:.0f}%" if share >= LOWEST else f"below {LOWEST:.0f}%"
 
 
 def mean_gap_closed(
     runs: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], soups: str | None = None
 ) -> float | None:
-    """What share of the gap the average soups of some runs close, taken from means over their seeds.
+    """The share of the gap that the average soups of some runs close, from means over their seeds.
 
     Args:
-        runs: results that differ in nothing but the seed.
-        results: where the independent runs of the same seeds are; runs without one are left out.
-        soups: which kind of soups, of `SOUPS`; None for plain ones.
+        runs: results that differ only in the seed.
+        results: results that include the independent runs of the same seeds; runs without one are left out.
+        soups: the kind of soups, a key of `SOUPS`; None for plain averages.
 
     Returns:
-        A percentage; None where no run has an independent one beside it, or there is no gap.
+        A percentage; None if no run has an independent counterpart, or there is no gap.
     """
     found = []
     for run in runs:
-        independent = scores_of(_independent_beside(run, results))
+        independent = scores_of(_independent_counterpart(run, results))
         own = run if soups is None else run.get(soups)
         soup = number(scores_of(own).get("average_soup")) if isinstance(own, Mapping) else None
         mean, ensemble = number(independent.get("mean")), number(independent.get("ensemble"))
@@ -73,35 +74,35 @@ def mean_gap_closed(
 def with_gap_closed(
     results: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, ...]]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of a comparison, with the share of the gap where independent members are among the runs.
+    """Head and rows of a comparison, with the gap closed if there are independent members among the runs.
 
     Args:
-        results: what is compared.
-        rows: what `compare_rows` gave for them, with or without the paper's rows, whose share is left empty.
+        results: the results that are compared.
+        rows: the rows of `compare_rows` for them, and perhaps the paper's, which get an empty cell.
     """
     head = ("method", *COLUMNS)
     if not any(result.get("method") == "independent" for result in results):
         return head, list(rows)
     cells: dict[str, str] = {}
-    for label, group in groups_of(results).items():
+    for label, group in runs_by_setting(results).items():
         for soups in (None, *SOUPS):
             share = mean_gap_closed([result for _, result in group], results, soups)
-            cells[of_soups(label, soups)] = gap_text(share)
+            cells[with_soups(label, soups)] = gap_text(share)
     return (*head, GAP_COLUMN), [(*row, cells.get(row[0], "")) for row in rows]
 
 
-def _independent_beside(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The independent run that differs from a run in how members are averaged alone; empty where there is none."""
-    wanted = _training_of(run)
-    beside = (other for other in results if other.get("method") == "independent" and _training_of(other) == wanted)
-    return next(beside, {})
+def _independent_counterpart(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The independent run that differs from a run only in how members are averaged; empty if there is none."""
+    wanted = _training_options(run)
+    independent = (other for other in results if other.get("method") == "independent")
+    return next((other for other in independent if _training_options(other) == wanted), {})
 
 
-def _training_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides how a run's members would train on their own."""
+def _training_options(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that determine how the members of a run would train without averaging."""
     config = {
         name: value
         for name, value in flat(result.get("config"))
-        if name not in BESIDE_THE_POINT and not name.startswith("average.")
+        if name not in NOT_COMPARED and not name.startswith("average.")
     }
     return {**config, "recipe": result.get("recipe"), "seed": result.get("seed")}

@@ -1,16 +1,21 @@
-"""Reports as one self-contained page each: no outside request, light and dark, everything escaped."""
+"""Reports as self-contained pages, rendered from templates that escape everything."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import cache
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from papa._version import __version__
 from papa.lab.config import METHODS
-from papa.lab.report import markup
-from papa.lab.report.fields import entries, number, numbers, part, plain, text
-from papa.lab.report.figures import compare_figures, run_figures
+from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
+from papa.lab.report.fields import entries, flat, number, numbers, part, plain, printable, text, total_seconds
+from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.gap import with_gap_closed
-from papa.lab.report.groups import groups_of
+from papa.lab.report.packages import require
+from papa.lab.report.plot import AnyPlot, evenly_spaced
+from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import (
     COLUMNS,
     KEYS,
@@ -19,21 +24,29 @@ from papa.lab.report.table import (
     cells_of,
     compare_rows_with_paper,
     details_table,
+    metric_of,
     paper_rows,
     run_rows,
     scores_of,
 )
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+GENERATOR = '<meta name="generator" content="papa'
+"""The mark of a page that papa wrote, and may replace."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+MAX_ROWS, MAX_NUMBERS, MAX_WARNINGS = 1000, 100, 20
+
 
 def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> str:
-    """The page of one run; whatever is not there, or not what it should be, is left out.
+    """The page of one run; parts that are missing or invalid are left out.
 
     Args:
-        result: what `result.json` holds; without scores, the page says that the run has not finished.
-        metrics: what `metrics.jsonl` holds.
+        result: the content of `result.json`; without scores, the page says that the run is not finished.
+        metrics: the events of `metrics.jsonl`.
     """
     events = [event for event in metrics if isinstance(event, Mapping)]
-    figures = run_figures(result, events)
     members = len(numbers(scores_of(result).get("members"))) or number(part(result, "config", "members"))
     title = ", ".join(
         [
@@ -42,24 +55,55 @@ def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) ->
             f"seed {text(result.get('seed'))}",
         ]
     )
-    rows = run_rows(result)
-    parts = [
-        _what(result),
-        *map(markup.note, [*_unfinished(result, events), *_warnings(result, events)]),
-        _headline(result),
-        markup.section(
-            "Results", markup.table(("data", *COLUMNS), rows, stacks=True) if rows else "", _details([result])
-        ),
-        markup.section("While it trained", markup.figures_markup(figures["training"])),
-        markup.section("What merging did", markup.figures_markup(figures["merges"])),
-        markup.section("Greedy soup", _greedy_words(result), markup.figures_markup(figures["greedy"])),
-        markup.section("What each member drew", _policies(result)),
-        markup.section("How alike members are", markup.figures_markup(figures["similarity"])),
-        markup.section("Between two members", markup.figures_markup(figures["interpolation"])),
-        markup.section("Time and communication", _time(result), markup.figures_markup(figures["communication"])),
-        *_provenance(result),
-    ]
-    return markup.page(title, parts)
+    return _rendered(
+        "run.html.j2",
+        title=title,
+        words=_about(result),
+        notes=[*_unfinished(result, events), *_warnings(result, events)],
+        tiles=_tiles(result),
+        scores=(("data", *COLUMNS), run_rows(result)),
+        details=details_table([result]),
+        plots=_drawn(run_figures(result, events)),
+        greedy_members=", ".join(filter(None, map(plain, numbers(result.get("greedy_members"))))),
+        policies=_policies(result),
+        seconds=_seconds(result),
+        averagings=number(result.get("num_averagings")),
+        communication={key: number(part(result, "communication", key)) for key in ("bytes", "seconds")},
+        **_provenance(result),
+    )
+
+
+def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Mapping[str, Any]]] = ()) -> str:
+    """The page that compares methods: means over seeds, then every single run.
+
+    Args:
+        results: the `result.json` of each run.
+        metrics: the events of each run's `metrics.jsonl`, for curves over epochs.
+    """
+    recipes = list(dict.fromkeys(text(result.get("recipe")) for result in results))
+    seeds = list(dict.fromkeys(text(result.get("seed")) for result in results))
+    unfinished = [_name(result) for result in results if not scores_of(result)]
+    notes = [f"Not finished, and therefore without scores: {'; '.join(unfinished)}."] if unfinished else []
+    if " or " in data_of(results):
+        notes.append("Runs without test data are scored on validation data: do not compare them with the others.")
+    words = (
+        f"{_counted(len(runs_by_setting(results)), 'way')} to train a population, "
+        f"seed{'s' * (len(seeds) != 1)} {', '.join(seeds)}; scores on {data_of(results)} data."
+    )
+    return _rendered(
+        "compare.html.j2",
+        title=f"{', '.join(recipes)}: {_counted(len(results), 'run')} compared",
+        summary=summary(results),
+        words=words,
+        notes=notes,
+        plots=_drawn(compare_figures(results, metrics)),
+        scores=with_gap_closed(results, compare_rows_with_paper(results)),
+        has_independent=any(result.get("method") == "independent" for result in results),
+        has_paper=bool(paper_rows(results)),
+        details=details_table(results),
+        runs=(("run", *COLUMNS, "seconds"), [_single(result) for result in results]),
+        **_provenance(results[0] if results else {}),
+    )
 
 
 def table_page(
@@ -71,81 +115,78 @@ def table_page(
     results: Sequence[Mapping[str, Any]] = (),
     metrics: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> str:
-    """The page of a table of the paper: its numbers beside ours, and where the runs behind them are.
+    """The page of a table of the paper: its numbers and ours, and the directories of the runs.
 
     Args:
         title: what the table shows.
-        words: in which setting ours were made.
+        words: the setting of our runs.
         head: the names of the columns.
         rows: the cells.
-        runs: each row's name and the directory of a run behind it.
-        results: for a figure of the paper, what each run's `result.json` holds.
-        metrics: and what its `metrics.jsonl` holds, of which the figure is drawn.
+        runs: each row's name and the directory of one of its runs.
+        results: for a figure of the paper, the `result.json` of each run.
+        metrics: and the events of its `metrics.jsonl`, which the figure is drawn from.
     """
-    parts = [
-        markup.paragraph(words),
-        markup.section("While they trained", markup.figures_markup(compare_figures(results, metrics)["curves"])),
-        markup.section("The paper's numbers and ours", markup.table(head, rows, stacks=True)),
-        markup.section("Runs", markup.table(("row", "directory"), runs, wrap_last=True) if runs else ""),
-    ]
-    return markup.page(title, parts)
+    plots = _drawn(compare_figures(results, metrics))
+    return _rendered(
+        "table.html.j2", title=title, words=words, plots=plots, scores=(head, rows), runs=(("row", "directory"), runs)
+    )
 
 
-def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Mapping[str, Any]]] = ()) -> str:
-    """The page that puts methods side by side: means over seeds, then every single run.
-
-    Args:
-        results: what each run's `result.json` holds.
-        metrics: what each run's `metrics.jsonl` holds, for curves over epochs.
-    """
-    recipes = list(dict.fromkeys(text(result.get("recipe")) for result in results))
-    figures = compare_figures(results, metrics)
-    first = results[0] if results else {}
-    seeds = list(dict.fromkeys(text(result.get("seed")) for result in results))
-    unfinished = [_name(result) for result in results if not scores_of(result)]
-    data = list(dict.fromkeys(_data(result) for result in results if scores_of(result)))
-    parts = [
-        markup.paragraph(
-            f"{_counted(len(groups_of(results)), 'way')} to train a population, "
-            f"seed{'s' * (len(seeds) != 1)} {', '.join(seeds)}; scores on the "
-            f"{' or '.join(data) or 'test'} data. "
-            "Cells are the mean over seeds, with the standard deviation in parentheses where there are several."
-        ),
-        markup.note(f"Not finished, and so without scores: {'; '.join(unfinished)}.") if unfinished else "",
-        markup.note("Runs without test data are scored on validation data, and are not to be compared with the others.")
-        if len(data) > 1
-        else "",
-        markup.section(
-            "Side by side",
-            markup.table(*with_gap_closed(results, compare_rows_with_paper(results)), stacks=True),
-            _gap_words(results),
-            _paper_words(results),
-            _details(results),
-        ),
-        markup.section(
-            "Scores",
-            markup.paragraph("Values far from all others stand at the edge, written out.") if figures["scores"] else "",
-            markup.figures_markup(figures["scores"]),
-        ),
-        markup.section("While they trained", markup.figures_markup(figures["curves"])),
-        markup.section("Every run", markup.table(("run", *COLUMNS, "seconds"), map(_single, results), stacks=True)),
-        *_provenance(first, of=" of the first run"),
-    ]
-    return markup.page(f"{', '.join(recipes)}: {_counted(len(results), 'run')} compared", parts)
+def summary(results: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence on what a comparison shows: its best average soup, and the ensemble it should be compared with."""
+    plot = members_to_soup(results)
+    rows = {} if plot is None else {label: {k: fmean(v) for k, v in row.items()} for label, row in plot.rows.items()}
+    soups = {label: row[KEYS["average_soup"]] for label, row in rows.items() if KEYS["average_soup"] in row}
+    if plot is None or not soups:
+        return ""
+    best = max(soups, key=lambda label: soups[label])
+    reference = plot.reference or best
+    networks = {len(numbers(scores_of(result).get("members"))) for result in results} - {0}
+    count = f"{networks.pop()} " if len(networks) == 1 else ""
+    ensemble = f"{count}independent networks" if plot.reference else f"the same {count}networks"
+    sentence = f"Average soup of {best}: {soups[best]:.1f}% {metric_of(results)} with one network"
+    if KEYS["ensemble"] in rows[reference]:
+        sentence += f"; the ensemble of {ensemble}: {rows[reference][KEYS['ensemble']]:.1f}%"
+    if plot.reference and KEYS["mean"] in rows[reference]:
+        sentence += f"; one of them alone: {rows[reference][KEYS['mean']]:.1f}% on average"
+    return f"{sentence}."
 
 
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
+@cache
+def _environment() -> Environment:
+    require("jinja2", extra="report")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("papa.lab.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"light": LIGHT, "dark": DARK, "fonts": FONTS, "svg_style": SVG_STYLE, "policy": POLICY}
+    environment.globals |= {"version": __version__}
+    return environment
 
 
-def _details(results: Sequence[Mapping[str, Any]]) -> str:
-    head, rows = details_table(results)
-    return markup.table(head, rows, stacks=True) if rows else ""
+def _rendered(template: str, **values: Any) -> str:
+    return printable(_environment().get_template(template).render(values))
 
 
-def _data(result: Mapping[str, Any]) -> str:
-    """Which data `scores_of` tells of."""
-    return "test" if isinstance(result.get("test"), Mapping) else "validation"
+def _drawn(sections: Mapping[str, Sequence[AnyPlot]]) -> dict[str, list[dict[str, Any]]]:
+    """The plots of each section as templates show them."""
+
+    def drawn(plot: AnyPlot) -> dict[str, Any]:
+        head, rows = plot.table()
+        shown = evenly_spaced(rows, MAX_NUMBERS)
+        return {"plot": plot, "svg": svg(plot), "table": (head, shown), "is_thinned": len(shown) < len(rows)}
+
+    return {name: [drawn(plot) for plot in plots] for name, plots in sections.items()}
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def _name(result: Mapping[str, Any]) -> str:
@@ -153,119 +194,78 @@ def _name(result: Mapping[str, Any]) -> str:
 
 
 def _single(result: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = [value for entry in _seconds(result).values() if (value := number(entry)) is not None]
     cells = cells_of(scores_of(result)) if scores_of(result) else NOT_FINISHED
-    return (_name(result), *cells, f"{sum(seconds):.1f}" if seconds else "")
+    seconds = total_seconds(result)
+    return (_name(result), *cells, "" if seconds is None else f"{seconds:.1f}")
 
 
-def _what(result: Mapping[str, Any]) -> str:
+def _about(result: Mapping[str, Any]) -> str:
     method, data = METHODS.get(text(result.get("method"))), text(part(result, "config", "data", "name"))
-    model = text(part(result, "config", "model", "name"))
-    said = [f"Method: {method}." if method else "", f"{model} on {data}." if model and data else ""]
-    finished = text(part(result, "environment", "finished"))
-    return markup.paragraph(" ".join([*filter(None, said), f"Finished {finished}." if finished else ""]).strip())
+    model, finished = text(part(result, "config", "model", "name")), text(part(result, "environment", "finished"))
+    sentences = [f"Method: {method}." if method else "", f"{model} on {data}." if model and data else ""]
+    return " ".join(filter(None, [*sentences, f"Finished {finished}." if finished else ""]))
 
 
 def _unfinished(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
     if scores_of(result):
         return []
-    told = [number(event.get("epoch")) for event in events if event.get("event") == "epoch"]
-    epochs = [epoch for epoch in told if epoch is not None]
-    asked = number(part(result, "config", "train", "epochs"))
+    logged = [number(event.get("epoch")) for event in events if event.get("event") == "epoch"]
+    epochs = [epoch for epoch in logged if epoch is not None]
+    total = number(part(result, "config", "train", "epochs"))
     done = f"{max(epochs):.0f}" if epochs else "none"
-    return [f"This run has not finished: {done}{f' of {asked:.0f}' if asked else ''} epochs are done."]
+    return [f"This run is not finished: {done}{f' of {total:.0f}' if total else ''} epochs are done."]
 
 
 def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What went wrong on the way."""
-    said = []
+    """What went wrong during the run."""
+    found = []
     for event in [*entries(result.get("nonfinite")), *(event for event in events if event.get("event") == "nonfinite")]:
-        step, reason, action = (text(event.get(key)) for key in ("step", "reason", "action"))
-        said.append(f"Step {step}: member {text(event.get('member'))} fell sick ({reason}); {action}.")
+        step, member, reason, action = (text(event.get(key)) for key in ("step", "member", "reason", "action"))
+        found.append(f"Step {step}: member {member} became non-finite ({reason}); {action}.")
     for event in events:
         if event.get("event") == "checkpoint-failed":
-            said.append(f"Step {text(event.get('step'))}: no checkpoint could be written: {text(event.get('error'))}.")
+            found.append(f"Step {text(event.get('step'))}: writing a checkpoint failed: {text(event.get('error'))}.")
     if number(result.get("num_averagings")) == 0 and result.get("method") != "independent":
-        said.append("Training was over before averaging was due: these members were never averaged.")
-    return list(dict.fromkeys(said))[:20]
+        found.append("Training ended before the first averaging: these members were never averaged.")
+    return list(dict.fromkeys(found))[:MAX_WARNINGS]
 
 
-def _headline(result: Mapping[str, Any]) -> str:
-    scores = scores_of(result)
-    data = _data(result)
-    found = []
+def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the numbers at the top."""
+    scores, data = scores_of(result), data_of([result])
+    tiles = []
     for key in ("average_soup", "greedy_soup", "mean", "ensemble"):
         value, paper = number(scores.get(key)), number(part(result, "paper", key))
         if value is not None:
-            beside = f"; paper, full setting: {paper:.2f}" if paper is not None and data == "test" else ""
-            found.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + beside))
-    return markup.tiles(found)
+            remark = f"; paper, full setting: {paper:.2f}" if paper is not None and data == "test" else ""
+            tiles.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + remark))
+    return tiles
 
 
-def _greedy_words(result: Mapping[str, Any]) -> str:
-    members = [f"{member:.0f}" for member in numbers(result.get("greedy_members")) if member is not None]
-    return markup.paragraph(f"Members in it: {', '.join(members)}.") if members else ""
-
-
-def _policies(result: Mapping[str, Any]) -> str:
+def _policies(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     policies = entries(result.get("policies"))
     names = list(dict.fromkeys(name for policy in policies for name in policy))
     rows = [
         (f"member {member}", *(text(policy.get(name)) or "none" for name in names))
-        for member, policy in enumerate(policies)
+        for member, policy in enumerate(policies[:MAX_ROWS])
     ]
-    return markup.table(("", *names), rows[:1000], stacks=True) if names else ""
+    return ("", *names), rows if names else []
 
 
-def _seconds(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    seconds = result.get("seconds")
-    return seconds if isinstance(seconds, Mapping) else {}
-
-
-def _time(result: Mapping[str, Any]) -> str:
-    seconds = {str(name): value for name, entry in _seconds(result).items() if (value := number(entry)) is not None}
-    total = sum(seconds.values())
-    rows = [
-        (name, f"{value:.2f}", f"{100 * value / total:.1f}%" if total > 0 else "") for name, value in seconds.items()
+def _seconds(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    total = total_seconds(result) or 0.0
+    rows: list[tuple[str, ...]] = [
+        (name, f"{value:.2f}", f"{100 * value / total:.1f}%" if total > 0 else "")
+        for name, entry in flat(result.get("seconds"))
+        if name and (value := number(entry)) is not None
     ]
-    said = markup.table(("what", "seconds", "share"), rows) if rows else ""
-    size, spent = (number(part(result, "communication", key)) for key in ("bytes", "seconds"))
-    averagings = number(result.get("num_averagings"))
-    words = [f"{averagings:.0f} averagings." if averagings is not None else ""]
-    words += [f"{_size(size)} communicated." if size is not None else ""]
-    words += [f"{spent:.2f} seconds spent averaging." if spent is not None else ""]
-    return said + (markup.paragraph(" ".join(filter(None, words))) if any(words) else "")
+    return ("part", "seconds", "share"), rows
 
 
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
-
-def _gap_words(results: Sequence[Mapping[str, Any]]) -> str:
-    if not any(result.get("method") == "independent" for result in results):
-        return ""
-    return markup.paragraph(
-        "Gap closed: where the average soup stands between the mean of independent members (0%) and their ensemble "
-        "(100%), from means over seeds; empty where the ensemble is no better than its members."
+def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Command, configuration and environment of a run."""
+    config, environment = (
+        [(key, text(value) or "none") for key, value in flat(result.get(name)) if key and key != "command"][:MAX_ROWS]
+        for name in ("config", "environment")
     )
-
-
-def _paper_words(results: Sequence[Mapping[str, Any]]) -> str:
-    if not paper_rows(results):
-        return ""
-    return markup.paragraph("The paper's numbers are for its full setting; these runs may have a smaller budget.")
-
-
-def _provenance(result: Mapping[str, Any], of: str = "") -> list[str]:
-    command = text(part(result, "environment", "command"))
-    environment = result.get("environment")
-    rest = {k: v for k, v in environment.items() if k != "command"} if isinstance(environment, Mapping) else {}
-    return [
-        markup.section(f"Command{of}", markup.preformatted(command) if command else ""),
-        markup.section(f"Configuration{of}", markup.folded("every option", result.get("config"))),
-        markup.section(f"Environment{of}", markup.folded("versions and machine", rest)),
-    ]
+    return {"command": text(part(result, "environment", "command")), "config": config, "environment": environment}

@@ -1,4 +1,4 @@
-"""From directories to what reports are made of, however much of a run is there."""
+"""Reading run directories for reports, finished or not."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from papa.lab.runs import RunDirectory, fold_merges
 
 @dataclass(frozen=True)
 class Run:
-    """One run, finished or not, as its files tell it."""
+    """One run, finished or not."""
 
     path: Path
     result: dict[str, Any]
-    """What `result.json` holds; for an unfinished run recipe, method, seed and config alone."""
+    """The content of `result.json`; for an unfinished run only recipe, method, seed and config."""
     events: list[dict[str, Any]]
-    """What `metrics.jsonl` holds."""
+    """The events of `metrics.jsonl`."""
     is_finished: bool
 
 
 def read_run(path: Path) -> Run:
-    """The run in a directory; a `RunError` where there is none, or where its files are not what papa writes."""
+    """Read the run in a directory; a `RunError` if there is none, or if its files are not those of papa."""
     run = RunDirectory(path)
     config = _read_object(run.config) if run.config.exists() else {}
     events = read_events(run.metrics)
@@ -36,11 +36,11 @@ def read_run(path: Path) -> Run:
         return Run(path, _read_object(run.result), events, True)
     if not run.config.exists():
         raise RunError(
-            f"{path} holds no run of papa: neither config.json nor result.json is in it. "
+            f"{path} is not a run of papa: it has neither config.json nor result.json. "
             "Give the directory that `papa run` or `papa compare` wrote"
         )
-    told = {key: config.get(key) for key in ("recipe", "method", "seed")}
-    return Run(path, {**told, "config": config}, events, False)
+    names = {key: config.get(key) for key in ("recipe", "method", "seed")}
+    return Run(path, {**names, "config": config}, events, False)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise RunError(f"{path} is nested too deeply to be a file of papa") from error
     if not isinstance(value, dict):
-        raise RunError(f"{path} holds {type(value).__name__}, expected an object as papa writes it")
+        raise RunError(f"{path} contains {type(value).__name__}, expected an object as papa writes it")
     return value
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a `metrics.jsonl`, one event for each merge; nothing where there is none."""
+    """The events of a `metrics.jsonl`, one for each merge; empty if there is no file."""
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError as error:
@@ -63,7 +63,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The events on some lines; what is not an object, such as a line that was cut short, is left out."""
+    """The events on some lines, without lines that are no JSON object, such as one that was cut short."""
     events = []
     for line in lines:
         try:
@@ -76,13 +76,13 @@ def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is that of a single run."""
+    """Whether a directory is the directory of a single run."""
     run = RunDirectory(path)
     return run.config.exists() or run.result.exists()
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs in some directories: each is a run, or holds runs as `papa compare` writes them."""
+    """Read the runs in some directories: each is a run, or contains runs as `papa compare` writes them."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -90,15 +90,15 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         inside = [path] if is_run(path) else [child for child in sorted(path.iterdir()) if is_run(child)]
         if not inside:
             raise RunError(
-                f"neither {path} nor a directory in it holds a run of papa: config.json and result.json are missing"
+                f"neither {path} nor a directory in it is a run of papa: config.json and result.json are missing"
             )
         found += inside
     runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in found)]
-    return sorted(runs, key=_place)
+    return sorted(runs, key=_sort_key)
 
 
-def _place(run: Run) -> tuple[str, int, float]:
-    """Methods in the order papa lists them, then seeds."""
+def _sort_key(run: Run) -> tuple[str, int, float]:
+    """Methods in papa's order, then seeds."""
     method, seed = run.result.get("method"), number(run.result.get("seed"))
     known = list(METHODS)
     return (

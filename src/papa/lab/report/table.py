@@ -1,4 +1,4 @@
-"""The table a reader wants: members' mean [min, max], ensemble, average soup, greedy soup."""
+"""Tables of scores: members' mean [min, max], ensemble, average soup, greedy soup."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from papa.lab.report.fields import number, part
-from papa.lab.report.groups import groups_of
+from papa.lab.report.fields import number, part, plain
+from papa.lab.report.settings import runs_by_setting
 
 PAPER_ROW = "paper's test, in its full setting"
 COLUMNS = ("mean [min, max]", "ensemble", "average soup", "greedy soup")
@@ -18,32 +18,46 @@ KEYS = {
     "average_soup": "average soup",
     "greedy_soup": "greedy soup",
 }
-"""What stands under each of `COLUMNS` in a result, and its name in words."""
+"""The key in a result and the name of each of `COLUMNS`."""
 REMARKS = {
-    "mean": "each network on its own",
-    "ensemble": "all networks at once",
-    "average_soup": "one network, the mean of all",
-    "greedy_soup": "one network, the mean of some",
+    "mean": "each network alone",
+    "ensemble": "all networks together",
+    "average_soup": "one network, the average of all",
+    "greedy_soup": "one network, the average of some",
 }
-"""What each of `KEYS` is."""
+"""What each of `KEYS` means."""
 SOUPS = {"repaired": "repaired", "aligned": "aligned and repaired"}
-"""Other soups of independent members: their key in a result, and what they are."""
+"""Other soups of independent members: their key in a result, and their name."""
+
+
+def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The test scores of a result, or its validation scores if it has no test data."""
+    for name in ("test", "validation"):
+        if isinstance(scores := result.get(name), Mapping):
+            return scores
+    return {}
+
+
+def metric_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the score: F1 for segmentation, otherwise accuracy."""
+    kinds = {part(result, "config", "data", "name") == "tiles" for result in results}
+    return "accuracy" if kinds <= {False} else "F1" if kinds == {True} else "score"
 
 
 def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    """One run's cells under `COLUMNS`, from the `test` or `validation` part of its result."""
-    mean, *rest = (_number(scores, key) for key in KEYS)
-    low, high = _number(scores, "min"), _number(scores, "max")
+    """The cells of one run under `COLUMNS`, from its test or validation scores."""
+    mean, *rest = (_cell(scores, key) for key in KEYS)
+    low, high = _cell(scores, "min"), _cell(scores, "max")
     return (f"{mean} [{low}, {high}]" if low and high else mean, *rest)
 
 
 def paper_cells(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    """The paper's cells under `COLUMNS`; empty where it gives no number."""
+    """The paper's cells under `COLUMNS`; empty if it gives no number."""
     return tuple("" if number(scores.get(key)) is None else f"{scores[key]:.2f}" for key in KEYS)
 
 
 def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The rows of one run: its name and, under `COLUMNS`, test and validation, its other soups, the paper's test."""
+    """The rows of one run, named and under `COLUMNS`: test, validation, its other soups, the paper's test."""
     rows: list[tuple[str, ...]] = []
     for name in ("test", "validation"):
         if isinstance(result.get(name), Mapping):
@@ -51,22 +65,34 @@ def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for kind in SOUPS:
         for name in ("test", "validation"):
             if isinstance(scores := part(result, kind, name), Mapping):
-                rows.append((of_soups(name, kind), *paper_cells(scores)))
+                rows.append((with_soups(name, kind), *paper_cells(scores)))
+    rows += _best_soup_rows(result.get("best_soup"))
     if isinstance(paper := result.get("paper"), Mapping):
-        rows.append((of_soups(PAPER_ROW, result.get("paper_soups")), *paper_cells(paper)))
+        rows.append((with_soups(PAPER_ROW, result.get("paper_soups")), *paper_cells(paper)))
     return rows
 
 
-def of_soups(name: str, kind: Any) -> str:
-    """The name of a row whose soups are of another kind than plain."""
+def _best_soup_rows(best: Any) -> list[tuple[str, ...]]:
+    """The average soup of the epoch at which it was best on validation data."""
+    rows: list[tuple[str, ...]] = []
+    for name in ("test", "validation"):
+        found = part(best, name)
+        score = next((v for key in ("average_soup", "score") if (v := number(part(found, key))) is not None), None)
+        if score is not None:
+            rows.append((f"{name}, best average soup (epoch {plain(part(best, 'epoch'))})", "", "", f"{score:.2f}", ""))
+    return rows
+
+
+def with_soups(name: str, kind: Any) -> str:
+    """The name of a row, with the kind of its soups if they are not plain averages."""
     return f"{name}, {SOUPS[kind]}" if isinstance(kind, str) and kind in SOUPS else name
 
 
 def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The paper's rows for the methods of some runs, where it has any."""
-    firsts = {label: runs[0][1] for label, runs in groups_of(results).items()}
+    """The paper's rows for the methods of some runs, as far as it has them."""
+    firsts = {label: runs[0][1] for label, runs in runs_by_setting(results).items()}
     return [
-        (of_soups(f"paper's {label}", first.get("paper_soups")), *paper_cells(paper))
+        (with_soups(f"paper's {label}", first.get("paper_soups")), *paper_cells(paper))
         for label, first in firsts.items()
         if isinstance(paper := first.get("paper"), Mapping)
     ]
@@ -75,12 +101,12 @@ def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row per method, in order of appearance: its name and, under `COLUMNS`, means over its runs.
 
-    With several seeds each cell is `mean (standard deviation)` over the runs; the range in the first column is over
-    all members of all runs. Runs of one method that differ in more than the seed get a row each; runs that have not
-    finished count for nothing.
+    With several seeds each cell is `mean (standard deviation)` over runs; the range in the first column is over all
+    members of all runs. Runs of one method that differ in more than the seed get separate rows. Unfinished runs are
+    left out of the means.
     """
     rows = []
-    for label, group in groups_of(results).items():
+    for label, group in runs_by_setting(results).items():
         runs = [scores for _, result in group if (scores := scores_of(result))]
         if len(runs) <= 1:
             rows.append((label, *(cells_of(runs[0]) if runs else NOT_FINISHED)))
@@ -89,62 +115,54 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             lows, highs = ([v for run in runs if (v := number(run.get(key))) is not None] for key in ("min", "max"))
             spread = f" [{min(lows):.2f}, {max(highs):.2f}]" if lows and highs else ""
             rows.append((label, mean + spread, *rest))
-        rows += _rows_of_soups(label, [result for _, result in group])
+        rows += _soup_rows(label, [result for _, result in group])
     return rows
 
 
-def _rows_of_soups(label: str, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """One row for each other kind of soups that all of some runs have."""
+def _soup_rows(label: str, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row for each other kind of soup that all of some runs have."""
     rows: list[tuple[str, ...]] = []
     for kind in SOUPS:
-        made = [result[kind] for result in results if isinstance(result.get(kind), Mapping)]
-        if made and len(made) == len(results):
-            cells = (_mean_of([scores_of(one).get(key) for one in made]) for key in ("average_soup", "greedy_soup"))
-            rows.append((of_soups(label, kind), "", "", *cells))
+        found = [result[kind] for result in results if isinstance(result.get(kind), Mapping)]
+        if found and len(found) == len(results):
+            cells = (_mean_of([scores_of(one).get(key) for one in found]) for key in ("average_soup", "greedy_soup"))
+            rows.append((with_soups(label, kind), "", "", *cells))
     return rows
 
 
 def compare_rows_with_paper(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of `compare_rows`, each followed by the paper's for the same method and soups where it has one."""
+    """The rows of `compare_rows`, each followed by the paper's for the same method and soups, if it has one."""
     papers = {row[0]: row for row in paper_rows(results)}
     ours = compare_rows(results)
-    beside = [row for own in ours for row in (own, papers.pop(f"paper's {own[0]}", None)) if row is not None]
-    return [*beside, *papers.values()]
+    paired = [row for own in ours for row in (own, papers.pop(f"paper's {own[0]}", None)) if row is not None]
+    return [*paired, *papers.values()]
 
 
 def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of what else the metric tells, such as the F1 of each class; no rows where it tells nothing.
+    """Head and rows of the metric's details, such as the F1 of each class; no rows if it has none.
 
     One row per method for its members' mean, their ensemble and the soups, means over its runs; each followed by the
-    paper's, in its full setting, where it tells the same.
+    paper's, in its full setting, if it gives the same.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
-    for label, group in groups_of(results).items():
+    for label, group in runs_by_setting(results).items():
         for key in KEYS:
             details = [part(scores_of(result), "details", key) for _, result in group]
-            if told := [one for one in details if isinstance(one, Mapping)]:
+            if given := [one for one in details if isinstance(one, Mapping)]:
                 name = f"{label}: {key.replace('_', ' ')}"
-                found[name] = told
+                found[name] = given
                 if isinstance(paper := part(group[0][1], "paper_details", key), Mapping):
                     soups = part(group[0][1], "paper_soups") if key.endswith("_soup") else None
-                    found[of_soups(f"paper's {name}", soups)] = [paper]
-    names = list(dict.fromkeys(name for told in found.values() for one in told for name in one))
+                    found[with_soups(f"paper's {name}", soups)] = [paper]
+    names = list(dict.fromkeys(name for given in found.values() for one in given for name in one))
     rows = [
-        (label, *(_mean_of([one[name] for one in told if name in one]) for name in names))
-        for label, told in found.items()
+        (label, *(_mean_of([one[name] for one in given if name in one]) for name in names))
+        for label, given in found.items()
     ]
     return ("", *map(str, names)), rows
 
 
-def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A result's test scores, or its validation scores where there was no test data."""
-    for name in ("test", "validation"):
-        if isinstance(scores := result.get(name), Mapping):
-            return scores
-    return {}
-
-
-def _number(scores: Mapping[str, Any], key: str) -> str:
+def _cell(scores: Mapping[str, Any], key: str) -> str:
     if key not in scores:
         return ""
     value = number(scores[key])
@@ -153,7 +171,7 @@ def _number(scores: Mapping[str, Any], key: str) -> str:
 
 def _mean_of(values: Sequence[Any]) -> str:
     found = [number(value) for value in values]
-    return _mean_and_deviation(found) if len(found) > 1 else "" if not found else _number({"": found[0]}, "")
+    return _mean_and_deviation(found) if len(found) > 1 else "" if not found else _cell({"": found[0]}, "")
 
 
 def _mean_and_deviation(values: Sequence[float | None]) -> str:

@@ -1,31 +1,28 @@
-"""Event files for TensorBoard, written while a population trains."""
+"""Event files for TensorBoard, written during training."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from papa.averager import Averaging
-from papa.errors import ConfigError, RunError
+from papa.errors import RunError
+from papa.lab.report.packages import require
 from papa.training import Callback, EpochRecord, Training
 
 
 def check_tensorboard() -> None:
-    """Raise a `ConfigError` where tensorboard is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "--tensorboard needs the package tensorboard, which is not installed: pip install 'papa-torch[tensorboard]'"
-        )
+    """Raise a `ConfigError` unless tensorboard is installed."""
+    require("tensorboard", extra="tensorboard")
 
 
 class EventFiles(Callback):
-    """Writes losses, validation scores, distances and learning rate as TensorBoard reads them.
+    """Writes losses, scores, distances and learning rate for TensorBoard.
 
     Args:
-        directory: where the event files go. A training that starts anew removes those of an earlier one there; one
-            that is resumed goes on behind them.
+        directory: where the event files go. A new training removes older event files there; a resumed one adds to
+            them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +39,7 @@ class EventFiles(Callback):
             self._writer.close()
 
     def on_train_begin(self, training: Training) -> None:
-        """Open a file, which hides what an earlier one says of steps that are taken again."""
+        """Open a file; it hides events of an earlier one for steps that are repeated."""
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -54,7 +51,7 @@ class EventFiles(Callback):
             raise RunError(f"cannot write event files to {self.directory}: {error.strerror or error}") from error
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """The mean distance before and after."""
+        """Write the mean distance before and after."""
         for name, distances in (("before", averaging.distances_before), ("after", averaging.distances_after)):
             if distances is not None:
                 self._writer.add_scalar(
@@ -62,17 +59,17 @@ class EventFiles(Callback):
                 )
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Everything an epoch ends with."""
-        values = {
-            "loss": record.losses,
-            "validation_score": [member.score for member in record.validation],
-            "validation_loss": [member.loss for member in record.validation],
-            "distance_to_mean": record.distances,
-        }
+        """Write the values of an epoch."""
+        values = {"loss": record.losses, "distance_to_mean": record.distances}
+        for data, scores in (("validation", record.validation), ("test", record.test)):
+            if scores is not None:
+                values[f"{data}_score"] = [member.score for member in scores.members]
+                values[f"{data}_loss"] = [member.loss for member in scores.members]
+                self._writer.add_scalar(f"{data}_score/ensemble", scores.ensemble.score, record.step)
+                self._writer.add_scalar(f"{data}_score/average_soup", scores.average_soup.score, record.step)
         for name, by_member in values.items():
             for member, value in enumerate(by_member):
                 self._writer.add_scalar(f"{name}/member_{member}", value, record.step)
             self._writer.add_scalar(f"{name}/mean", sum(by_member) / len(by_member), record.step)
-        self._writer.add_scalar("validation_score/ensemble", record.validation_ensemble.score, record.step)
         self._writer.add_scalar("learning_rate", record.lr, record.step)
         self._writer.flush()

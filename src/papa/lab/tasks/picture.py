@@ -1,4 +1,4 @@
-"""A picture of a segmentation: the image, its labels, and what a network says."""
+"""A picture of a segmentation: the image, its labels, and a network's prediction."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from papa.lab.data.decode import pillow
 
 WIDTH = 1500
-"""About how wide a picture is, in pixels."""
+"""The approximate width of a picture, in pixels."""
 GAP = 8
-"""White pixels around its parts."""
+"""White pixels between its parts."""
 LINE = 24
-"""The height of a line of its legend."""
+"""The height of a line of the legend."""
 
 
 def side_by_side(image: Tensor, labels: Tensor, prediction: Tensor, *, classes: Sequence[str]) -> bytes:
-    """A PNG with an image, its labels and a prediction beside each other, and which colour is which class below.
+    """A PNG with an image, its labels and a prediction side by side, and a legend of the classes.
 
     Pixels without a class are black, in the prediction too.
 
     Args:
         image: uint8, of shape (3, height, width).
-        labels: of shape (height, width); whatever is not the number of a class is none.
+        labels: of shape (height, width); pixels with any other value have no class.
         prediction: of shape (height, width).
-        classes: their names.
+        classes: the names of the classes.
     """
     module = pillow()
     panels = module.fromarray(panels_of(image, labels, prediction, len(classes)).numpy())
@@ -48,15 +48,15 @@ def side_by_side(image: Tensor, labels: Tensor, prediction: Tensor, *, classes: 
 
 
 def panels_of(image: Tensor, labels: Tensor, prediction: Tensor, num_classes: int) -> Tensor:
-    """The image, the labels in colours and the prediction in colours, with gaps between: (height, width, 3) bytes."""
-    colours, is_class = palette(num_classes), labels < num_classes
-    truth, answer = (colours[part.long().where(is_class, num_classes).cpu()] for part in (labels, prediction))
+    """The image, the labels and the prediction in colors, with gaps between them: (height, width, 3) bytes."""
+    colors, is_class = palette(num_classes), labels < num_classes
+    truth, predicted = (colors[part.long().where(is_class, num_classes).cpu()] for part in (labels, prediction))
     white = torch.full((len(labels), GAP, 3), 255, dtype=torch.uint8)
-    return torch.cat([image.permute(1, 2, 0).cpu(), white, truth, white, answer], dim=1)
+    return torch.cat([image.permute(1, 2, 0).cpu(), white, truth, white, predicted], dim=1)
 
 
 def palette(num_classes: int) -> Tensor:
-    """One colour per class, as far apart as hues go, and black after them.
+    """One color per class, with evenly spaced hues, and black at the end.
 
     Example:
         >>> palette(3).tolist()
@@ -70,13 +70,13 @@ def _legend(classes: Sequence[str], width: int) -> Any:
     from PIL import ImageDraw
 
     entries = [*zip(classes, palette(len(classes)).tolist(), strict=False), ("no class", [0, 0, 0])]
-    in_a_line = max(1, width // 160)
-    num_lines = -(-len(entries) // in_a_line)
+    per_line = max(1, width // 160)
+    num_lines = -(-len(entries) // per_line)
     legend = pillow().new("RGB", (width, num_lines * LINE), "white")
     draw = ImageDraw.Draw(legend)
-    for number, (name, colour) in enumerate(entries):
-        line, place = divmod(number, in_a_line)
-        left, top = GAP + place * 160, line * LINE
-        draw.rectangle((left, top + 4, left + 15, top + 19), fill=tuple(colour))
+    for index, (name, color) in enumerate(entries):
+        line, column = divmod(index, per_line)
+        left, top = GAP + column * 160, line * LINE
+        draw.rectangle((left, top + 4, left + 15, top + 19), fill=tuple(color))
         draw.text((left + 22, top + 6), name.encode("latin-1", "replace").decode("latin-1"), fill="black")
     return legend

@@ -100,7 +100,8 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     held_out = list(batches.evaluation(probe_source(training, 1000)))
 
     def lines(name: str) -> dict[str, Curve]:
-        scoring: dict[str, Any] = {"loss": training.task.loss, "metric": training.task.metric, "apply": training.task.apply}
+        task = training.task
+        scoring: dict[str, Any] = {"loss": task.loss, "metric": task.metric, "apply": task.apply}
         repair = repair_toward_members(population, pair, line_inputs)
         plain = curve_between(population, pair, held_out, **scoring)
         repaired = curve_between(population, pair, held_out, after=repair, **scoring)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from papa.errors import ConfigError
 
 EXTRAS = {
@@ -19,7 +21,7 @@ EXTRAS = {
 
 
 def missing_package(error: BaseException) -> ConfigError | None:
-    """An error that says what to install; None where the given error is not about an optional package.
+    """An error that says what to install; None if the given error is not about an optional package.
 
     Example:
         >>> str(missing_package(ModuleNotFoundError(name="sklearn.datasets")))
@@ -29,3 +31,10 @@ def missing_package(error: BaseException) -> ConfigError | None:
     if package not in EXTRAS:
         return None
     return ConfigError(f"the package {package} is not installed: pip install 'papa-torch[{EXTRAS[package]}]'")
+
+
+def require(*packages: str) -> None:
+    """Raise a `ConfigError` that says what to install, unless all packages are installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is not installed: pip install 'papa-torch[{EXTRAS[package]}]'")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from papa.lab.packages import require
 from papa.lab.report.fields import plain, printable
-from papa.lab.report.packages import require
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, evenly_spaced
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _svg(plot: AnyPlot, first: str = "", *, has_title: bool = False) -> str:
 
 
 def _rendered(plot: AnyPlot, file_format: str, *, has_title: bool = False, **options: Any) -> bytes:
-    require("matplotlib", extra="report")
+    require("matplotlib")
     from matplotlib import style
     from matplotlib.figure import Figure
 

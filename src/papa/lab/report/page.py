@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from papa._version import __version__
 from papa.lab.config import METHODS
+from papa.lab.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.fields import entries, flat, number, numbers, part, plain, printable, text, total_seconds
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.gap import with_gap_closed
-from papa.lab.report.packages import require
 from papa.lab.report.plot import AnyPlot, evenly_spaced
 from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import (
@@ -154,7 +154,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
 
 @cache
 def _environment() -> Environment:
-    require("jinja2", extra="report")
+    require("jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

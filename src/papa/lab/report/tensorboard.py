@@ -8,13 +8,13 @@ from typing import Any
 
 from papa.averager import Averaging
 from papa.errors import RunError
-from papa.lab.report.packages import require
+from papa.lab.packages import require
 from papa.training import Callback, EpochRecord, Training
 
 
 def check_tensorboard() -> None:
     """Raise a `ConfigError` unless tensorboard is installed."""
-    require("tensorboard", extra="tensorboard")
+    require("tensorboard")
 
 
 class EventFiles(Callback):

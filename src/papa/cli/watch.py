@@ -141,7 +141,7 @@ class Follower:
             self._read_config()
         for event in parse_events(self._new_lines()):
             self._take(event)
-        is_halted = self.run.is_left_alone
+        is_halted = self.run.is_interrupted
         self.standing.halt = f"nobody is training it: papa resume {self.run.path} goes on" if is_halted else None
         self.standing.seconds_left = None if is_halted else self._clock.seconds_left(self.standing.share)
 

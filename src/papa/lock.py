@@ -110,8 +110,7 @@ def waiting_lock(path: Path) -> Iterator[None]:
 
 def _release(lock: FileLock) -> None:
     with contextlib.suppress(OSError):
-        if lock.is_locked:
-            os.unlink(lock.lock_file)  # while it is held: whoever opened it before notices that it is gone
+        os.unlink(lock.lock_file)  # while it is held: a process that has it open notices that it is gone
     lock.release()
 
 

@@ -133,20 +133,18 @@ def test_files_that_do_not_fit_the_network_are_refused(tmp_path: Path) -> None:
         (
             lambda: nn.Linear(2, 2)(torch.zeros(3)),
             ConfigError,
-            r"RuntimeError: .* \(.*test_evaluation_context\.py, line \d+\)",
+            r"RuntimeError: .* \(.*_context\.py, line \d+\)",
         ),
         (lambda: (nn.Linear(1, 1), (1 / 0 for _ in range(2))), ConfigError, "failed with ZeroDivisionError"),
         (partial(json.loads, "{"), ConfigError, r"the factory loads failed with JSONDecodeError"),
         (
             lambda: {}["weights"],
             ConfigError,
-            r"failed with KeyError: 'weights' \(.*test_evaluation_context\.py, line \d+\)",
+            r"failed with KeyError: 'weights' \(.*_context\.py, line \d+\)",
         ),
     ],
 )
-def test_a_factory_that_gives_no_evaluation_context_is_refused(
-    factory: Any, error: type[Exception], message: str
-) -> None:
+def test_a_factory_that_gives_no_context_is_refused(factory: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         evaluation_context_of(factory)
 

@@ -371,7 +371,6 @@ for action in (
     lambda: papa.files.diff_files(files[0], files[1]),
 ):
     found = extra_megabytes(action)
-    print(found)
     assert found < 40, f"{found} MB"
 """
 

@@ -67,6 +67,7 @@ class Soups(TypedDict, total=False):
 class NonFinite(TypedDict):
     """A member that was not finite, and what was done about it."""
 
+    event: str
     step: int
     member: int
     reason: str

@@ -40,7 +40,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KIND = "safetensors file"
-MAX_MAPPED_BYTES = 1 << 23
+MAX_MAPPED_BYTES = 1 << 22
 """A file is mapped again after this many bytes were read, since pages that were read count as memory until then."""
 
 Blocks = Callable[[str], Iterable[Tensor]]
@@ -113,7 +113,8 @@ class TensorFile:
             mapped = self._opened().get_tensor(name).reshape(-1)
             target.copy_(mapped[start : start + target.numel()])
             del mapped
-        self._num_read += target.numel() * target.itemsize
+        # The system maps up to a megabyte or two around what is read.
+        self._num_read += max(target.numel() * target.itemsize, 1 << 20)
         if self._num_read >= MAX_MAPPED_BYTES:
             self.close()
 

@@ -184,7 +184,7 @@ def test_decoded_tiles_are_kept_in_files_that_are_mapped(root: Path) -> None:
     changed = load_tiles(root, patch_size=16)
     assert isinstance(changed.test, Tiles)
     assert changed.test.planes[0].shape == (4, 41, 50)
-    with pytest.raises(DataError, match="cannot be used"):
+    with pytest.raises(DataError, match="it was made of other files"):
         MappedImages(caches[0], "another digest")
 
 
@@ -296,7 +296,7 @@ def test_unknown_labels_of_all_tiles_are_told(root: Path) -> None:
         ({"classes": ["road"], "colours": {"raod": [1, 2, 3]}}, "no class raod for its colour: did you mean road"),
         ({"classes": ["a"], "colours": {"a": [1, 2]}}, r"colour of a is \[1, 2\], expected three numbers"),
         ({"classes": ["a", "b"], "colours": {"a": [1, 2, 3]}}, "the class b has no colour"),
-        ([], "holds a list, expected a JSON object"),
+        ([], "holds a list, expected an object"),
     ],
 )
 def test_bad_classes_are_refused(root: Path, value: Any, message: str) -> None:

@@ -63,10 +63,12 @@ class MappedImages(Arrays):
             if description["digest"] != digest:
                 raise ValueError("it was made of other files")
             # Copy-on-write, since torch warns about read-only arrays; nothing is written, so no page is copied.
-            self.mapped: Pixels = np.load(self.path, mmap_mode="c", allow_pickle=False)
+            self.mapped: np.memmap[Any, np.dtype[np.uint8]] = np.load(self.path, mmap_mode="c", allow_pickle=False)
             labels = np.array(description["labels"], dtype=np.int64)
             if self.mapped.dtype != np.uint8 or len(self.mapped) != len(labels):
                 raise ValueError("it does not have one image of bytes per label")
+            if self.path.stat().st_size != self.mapped.offset + self.mapped.nbytes:
+                raise ValueError("it has another size than its header says")
             if zlib.crc32(np.ascontiguousarray(self.mapped).data) != description["checksum"]:
                 raise ValueError("it is damaged")
         self.classes = tuple(description["classes"])

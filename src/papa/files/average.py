@@ -66,19 +66,6 @@ def output_tensors(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> d
     }
 
 
-class Buffer:
-    """Memory that is reused for every block."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def get(self, count: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor of `count` elements, valid until the next call."""
-        if self._memory.numel() < count * dtype.itemsize:
-            self._memory = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-        return self._memory[: count * dtype.itemsize].view(dtype)
-
-
 class WeightedAverage:
     """The weighted average of files, tensor by tensor and block by block.
 
@@ -89,7 +76,6 @@ class WeightedAverage:
 
     def __init__(self, files: Sequence[WeightsFile], weights: Sequence[float]) -> None:
         self._used = [(file, weight) for file, weight in zip(files, weights, strict=True) if weight]
-        self._total, self._piece, self._raw, self._narrow = Buffer(), Buffer(), Buffer(), Buffer()
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """One tensor's average in the dtype of the computation; what is not averaged comes from the first file."""
@@ -97,47 +83,26 @@ class WeightedAverage:
         used = self._used if is_averaged(info.dtype) else [(self._used[0][0], 1.0)]
         dtype = reduce(torch.promote_types, [wide(file.tensors[name].dtype) for file, _ in used])
         for start in range(0, info.numel, BLOCK):
-            count = min(BLOCK, info.numel - start)
-            total = self._total.get(count, dtype)
-            self._read(used[0][0], name, start, total)
-            if used[0][1] != 1.0:
-                total.mul_(used[0][1])
+            stop = min(start + BLOCK, info.numel)
+            first, weight = used[0]
+            total = first.part(name, start, stop).to(dtype)
+            if weight != 1.0:
+                total = total * weight
             for file, weight in used[1:]:
-                piece = self._piece.get(count, dtype)
-                self._read(file, name, start, piece)
-                total.add_(piece, alpha=weight)
+                total = total.add(file.part(name, start, stop).to(dtype), alpha=weight)
             if len(used) > 1 and _has_nan(total):
-                raise SoupError(f"'{name}' of the average has NaN: {self._source_of_nan(used, name, start, count)}")
+                with_nan = [file.path for file, _ in used if _has_nan(file.part(name, start, stop).to(dtype))]
+                reason = f"leave out {with_nan[0]}, which has NaN there" if with_nan else "infinities cancel there"
+                raise SoupError(f"'{name}' of the average has NaN: {reason}")
             yield total
-
-    def _source_of_nan(self, used: Sequence[tuple[WeightsFile, float]], name: str, start: int, count: int) -> str:
-        for file, _ in used:
-            piece = self._piece.get(count, wide(file.tensors[name].dtype))
-            self._read(file, name, start, piece)
-            if _has_nan(piece):
-                return f"leave out {file.path}, which has NaN there"
-        return "infinite numbers of opposite signs are added there"
 
     def blocks_as(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         """The same in another dtype; a `SoupError` for numbers that it cannot hold."""
         for block in self.blocks(name):
-            if block.dtype == dtype:
-                yield block
-                continue
-            narrow = self._narrow.get(block.numel(), dtype)
-            narrow.copy_(block)
-            if _overflowed(block, narrow):
+            stored = block.to(dtype)
+            if _overflowed(block, stored):
                 raise SoupError(f"'{name}' has numbers that {dtype} cannot hold: choose a wider dtype")
-            yield narrow
-
-    def _read(self, file: WeightsFile, name: str, start: int, target: Tensor) -> None:
-        dtype = file.tensors[name].dtype
-        if dtype == target.dtype:
-            file.read_into(name, start, target)
-        else:
-            raw = self._raw.get(target.numel(), dtype)
-            file.read_into(name, start, raw)
-            target.copy_(raw)
+            yield stored
 
 
 def _has_nan(block: Tensor) -> bool:

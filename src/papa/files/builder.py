@@ -16,7 +16,7 @@ from papa.evaluation import Evaluation
 from papa.files.average import WeightedAverage, output_tensors
 from papa.files.evaluation_context import EvaluationContext, align_to_, load_average_
 from papa.files.scores import run_score_command, split_command
-from papa.files.weights import SafetensorsFile, TensorDict, WeightsFile
+from papa.files.weights import WeightsFile, safetensors_weights, weights_in_memory
 from papa.repair import goals_of, layer_statistics, repair_toward_, reset_batch_norm_
 from papa.repair.statistics import ChannelStatistics
 from papa.storage import TensorInfo, file_errors, write_tensors
@@ -91,7 +91,7 @@ class SoupBuilder:
             network, tensors = self._load(index), self.files[index].tensors
             found.append(align_to_(network, reference, self.context.batches))
             path = self._write(f"aligned-{index:03d}", tensors, _stored_network(network, tensors))
-            self.files[index] = SafetensorsFile(path)
+            self.files[index] = safetensors_weights(path)
         return found
 
     def _write(self, name: str, tensors: Mapping[str, TensorInfo], blocks: Blocks) -> Path:
@@ -144,7 +144,8 @@ def _stored(average: WeightedAverage, tensors: Mapping[str, TensorInfo]) -> Bloc
 
 
 def _stored_network(network: nn.Module, tensors: Mapping[str, TensorInfo]) -> Blocks:
-    return _stored(WeightedAverage([TensorDict(Path("the network"), network.state_dict())], [1.0]), tensors)
+    held = weights_in_memory(Path("the network"), network.state_dict())
+    return _stored(WeightedAverage([held], [1.0]), tensors)
 
 
 ScoreFile = Callable[[Path], float]

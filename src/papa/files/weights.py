@@ -1,4 +1,4 @@
-"""Weights in files of every kind behind one interface: names, dtypes, shapes, and reading a part of a tensor."""
+"""Weights in files of every kind behind one interface: dtypes and shapes, and reading a part of a tensor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import pickle
 import re
 import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
@@ -41,96 +41,54 @@ SAFE_GLOBALS: tuple[Any, ...] = (
 T = TypeVar("T")
 
 
-class WeightsFile(ABC):
+class WeightsFile:
     """Named tensors that stay on disk until a part of one is read.
 
     Args:
         path: its name in messages and reports.
         tensors: the dtype and shape of each tensor.
+        part: gives the elements of a flattened tensor, from its name, the first and the last (exclusive) element.
         files: the files it consists of.
         notes: what a user should know about how it was read.
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, TensorInfo], files: Sequence[Path] = (), notes: Sequence[str] = ()
+        self,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        part: Callable[[str, int, int], Tensor],
+        files: Sequence[Path] = (),
+        notes: Sequence[str] = (),
     ) -> None:
-        self.path = path
-        self.tensors = dict(tensors)
-        self.files = tuple(files)
-        self.notes = tuple(notes)
-
-    def close(self) -> None:  # noqa: B027
-        """Close what is open, until it is read again."""
-
-    @abstractmethod
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Fill `target`, flat and of the tensor's dtype, with the elements from `start` on."""
+        self.path, self.tensors, self.part = path, dict(tensors), part
+        self.files, self.notes = tuple(files), tuple(notes)
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
         info = self.tensors[name]
-        flat = torch.empty(info.numel, dtype=info.dtype)
-        self.read_into(name, 0, flat)
-        return flat.view(info.shape)
+        return self.part(name, 0, info.numel).reshape(info.shape)
 
 
-class SafetensorsFile(WeightsFile):
-    """One safetensors file."""
-
-    def __init__(self, path: Path, *, is_shard: bool = False) -> None:
-        self._file = TensorFile(path, error=SoupError)
-        names = {name: name for name in self._file.tensors}
-        self._names = names if is_shard else without_prefix(names)
-        super().__init__(path, {name: self._file.tensors[stored] for name, stored in self._names.items()}, [path])
-
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Read from the file."""
-        self._file.read_into(self._names[name], start, target)
-
-    def close(self) -> None:
-        """Unmap the file."""
-        self._file.close()
+def safetensors_weights(path: Path, *, is_shard: bool = False) -> WeightsFile:
+    """The weights in one safetensors file."""
+    file = TensorFile(path, error=SoupError)
+    names = {name: name for name in file.tensors}
+    stored = names if is_shard else without_prefix(names)
+    infos = {name: file.tensors[stored[name]] for name in stored}
+    return WeightsFile(path, infos, lambda name, start, stop: file.part(stored[name], start, stop), [path])
 
 
-class TensorDict(WeightsFile):
+def weights_in_memory(
+    path: Path, tensors: Mapping[str, Tensor], files: Sequence[Path] = (), notes: Sequence[str] = ()
+) -> WeightsFile:
     """Tensors in memory, or mapped from a PyTorch file."""
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, Tensor], files: Sequence[Path] = (), notes: Sequence[str] = ()
-    ) -> None:
-        super().__init__(path, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, files, notes)
-        self._tensors = dict(tensors)
-        self._flat: tuple[str, Tensor] | None = None
+    @lru_cache(maxsize=1)  # a tensor that is not contiguous is made so once
+    def flat(name: str) -> Tensor:
+        return tensors[name].detach().reshape(-1)
 
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Copy from memory; a tensor that is not contiguous is made so once."""
-        if self._flat is None or self._flat[0] != name:
-            self._flat = name, self._tensors[name].detach().reshape(-1)
-        target.copy_(self._flat[1][start : start + target.numel()])
-
-
-class ShardedWeights(WeightsFile):
-    """Several files, and an index that maps tensors to files."""
-
-    def __init__(self, path: Path, shards: Mapping[str, WeightsFile], weight_map: Mapping[str, str]) -> None:
-        self._current: WeightsFile | None = None
-        self._shard_of = {name: shards[file] for name, file in weight_map.items()}
-        tensors = {name: shard.tensors[name] for name, shard in self._shard_of.items()}
-        files = [file for shard in shards.values() for file in shard.files]
-        super().__init__(path, tensors, files, [note for shard in shards.values() for note in shard.notes])
-
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Read from the tensor's shard; one shard is open at a time."""
-        shard = self._shard_of[name]
-        if shard is not self._current:
-            self.close()
-            self._current = shard
-        shard.read_into(name, start, target)
-
-    def close(self) -> None:
-        """Close the shard that is open."""
-        if self._current is not None:
-            self._current.close()
+    infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    return WeightsFile(path, infos, lambda name, start, stop: flat(name)[start:stop], files, notes)
 
 
 def open_all(paths: Iterable[PathLike], *, key: str | None = None) -> list[WeightsFile]:
@@ -143,7 +101,7 @@ def open_all(paths: Iterable[PathLike], *, key: str | None = None) -> list[Weigh
     found: list[WeightsFile] = []
     for path in map(Path, paths):
         if path.is_dir() and is_run(path):
-            found += [SafetensorsFile(file) for file in member_files(path)]
+            found += [safetensors_weights(file) for file in member_files(path)]
         else:
             found.append(open_weights(path, key=key))
     return found
@@ -173,7 +131,7 @@ def open_weights(path: PathLike, *, key: str | None = None, is_shard: bool = Fal
     if path.suffix in TORCH_SUFFIXES and not is_torch:
         raise SoupError(f"{path} is not a valid PyTorch file: it does not begin as torch.save begins one")
     if path.suffix == ".safetensors" or not is_torch:
-        weights: WeightsFile = SafetensorsFile(path, is_shard=is_shard)
+        weights = safetensors_weights(path, is_shard=is_shard)
     else:
         weights = _open_torch(path, key, is_shard=is_shard)
     if not weights.tensors:
@@ -215,7 +173,7 @@ class Index(TypedDict):
     weight_map: dict[str, str]
 
 
-def _open_sharded(index: Path, key: str | None) -> ShardedWeights:
+def _open_sharded(index: Path, key: str | None) -> WeightsFile:
     with file_errors(index, error=SoupError, kind="index of shards"):
         weight_map = validated(read_json(index, error=SoupError), Index)["weight_map"]
     if not weight_map:
@@ -231,7 +189,13 @@ def _open_sharded(index: Path, key: str | None) -> ShardedWeights:
     for name, file in weight_map.items():
         if name not in shards[file].tensors:
             raise SoupError(f"{index} says that '{name}' is in {file}, but it is not: the shards are of another index")
-    return ShardedWeights(index, shards, weight_map)
+    return WeightsFile(
+        index,
+        {name: shards[file].tensors[name] for name, file in weight_map.items()},
+        lambda name, start, stop: shards[weight_map[name]].part(name, start, stop),
+        [file for shard in shards.values() for file in shard.files],
+        [note for shard in shards.values() for note in shard.notes],
+    )
 
 
 def _begins_like_torch(path: Path) -> bool:
@@ -240,7 +204,7 @@ def _begins_like_torch(path: Path) -> bool:
         return file.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
-def _open_torch(path: Path, key: str | None, *, is_shard: bool) -> TensorDict:
+def _open_torch(path: Path, key: str | None, *, is_shard: bool) -> WeightsFile:
     value, notes = _load_torch(path)
     state, note = _find_state(path, value, key)
     if note is not None:
@@ -250,7 +214,7 @@ def _open_torch(path: Path, key: str | None, *, is_shard: bool) -> TensorDict:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             raise SoupError(f"{path} has '{name}' as a {kind} tensor, expected dense ones: save it as such")
-    return TensorDict(path, tensors if is_shard else without_prefix(tensors), [path], notes)
+    return weights_in_memory(path, tensors if is_shard else without_prefix(tensors), [path], notes)
 
 
 def _load_torch(path: Path) -> tuple[Any, list[str]]:

@@ -104,27 +104,25 @@ class TensorFile:
             raise ValueError(f"'{name}' has the shape {list(shape)}")
         return TensorInfo(DTYPES[dtype], shape)
 
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Fill `target`, flat and of the tensor's dtype, with the elements from `start` on."""
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Some elements of a flattened tensor, mapped from the file: do not change them."""
         with file_errors(self.path, error=self._error, kind=KIND):
             if _identity(self.path) != self._identity:
                 raise self._error(f"{self.path} changed while it was read: start again when nothing writes to it")
-            # Safetensors maps the file for PyTorch, so that only the elements that are copied are read.
-            mapped = self._opened().get_tensor(name).reshape(-1)
-            target.copy_(mapped[start : start + target.numel()])
-            del mapped
-        # The system maps up to a megabyte or two around what is read.
-        self._num_read += max(target.numel() * target.itemsize, 1 << 20)
-        if self._num_read >= MAX_MAPPED_BYTES:
-            self.close()
+            if self._num_read >= MAX_MAPPED_BYTES:
+                self.close()
+            self._num_read += max((stop - start) * self.tensors[name].dtype.itemsize, 1 << 20)  # mapped at the least
+            part: Tensor = self._opened().get_tensor(name).reshape(-1)[start:stop]
+            return part
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
         with file_errors(self.path, error=self._error, kind=KIND):
             tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="cpu")
-        flat, size = tensor.view(-1), MAX_MAPPED_BYTES // tensor.itemsize
-        for start in range(0, len(flat), size):
-            self.read_into(name, start, flat[start : start + size])
+            flat, size = tensor.view(-1), MAX_MAPPED_BYTES // tensor.itemsize
+            for start in range(0, len(flat), size):
+                stop = min(start + size, len(flat))
+                flat[start:stop] = self.part(name, start, stop)
         return tensor
 
     def _opened(self) -> Any:

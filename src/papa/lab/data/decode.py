@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,29 +38,32 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def read_image(path: str) -> Image.Image:
-    """An image file as RGB."""
+@contextlib.contextmanager
+def opened_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
+    """An image file that Pillow has opened; whatever it raises about the file is a `DataError`."""
+    module = pillow()
     try:
-        with pillow().open(path) as image:
-            image.load()
-            rgb: Image.Image = image if image.mode == "RGB" else image.convert("RGB")
-            return rgb
-    except ConfigError:
-        raise
+        with module.open(path) as image:
+            yield image
     except Exception as error:  # a damaged file makes Pillow raise anything
-        raise cannot_decode(path, error) from error
+        raise DataError(
+            f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a complete image file: "
+            "replace it, or remove it"
+        ) from error
 
 
-def read_size(path: str) -> tuple[int, int]:
+def read_image(path: str | os.PathLike[str]) -> Image.Image:
+    """An image file as RGB."""
+    with opened_image(path) as image:
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """Width and height of an image file, without decoding it."""
-    try:
-        with pillow().open(path) as image:
-            width, height = image.size
-            return width, height
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise cannot_decode(path, error) from error
+    with opened_image(path) as image:
+        width, height = image.size
+        return width, height
 
 
 def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resample: int) -> Image.Image:
@@ -154,11 +158,3 @@ def _decode_chunk(paths: Sequence[str], image_size: int | None, native: tuple[st
             )
         to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
     return pixels
-
-
-def cannot_decode(path: str, error: Exception) -> DataError:
-    """The error for a damaged file."""
-    return DataError(
-        f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a whole image file: "
-        "replace it, or remove it"
-    )

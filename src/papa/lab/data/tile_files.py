@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from papa.errors import DataError, did_you_mean
-from papa.lab.data.decode import Pixels, cannot_decode, pillow, read_image
+from papa.lab.data.decode import Pixels, opened_image, read_image
 from papa.lab.data.files import some_of
 from papa.storage import read_object
 from papa.streams import stream
@@ -156,7 +156,7 @@ def decode_tile(tile: TileFile, classes: Classes, shrink: int = 1) -> Pixels:
         shrink: the number of pixels, across and down, that become one: the mean of their colours, and the label in
             their middle.
     """
-    image, labels = read_image(str(tile.image)), _labels_of(tile, classes)
+    image, labels = read_image(tile.image), _labels_of(tile, classes)
     width, height = (side // shrink for side in image.size)
     if shrink > 1:
         image = image.crop((0, 0, width * shrink, height * shrink)).reduce(shrink)
@@ -215,21 +215,13 @@ def _file_problems(tile: TileFile) -> Iterable[str]:
 
 
 def _mode_and_size(path: Path) -> tuple[str, tuple[int, int]]:
-    module = pillow()
-    try:
-        with module.open(path) as image:
-            return image.mode, image.size
-    except Exception as error:  # a damaged file makes Pillow raise anything
-        raise cannot_decode(str(path), error) from error
+    with opened_image(path) as image:
+        return image.mode, image.size
 
 
 def _label_array(path: Path) -> npt.NDArray[np.int64]:
-    module = pillow()
-    try:
-        with module.open(path) as image:
-            return np.asarray(image).astype(np.int64)
-    except Exception as error:
-        raise cannot_decode(str(path), error) from error
+    with opened_image(path) as image:
+        return np.asarray(image).astype(np.int64)
 
 
 def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
@@ -248,7 +240,7 @@ def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
             f"{tile.labels} is in colour, but classes.json names no colours: add "
             f'"colours": {{"{classes.names[0]}": [255, 255, 255], ...}}'
         )
-    rgb = np.asarray(read_image(str(tile.labels))).astype(np.int64)
+    rgb = np.asarray(read_image(tile.labels)).astype(np.int64)
     codes = (rgb[..., 0] << 16) + (rgb[..., 1] << 8) + rgb[..., 2]
     labels = np.zeros(codes.shape, dtype=np.uint8)
     is_known = np.zeros(codes.shape, dtype=bool)

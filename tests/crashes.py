@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from papa.checkpoint import Expected, checkpoints, load_checkpoint
-from papa.checkpoint.files import read_file
 from papa.cli import main
 from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
+from papa.storage import read_file
 
 OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from papa.checkpoint import save_network
+from papa.checkpoint.store import with_digest
 from papa.cli.run import print_result
 from papa.errors import PapaError
 from papa.lab.config import Config
@@ -27,6 +27,7 @@ from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.report import compare_page, run_page
 from papa.lab.runs import RunDirectory
+from papa.storage import save_network
 from papa.training.saving import _load_
 from papa.training.state import member_states, shared_state
 from test_checkpoint import Member, expected_of, load_whole, save, trained_member
@@ -92,7 +93,7 @@ def mutate_bytes(content: bytes, generator: random.Random) -> bytes:
 
 
 def refused(action: Callable[[], object]) -> bool:
-    """Whether it was refused with a `PapaError`; any other error is for the test to show."""
+    """Whether it raised a `PapaError`; any other error fails the test."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -117,12 +118,13 @@ def test_manifests(saved: tuple[Path, list[Member]]) -> None:
         if number % 2:
             manifest.write_bytes(mutate_bytes(text, generator))
         else:
-            manifest.write_text(json.dumps(mutate_value(value, generator)))
+            altered = mutate_value(value, generator)
+            manifest.write_text(json.dumps(with_digest(altered) if isinstance(altered, dict) else altered))
         num_refused += refused(lambda: load_whole(path, expected, num_members=1))
     assert num_refused > 1200
 
 
-def test_headers_and_tensors_whose_digest_was_brought_into_line(saved: tuple[Path, list[Member]]) -> None:
+def test_headers_and_tensors_with_a_matching_digest(saved: tuple[Path, list[Member]]) -> None:
     path, members = saved
     expected, generator = expected_of(members), random.Random(2)
     file, manifest = path / "member-000.safetensors", json.loads((path / "manifest.json").read_text())
@@ -139,7 +141,7 @@ def test_headers_and_tensors_whose_digest_was_brought_into_line(saved: tuple[Pat
         file.write_bytes(altered)
         entry = manifest["files"]["member-000.safetensors"]
         entry.update(bytes=len(altered), sha256=hashlib.sha256(altered).hexdigest())
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        (path / "manifest.json").write_text(json.dumps(with_digest(manifest)))
         num_refused += refused(lambda: load_whole(path, expected, num_members=1))
     assert num_refused > 1800
 
@@ -161,7 +163,7 @@ def test_the_state_of_a_training(tmp_path: Path) -> None:
         altered = {**value, "state": mutate_value(value["state"], generator)}
         if generator.random() < 0.4:
             altered = {**value, "files": mutate_value(value["files"], generator)}
-        (path / "manifest.json").write_text(json.dumps(altered))
+        (path / "manifest.json").write_text(json.dumps(with_digest(altered)))
 
         def load() -> None:
             _, error = _load_(training, path, partial(_check_state, config))
@@ -188,20 +190,20 @@ def test_configs(tmp_path: Path) -> None:
 def result() -> dict[str, Any]:
     scores = {"members": [97.1, None], "mean": 97.1, "min": 97.1, "max": 97.1}
     scores |= {"ensemble": 97.4, "average_soup": 97.3, "greedy_soup": None}
-    sick = {"event": "nonfinite", "step": 3, "member": 1, "reason": "<b>", "action": "dropped"}
+    event = {"event": "nonfinite", "step": 3, "member": 1, "reason": "<b>", "action": "dropped"}
     return {
         **{"recipe": "digits", "method": "papa", "seed": 1, "config": {"a": 1}, "environment": {"b": [2]}},
         **{"test": scores, "validation": scores, "greedy_members": [0], "num_averagings": 3, "seconds": {"train": 1.0}},
         **{
             "repaired": {"test": {"average_soup": 1.0}, "greedy_members": [1]},
             "paper": {"mean": 1.5},
-            "nonfinite": [sick],
+            "nonfinite": [event],
         },
         **{"policies": [{"mixup": 0.5}, {"mixup": 0.0}]},
     }
 
 
-def test_results_and_what_is_shown_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_and_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, generator, num_refused = RunDirectory(tmp_path), random.Random(5), 0
     run.result.write_text(json.dumps(result()))
     assert not refused(lambda: print_result(run.read_result()))

@@ -14,7 +14,7 @@ import pytest
 import papa
 
 LIBRARY = [
-    *("errors", "streams", "process", "storage", "mixing", "layout", "binding", "product", "group", "population"),
+    *("errors", "streams", "process", "storage", "lock", "mixing", "layout", "binding", "product", "group", "population"),
     *("delayed", "rules", "health", "learning_rates", "averager"),
     *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
     *("data", "schedules", "checkpoint", "training", "files"),
@@ -22,7 +22,7 @@ LIBRARY = [
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
 LAB = [
-    *("signals", "costs", "config", "data", "models", "augment", "tasks", "runs", "report"),
+    *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "runs", "report"),
     *("selection", "candidates", "probes", "freezing", "analysis", "independent_soups", "trajectory_scores"),
     *("outcome", "recipes", "recorder", "launch", "launch_many", "reproduce"),
 ]

@@ -11,7 +11,7 @@ from papa.errors import RunError
 from papa.lock import Lock
 
 
-def test_one_at_a_time_and_gone_afterwards(tmp_path: Path) -> None:
+def test_one_process_at_a_time_and_no_files_afterwards(tmp_path: Path) -> None:
     path = tmp_path / "run" / "deep" / ".lock"
     with Lock(path):
         assert json.loads(path.read_text()) == {"host": socket.gethostname(), "pid": os.getpid()}
@@ -24,7 +24,7 @@ def test_one_at_a_time_and_gone_afterwards(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_directories_stay_when_something_was_put_into_them(tmp_path: Path) -> None:
+def test_directories_stay_if_they_hold_files(tmp_path: Path) -> None:
     with Lock(tmp_path / "run" / ".lock"):
         (tmp_path / "run" / "config.json").write_text("{}")
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["config.json"]
@@ -51,15 +51,13 @@ def test_a_lock_of_another_host_says_how_to_override_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[[[", b"[1]", b'{"host": 1, "pid": "x"}', bytes(5000), b"[" * 4096])
-def test_what_is_no_lock_of_ours_holds_nobody_up(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_holder_is_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".lock").write_bytes(content)
     with Lock(tmp_path / ".lock"):
         pass
 
 
-def test_without_locks_in_the_file_system_the_process_number_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_file_locks_the_process_number_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 

@@ -1,128 +1,117 @@
-"""A lock on a directory: one process writes, and everybody else learns which."""
+"""File locks: one process writes a directory, and others get an error that names it."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from papa.errors import RunError
+from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: the process number in the file has to do
-    fcntl = None  # type: ignore[assignment]
+from papa.errors import PapaError, RunError
+from papa.storage import file_errors, json_text, parse_json, read_file, write_file
 
 
 class Lock:
-    """Held while a run is written; a lock whose process died is taken over.
+    """Held while a directory is written; a lock whose process died is taken over.
 
-    The system's own lock on the file vanishes with its process, however that ends. The host and process number in the
-    file are for people, for file systems without locks, and for other hosts, which may not see the system's lock.
+    The system releases a `filelock.FileLock` when its process ends. The JSON file next to it names the host and the
+    process, for messages and for file systems whose locks other hosts do not see.
 
     Args:
-        path: the lock file; directories above it are made, and removed again when nothing was put into them.
+        path: the JSON file; missing directories above it are made, and removed again if they stay empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = -1
+        self._lock = FileLock(path.with_name(f"{path.name}.flock"), timeout=0)
         self._made: list[Path] = []
 
     @property
     def seems_held(self) -> bool:
-        """Whether a process seems to hold it, without taking it; what processes of other hosts do cannot be seen."""
-        try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
+        """Whether a process seems to hold it; a process of another host counts as alive."""
+        if not self.path.exists():
             return False
-        try:
-            host, pid = _holder(handle)
-        finally:
-            os.close(handle)
+        host, pid = self._holder()
         return pid is None or host != socket.gethostname() or _is_alive(pid)
 
     def __enter__(self) -> Lock:
         directory = self.path.parent
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
-        try:
+        with file_errors(directory, "make the directory"):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make the directory {directory}: {error.strerror or error}") from error
+        is_supported = True
         try:
-            self._acquire()
-        except OSError as error:
-            raise RunError(f"cannot lock {directory}: {error.strerror or error}") from error
+            self._lock.acquire()
+        except Timeout as error:
+            raise RunError(f"{self._in_use_by(*self._holder())}: wait until it ends, or stop it") from error
+        except OSError:  # the file system has no locks, or cannot be written, which shows below
+            is_supported = False
+        try:
+            self._check_holder(is_supported)
+            with file_errors(directory, "lock"):
+                write_file(self.path, [json_text({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
+        except BaseException:
+            self._release()
+            raise
         return self
 
-    def _acquire(self) -> None:
-        while True:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-            try:
-                self._take(handle)
-                if _is_still_there(handle, self.path):  # its holder may have removed it between our two calls
-                    self._handle = handle
-                    return
-            finally:
-                if self._handle != handle:
-                    os.close(handle)
-
-    def _take(self, handle: int) -> None:
-        has_flock = fcntl is not None
-        try:
-            if has_flock:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise RunError(f"{self._in_use_by(*_holder(handle))}: wait until it ends, or stop it") from None
-            has_flock = False
-        host, pid = _holder(handle)
+    def _check_holder(self, is_supported: bool) -> None:
+        host, pid = self._holder()
         if host not in (None, socket.gethostname()):
             raise RunError(
-                f"{self._in_use_by(host, pid)}; whether it is alive cannot be seen from here. If it is not, remove "
+                f"{self._in_use_by(host, pid)}; whether it is alive is not visible from here. If it is not, remove "
                 f"{self.path}"
             )
-        if not has_flock and pid is not None and _is_alive(pid):
+        if not is_supported and pid is not None and _is_alive(pid):
             raise RunError(f"{self._in_use_by(host, pid)}: wait until it ends, or stop it")
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+
+    def _holder(self) -> tuple[str | None, int | None]:
+        """The host and process in the file; None if they cannot be read."""
+        try:
+            value = parse_json(read_file(self.path, 4096))
+            host, pid = value["host"], value["pid"]
+        except (PapaError, ValueError, KeyError, TypeError):
+            return None, None
+        return (host, pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else (None, None)
 
     def _in_use_by(self, host: str | None, pid: int | None) -> str:
-        who = "another process" if pid is None else f"process {pid} on {host}"
-        return f"{self.path.parent} is in use by {who}"
+        holder = "another process" if pid is None else f"process {pid} on {host}"
+        return f"{self.path.parent} is in use by {holder}"
+
+    def _release(self) -> None:
+        _release(self._lock)
+        for path in self._made:
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(OSError):
-            if _is_still_there(self._handle, self.path):
-                self.path.unlink()
-        with contextlib.suppress(OSError):
-            os.close(self._handle)
-        for path in self._made:
-            with contextlib.suppress(OSError):  # it holds a run now
-                path.rmdir()
+            self.path.unlink()
+        self._release()
 
 
-def _is_still_there(handle: int, path: Path) -> bool:
+@contextlib.contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Wait for a lock file and hold it; without effect on file systems that have no locks."""
+    lock = FileLock(path)
+    with contextlib.suppress(OSError):
+        lock.acquire()
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
+        yield
+    finally:
+        _release(lock)
 
 
-def _holder(handle: int) -> tuple[str | None, int | None]:
-    """Host and process number in a lock file; None where they cannot be read."""
-    try:
-        value = json.loads(os.pread(handle, 4096, 0))
-        host, pid = value["host"], value["pid"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None, None
-    return (host, pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else (None, None)
+def _release(lock: FileLock) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(lock.lock_file)  # while it is held: a process that has it open notices that it is gone
+    lock.release()
 
 
 def _is_alive(pid: int) -> bool:

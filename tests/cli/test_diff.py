@@ -36,7 +36,7 @@ def test_diff_lists_the_largest_differences_first(capsys: pytest.CaptureFixture[
     assert value["unlike"] == ["no 'gone' float32 [1]"]
 
 
-def test_diff_says_whether_two_lie_in_one_basin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_says_whether_two_are_in_one_basin(capsys: pytest.CaptureFixture[str]) -> None:
     state = recipe_evaluation(find("digits").config("smoke")).network.state_dict()
     state = {name: value.contiguous().clone() for name, value in state.items()}
     save_file(state, "one.safetensors")
@@ -44,7 +44,7 @@ def test_diff_says_whether_two_lie_in_one_basin(capsys: pytest.CaptureFixture[st
     save_file(near, "two.safetensors")
     assert main(["diff", "one.safetensors", "two.safetensors", "--recipe", "digits", "--budget", "smoke"]) == 0
     shown = capsys.readouterr().out
-    assert "they look as if they lie in one basin: the loss rises" in shown
+    assert "they seem to be in one basin: the loss rises" in shown
     curve = shown.split("A to B")[1].splitlines()
     assert [line[:3] for line in curve[1:12]] == [f"{index / 10:.1f}" for index in range(11)]
 
@@ -52,13 +52,13 @@ def test_diff_says_whether_two_lie_in_one_basin(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a.safetensors", "c.safetensors"], "there is no checkpoint c.safetensors"),
+        (["a.safetensors", "c.safetensors"], "there is no file c.safetensors"),
         (
             ["a.safetensors", "b.safetensors", "--recipe", "digits"],
             "b.safetensors cannot be averaged with a.safetensors",
         ),
         (["a.safetensors", "b.safetensors", "--factory", "a:b"], "the factory a:b cannot be found"),
-        (["a.safetensors", "b.safetensors", "--top", "-3"], "--top is -3, expected how many tensors to list"),
+        (["a.safetensors", "b.safetensors", "--top", "-3"], "--top is -3, expected the number of tensors to list"),
     ],
 )
 def test_mistakes_get_one_readable_message(
@@ -68,7 +68,7 @@ def test_mistakes_get_one_readable_message(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_checkpoints_with_nothing_in_common_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_with_nothing_in_common_are_no_success(capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"other": torch.ones(2)}, "c.safetensors")
     assert main(["diff", "a.safetensors", "c.safetensors"]) == 2
     assert "0 tensors in both" in capsys.readouterr().out

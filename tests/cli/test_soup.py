@@ -44,11 +44,11 @@ def test_the_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> N
         assert part in shown
 
 
-def test_soup_prints_what_went_in_and_where_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_soup_prints_its_members_and_its_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["soup", *FILES, "-o", "soup.safetensors", "--weights", "0.5,0.25,0.25"]) == 0
     shown = capsys.readouterr().out
     assert load_file("soup.safetensors")["w"].tolist() == [0.75, 0.75]
-    for part in ("0.25    2.safetensors", "one network: soup.safetensors", "note: not averaged but taken from"):
+    for part in ("0.25    2.safetensors", "one network: soup.safetensors", "note: not averaged but copied from"):
         assert part in shown
     assert "score" not in shown
 
@@ -73,8 +73,8 @@ def test_a_greedy_soup_shows_order_scores_and_choice(folder: Path, capsys: pytes
     assert "score of the greedy soup: -0.2" in shown
 
 
-def test_a_factory_is_found_where_one_stands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("my_kitchen.py").write_text(
+def test_a_factory_is_found_in_the_current_directory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my_factory.py").write_text(
         "import torch\n"
         "def make():\n"
         "    net = torch.nn.Module()\n"
@@ -83,7 +83,7 @@ def test_a_factory_is_found_where_one_stands(folder: Path, capsys: pytest.Captur
         "    return net, [torch.zeros(1)], lambda net: (float(net.w[0]), 0.0)\n"
     )
     path = list(sys.path)
-    assert main(["soup", *FILES, "-o", "soup.safetensors", "--greedy", "--factory", "my_kitchen:make"]) == 0
+    assert main(["soup", *FILES, "-o", "soup.safetensors", "--greedy", "--factory", "my_factory:make"]) == 0
     assert "score of the greedy soup: 2" in capsys.readouterr().out
     assert sys.path == path
 
@@ -98,7 +98,7 @@ def test_runs_are_averaged_and_scored_with_their_recipe(folder: Path, capsys: py
     assert main([*arguments, "--seed", "7", "--data.validation", "0.2"]) == 0
     shown = capsys.readouterr().out
     assert "score of the greedy soup" in shown
-    assert "run was trained with seed 1, and so on some of the examples that seed 7 holds out" in shown
+    assert "run was trained with seed 1, and thus on some of the examples that seed 7 holds out" in shown
     (folder / "run" / "result.json").unlink()
     assert main(["soup", "run", "-o", "other.safetensors"]) == 2
     assert "holds an unfinished run" in capsys.readouterr().err
@@ -107,8 +107,8 @@ def test_runs_are_averaged_and_scored_with_their_recipe(folder: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "soup.safetensors"], "no checkpoint was named"),
-        (["0.safetensors", "9.safetensors", "-o", "soup.safetensors"], "there is no checkpoint 9.safetensors"),
+        (["-o", "soup.safetensors"], "no file was named"),
+        (["0.safetensors", "9.safetensors", "-o", "soup.safetensors"], "there is no file 9.safetensors"),
         ([*FILES, "-o", "0.safetensors"], "0.safetensors exists: choose another output"),
         ([*FILES, "-o", "soup.safetensors", "--weights", "a,b,c"], "expected numbers such as 0.5,0.3,0.2"),
         ([*FILES, "-o", "soup.safetensors", "--weights", "1,2,3"], "the weights sum to 6, expected 1"),
@@ -119,6 +119,8 @@ def test_runs_are_averaged_and_scored_with_their_recipe(folder: Path, capsys: py
             "--recipe and --factory both give a network and data",
         ),
         ([*FILES, "-o", "soup.safetensors", "--align", "--recipe", "digits"], "does not fit the network"),
+        ([*FILES, "-o", "soup.safetensors", "--repair"], "need a network and data: give --recipe NAME"),
+        ([*FILES, "-o", "soup.safetensors", "--greedy"], "a greedy soup needs scores: give a --score command"),
     ],
 )
 def test_mistakes_get_one_readable_message_and_leave_nothing(
@@ -132,7 +134,7 @@ def test_mistakes_get_one_readable_message_and_leave_nothing(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_what_is_ended_leaves_nothing_half_done_behind(tmp_path: Path) -> None:
+def test_a_terminated_command_leaves_nothing_behind(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "score.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")

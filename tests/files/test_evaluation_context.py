@@ -66,7 +66,7 @@ def test_networks_that_differ_in_order_alone_align_to_the_first(tmp_path: Path) 
     aligned = papa.soup_files(files, tmp_path / "aligned.safetensors", align=True, evaluation_context=make)
     assert_close(outputs(loaded(aligned.path)), outputs(first).double(), 1e-5)
     assert (outputs(loaded(plain.path)) - outputs(first)).abs().max() > 0.01
-    match = aligned.ingredients[1].alignment
+    match = aligned.members[1].alignment
     assert match is not None
     assert match.after > 0.99 > match.before
     record = json.loads((tmp_path / "aligned.safetensors.json").read_text())
@@ -90,7 +90,7 @@ def test_a_repaired_soup_is_what_repair_gives(weights: list[float] | None, tmp_p
             assert_close(load_file(soup.path)[name], tensor.double(), 1e-5)
 
 
-def test_batch_norm_is_estimated_anew(tmp_path: Path) -> None:
+def test_batch_norm_is_estimated_again(tmp_path: Path) -> None:
     nets = [make_net(seed) for seed in range(2)]
     soup = papa.soup_files(
         save_nets(nets, tmp_path), tmp_path / "soup.safetensors", reset_batch_norm=True, evaluation_context=make
@@ -101,7 +101,7 @@ def test_batch_norm_is_estimated_anew(tmp_path: Path) -> None:
     assert_close(load_file(soup.path)["0.weight"], twin.get_parameter("0.weight").detach().double())
 
 
-def test_a_greedy_soup_is_scored_in_the_kitchen(tmp_path: Path) -> None:
+def test_a_greedy_soup_is_scored_in_the_evaluation_context(tmp_path: Path) -> None:
     nets = [make_net(seed) for seed in range(4)]
     soup = papa.soup_files(
         save_nets(nets, tmp_path), tmp_path / "soup.safetensors", greedy=True, evaluation_context=make
@@ -111,7 +111,7 @@ def test_a_greedy_soup_is_scored_in_the_kitchen(tmp_path: Path) -> None:
     assert soup.score == pytest.approx(twin.score)
 
 
-def test_files_that_do_not_fit_the_network_are_told(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_the_network_are_refused(tmp_path: Path) -> None:
     save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "a.safetensors")
     with pytest.raises(SoupError, match=r"does not fit the network Sequential; it has\n  no '0.bias'"):
         papa.soup_files(
@@ -133,27 +133,27 @@ def test_files_that_do_not_fit_the_network_are_told(tmp_path: Path) -> None:
         (
             lambda: nn.Linear(2, 2)(torch.zeros(3)),
             ConfigError,
-            r"RuntimeError: .* \(.*test_evaluation_context\.py, line \d+\)",
+            r"RuntimeError: .* \(.*_context\.py, line \d+\)",
         ),
         (lambda: (nn.Linear(1, 1), (1 / 0 for _ in range(2))), ConfigError, "failed with ZeroDivisionError"),
         (partial(json.loads, "{"), ConfigError, r"the factory loads failed with JSONDecodeError"),
         (
             lambda: {}["weights"],
             ConfigError,
-            r"failed with KeyError: 'weights' \(.*test_evaluation_context\.py, line \d+\)",
+            r"failed with KeyError: 'weights' \(.*_context\.py, line \d+\)",
         ),
     ],
 )
-def test_a_factory_that_gives_no_kitchen_is_refused(factory: Any, error: type[Exception], message: str) -> None:
+def test_a_factory_that_gives_no_context_is_refused(factory: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         evaluation_context_of(factory)
 
 
-def test_a_kitchen_scores_with_what_it_was_given() -> None:
+def test_an_evaluation_context_uses_its_score() -> None:
     net = nn.Linear(1, 1)
     assert evaluation_context_of(lambda: (net, BATCHES, lambda _: (3.0, 0.5))).evaluate(net)[:2] == (3.0, 0.5)
     assert evaluation_context_of(lambda: (net, BATCHES, lambda _: 3.0)).evaluate(net).score == 3.0
-    with pytest.raises(DataError, match="batches hold inputs alone"):
+    with pytest.raises(DataError, match="the batches hold only inputs"):
         EvaluationContext(net, [torch.zeros(2, 1)]).evaluate(net)
     with pytest.raises(SoupError, match="the score is NaN"):
         EvaluationContext(net, BATCHES, lambda _: float("nan")).evaluate(net)

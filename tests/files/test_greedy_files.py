@@ -59,7 +59,7 @@ def test_files_are_chosen_as_networks_are(tmp_path: Path) -> None:
     )
     assert soup.trials == twin.trials
     assert soup.score == twin.score
-    assert tuple(one.score for one in soup.ingredients) == twin.member_scores
+    assert tuple(one.score for one in soup.members) == twin.member_scores
     assert [index for index, weight in enumerate(soup.weights) if weight] == sorted(twin.members)
     assert torch.equal(load_file(soup.path)["w"], twin.network["w"])
     record = json.loads((tmp_path / "soup.safetensors.json").read_text())["greedy"]
@@ -150,15 +150,17 @@ def test_an_error_of_ones_own_score_comes_through_as_it_is(tmp_path: Path) -> No
     assert "soup.safetensors" not in {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_command_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_command_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SoupError, match="cannot be run: No such file"):
         papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score="./nowhere {}")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 0}'])
-def test_scores_that_are_none_are_not_believed(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 0}', '{"format": 1, "scores": {"a": 3}}', '{"format": 2, "scores": {}}']
+)
+def test_an_invalid_file_of_scores_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "soup.safetensors.scores.json").write_text(text)
-    with pytest.raises(SoupError, match="remove it to start anew"):
+    with pytest.raises(SoupError, match="remove it to start again"):
         papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score_of)
 
 
@@ -186,14 +188,14 @@ def test_the_last_number_counts(text: str, number: float | None) -> None:
     assert last_number(text) == (pytest.approx(number, nan_ok=True) if number is not None else None)
 
 
-def test_scores_are_measured_anew_for_a_soup_that_is_made_again(tmp_path: Path) -> None:
+def test_scores_are_measured_again_when_a_soup_is_made_again(tmp_path: Path) -> None:
     files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
-    heard: list[tuple[list[Path], float]] = []
+    reported: list[tuple[list[Path], float]] = []
     first = papa.soup_files(
-        files, out, greedy=True, score=score_of, tell=lambda files, score: heard.append((list(files), score))
+        files, out, greedy=True, score=score_of, on_score=lambda files, score: reported.append((list(files), score))
     )
-    assert [score for used, score in heard if len(used) == 1] == [one.score for one in first.ingredients]
-    assert len(heard) == len(files) + len(first.trials)
+    assert [score for used, score in reported if len(used) == 1] == [one.score for one in first.members]
+    assert len(reported) == len(files) + len(first.trials)
     assert not (tmp_path / "soup.safetensors.scores.json").exists()
 
     def score(file: Path) -> float:
@@ -201,9 +203,7 @@ def test_scores_are_measured_anew_for_a_soup_that_is_made_again(tmp_path: Path) 
 
     score.__qualname__ = score_of.__qualname__
     again = papa.soup_files(files, out, greedy=True, score=score, overwrite=True)
-    assert [one.score for one in again.ingredients] == [
-        -one.score for one in first.ingredients if one.score is not None
-    ]
+    assert [one.score for one in again.members] == [-one.score for one in first.members if one.score is not None]
 
 
 def test_files_that_all_score_nan_are_refused(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_files_that_all_score_nan_are_refused(tmp_path: Path) -> None:
         papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score)
 
 
-def test_scores_of_a_broken_call_are_said_to_be_used(tmp_path: Path) -> None:
+def test_reused_scores_of_an_interrupted_call_are_reported(tmp_path: Path) -> None:
     files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
     seen: list[float] = []
 
@@ -226,4 +226,4 @@ def test_scores_of_a_broken_call_are_said_to_be_used(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         papa.soup_files(files, out, greedy=True, score=score)
     soup = papa.soup_files(files, out, greedy=True, score=score)
-    assert "2 scores are of an earlier call that was broken off" in soup.notes
+    assert "2 scores are from an earlier call that was interrupted" in soup.notes

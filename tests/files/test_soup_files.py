@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from torch import Tensor
 import papa
 from helpers import NETWORKS, assert_close, make_network
 from papa.errors import ConfigError, PapaError, SoupError
-from papa.files import average, open_checkpoint
+from papa.files import average, open_weights
 from papa.files.soup import parse_size
 
 State = dict[str, Tensor]
@@ -105,7 +106,7 @@ def test_files_may_differ_in_dtype(tmp_path: Path) -> None:
     files = save_all(some, tmp_path)
     soup = papa.soup_files(files, tmp_path / "soup.safetensors")
     assert load_file(soup.path)["w"].dtype == torch.bfloat16
-    assert "the files differ in dtype: written in the first's, bfloat16" in soup.notes
+    assert "the files differ in dtype: written in that of the first, bfloat16" in soup.notes
     other = papa.soup_files(files, tmp_path / "other.safetensors", dtype="float64")
     assert load_file(other.path)["w"].tolist() == [2.5, 2.5]
 
@@ -133,7 +134,7 @@ def test_kinds_of_files_mix(tmp_path: Path) -> None:
     assert torch.equal(found["head.weight"], found["embedding.weight"])
 
 
-def test_what_it_was_made_of_stands_in_the_file_and_beside_it(tmp_path: Path) -> None:
+def test_a_soup_records_its_members_in_its_metadata_and_sidecar(tmp_path: Path) -> None:
     files = save_all(states(size=2), tmp_path)
     soup = papa.soup_files(files, tmp_path / "soup.safetensors", [0.25, 0.75])
     beside = json.loads((tmp_path / "soup.safetensors.json").read_text())
@@ -148,12 +149,11 @@ def test_what_it_was_made_of_stands_in_the_file_and_beside_it(tmp_path: Path) ->
     assert inside["not_averaged"] == ["1.num_batches_tracked"]
     assert {**inside, "notes": list(soup.notes)} == beside
     assert soup.notes == (
-        "not averaged but taken from the first file that has a weight: 1 tensor of whole numbers, such as "
-        "'1.num_batches_tracked'",
+        "not averaged but copied from the first file with a weight: 1 integer tensor, such as '1.num_batches_tracked'",
     )
 
 
-def test_a_large_soup_is_sharded_and_can_be_an_ingredient(tmp_path: Path) -> None:
+def test_a_large_soup_is_sharded_and_can_be_averaged_again(tmp_path: Path) -> None:
     some = [{f"layer.{n}": torch.randn(10, 10) for n in range(7)} for _ in range(2)]
     files = save_all(some, tmp_path)
     soup = papa.soup_files(files, tmp_path / "out", max_shard_size="1KB")
@@ -179,7 +179,7 @@ def test_overwriting_leaves_nothing_of_the_old_output(tmp_path: Path) -> None:
     files = save_all([{"a": torch.randn(300), "b": torch.randn(300)}], tmp_path / "..")
     out = tmp_path / "soup.safetensors"
     papa.soup_files(files, out, max_shard_size="1KB")
-    with pytest.raises(SoupError, match="exists: choose another output, or replace it with --overwrite"):
+    with pytest.raises(SoupError, match="exists: choose another output, or allow to overwrite it"):
         papa.soup_files(files, out)
     papa.soup_files(files, out, overwrite=True)
     assert names_in(tmp_path) == {"soup.safetensors", "soup.safetensors.json"}
@@ -217,21 +217,21 @@ def good(folder: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (broken, {}, r"1.safetensors is not a whole safetensors file"),
+        (broken, {}, r"1.safetensors is not a valid safetensors file"),
         (unlike, {}, r"it has\n  no 'only.00' float32 \[1\]\n(.*\n){9}  and 5 more"),
-        (lambda folder: [], {}, "a soup needs at least one checkpoint, got none"),
-        (good, {"weights": [0.5, 0.6]}, r"the weights sum to 1.1, expected 1: correct them, or .* --normalize"),
-        (good, {"weights": [1.0]}, "there are 1 weights for 2 checkpoints"),
+        (lambda folder: [], {}, "a soup needs at least one file of weights, got none"),
+        (good, {"weights": [0.5, 0.6]}, r"the weights sum to 1.1, expected 1: correct them, or normalize them"),
+        (good, {"weights": [1.0]}, "there are 1 weights for 2 files"),
         (good, {"weights": [1.5, -0.5]}, "none below 0"),
         (good, {"weights": [0.0, 0.0], "normalize": True}, "some above it"),
         (good, {"weights": [float("nan"), 1.0]}, "expected finite numbers"),
         (good, {"normalize": True}, "there are no weights to normalize"),
-        (good, {"dtype": "float31"}, "--dtype is float31: did you mean float32"),
-        (good, {"max_shard_size": "5 bananas"}, "expected such as 5GB"),
+        (good, {"dtype": "float31"}, "the dtype is float31: did you mean float32"),
+        (good, {"max_shard_size": "5 bananas"}, "expected a size such as 5GB"),
         (good, {"greedy": True}, "a greedy soup needs scores"),
-        (good, {"greedy": True, "weights": [0.5, 0.5]}, "a greedy soup weights what it chooses alike"),
+        (good, {"greedy": True, "weights": [0.5, 0.5]}, "a greedy soup weights its members equally"),
         (good, {"score": "cat {}"}, "only used by a greedy soup"),
-        (good, {"align": True}, "need a network and data: name a --recipe"),
+        (good, {"align": True}, "need a network and data: give an evaluation context"),
         (good, {"repair": True}, "need a network and data"),
         (good, {"out": "soup.pt"}, "expected a name that ends in .safetensors, or a directory"),
     ],
@@ -247,7 +247,7 @@ def test_mistakes_leave_nothing_behind(
     assert names_in(tmp_path) == before
 
 
-def test_a_directory_that_was_made_in_vain_is_removed(tmp_path: Path) -> None:
+def test_a_directory_that_stays_empty_is_removed(tmp_path: Path) -> None:
     files = save_all([{"w": torch.full((2,), 1e6)}], tmp_path)
     with pytest.raises(SoupError, match="cannot hold"):
         papa.soup_files(files, tmp_path / "new" / "soup.safetensors", dtype="float16")
@@ -255,13 +255,13 @@ def test_a_directory_that_was_made_in_vain_is_removed(tmp_path: Path) -> None:
 
 
 def test_differences_are_all_kinds(tmp_path: Path) -> None:
-    one, other = (open_checkpoint(file).tensors for file in unlike(tmp_path))
+    one, other = (open_weights(file).tensors for file in unlike(tmp_path))
     found = average.differences(one, other)
     assert found[12] == "an extra 'x' float32 [1]"
     assert set(found[13:]) == {"'w' float32 [3, 2] instead of float32 [2, 3]", "'n' float32 [] instead of int64 []"}
 
 
-def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     files = good(tmp_path)
     (tmp_path / "blocked").write_text("a file")
     with pytest.raises(SoupError, match="cannot make the directory"):
@@ -287,7 +287,7 @@ def test_an_interruption_leaves_the_old_output_and_nothing_else(
             raise error(28, "No space left on device")
 
     with pytest.raises((KeyboardInterrupt, SoupError)):
-        papa.soup_files(files, out, overwrite=True, watch=interrupt, max_shard_size=300)
+        papa.soup_files(files, out, overwrite=True, on_progress=interrupt, max_shard_size=300)
     assert names_in(tmp_path) == {"soup.safetensors", "soup.safetensors.json"}
     assert out.read_bytes() == before
 
@@ -297,14 +297,14 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 import papa
-from papa.files import open_checkpoint
+from papa.files import open_weights
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 files, out = sorted(folder.glob("*.safetensors")), folder / "out"
 draw = random.Random(0)
 
-def builder(shard):
+def make(shard):
     papa.soup_files(files, out / "soup.safetensors", overwrite=True, max_shard_size=shard)
 
 def visible():
@@ -312,26 +312,26 @@ def visible():
 
 for shard in ("1GB", "1MB"):
     begin = time.perf_counter()
-    builder(shard)
+    make(shard)
     length = time.perf_counter() - begin
     for trial in range(8):
         for path in visible():
             path.unlink()
         child = os.fork()
         if not child:
-            builder(shard)
+            make(shard)
             os._exit(0)
         time.sleep(draw.uniform(0.0, 1.2 * length))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         for name in ("soup.safetensors", "soup.safetensors.index.json"):
             if (out / name).exists():
-                whole = open_checkpoint(out / name)
+                whole = open_weights(out / name)
                 assert len(whole.tensors) == 5
                 assert all(torch.equal(whole.read(key), torch.full((200_000,), 0.5)) for key in whole.tensors)
         if shard == "1GB":
             assert {path.name for path in visible()} <= {"soup.safetensors", "soup.safetensors.json"}
-    builder(shard)
+    make(shard)
     assert len(visible()) == len(list(out.iterdir())), "the next run clears up"
 """
 
@@ -344,83 +344,88 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-LIMITED = """
-import resource, sys
+MEASURED = """
+import sys
 from pathlib import Path
 import torch
 import papa
 from safetensors.torch import load_file
 
+def status(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) / 1024
+
+def extra_megabytes(action):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before = status("VmRSS")
+    action()
+    return status("VmHWM") - before
+
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 files = [folder / f"{n}.safetensors" for n in range(3)]
 papa.soup_files([folder / "small.safetensors"], folder / "warm.safetensors")
-size = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (size + 24_000_000, resource.getrlimit(resource.RLIMIT_AS)[1]))
-try:
-    load_file(files[0])
-except (MemoryError, OSError, RuntimeError):
-    print("one file is too large to load")
-else:
-    raise AssertionError("the limit does not limit")
-papa.soup_files(files, folder / "soup.safetensors")
-papa.soup_files(files, folder / "half.safetensors", dtype="bfloat16")
-papa.files.diff_files(files[0], files[1])
+assert extra_megabytes(lambda: load_file(files[0])["w"].sum()) > 60, "the measure does not see a file that is loaded"
+for action in (
+    lambda: papa.soup_files(files, folder / "soup.safetensors"),
+    lambda: papa.soup_files(files, folder / "half.safetensors", dtype="bfloat16"),
+    lambda: papa.files.diff_files(files[0], files[1]),
+):
+    found = extra_megabytes(action)
+    assert found < 40, f"{found} MB"
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells how large a process is")
-def test_files_larger_than_memory_are_averaged(tmp_path: Path) -> None:
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux measures the peak of memory")
+def test_files_are_averaged_in_little_memory(tmp_path: Path) -> None:
     for value in range(3):
-        save({"w": torch.full((2048, 4096), float(value)), "n": torch.tensor(value)}, tmp_path / f"{value}.safetensors")
+        save({"w": torch.full((4096, 4096), float(value)), "n": torch.tensor(value)}, tmp_path / f"{value}.safetensors")
     save({"w": torch.ones(3)}, tmp_path / "small.safetensors")
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "one file is too large to load\n"
     with safe_open(tmp_path / "soup.safetensors", "pt") as opened:
-        assert torch.equal(opened.get_slice("w")[2000:], torch.ones(48, 4096))
+        assert torch.equal(opened.get_slice("w")[4000:], torch.ones(96, 4096))
 
 
-def test_large_files_are_told_apart_by_a_sample_or_by_every_byte(
+def test_large_files_are_identified_by_a_sample_or_by_every_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from papa.files import digest_of, digests
 
     state = {"body": torch.randn(5000), "head": torch.zeros(10)}
     other = {**state, "head": torch.ones(10)}
-    checkpoints = [open_checkpoint(file) for file in save_all([state, state, other], tmp_path)]
-    monkeypatch.setattr(digests, "MOST_BYTES_IN_FULL", 1000)
-    sampled = [digest_of(checkpoint) for checkpoint in checkpoints]
+    files = [open_weights(file) for file in save_all([state, state, other], tmp_path)]
+    monkeypatch.setattr(digests, "MAX_FULL_BYTES", 1000)
+    sampled = [digest_of(file) for file in files]
     assert sampled[0] == sampled[1] != sampled[2]
     assert sampled[0].startswith("sample:")
-    assert digest_of(checkpoints[0], full=True).startswith("sha256:")
+    assert digest_of(files[0], full=True).startswith("sha256:")
 
 
-def test_a_file_given_twice_counts_twice_and_is_told(tmp_path: Path) -> None:
+def test_a_file_given_twice_counts_twice_and_is_noted(tmp_path: Path) -> None:
     one, other = good(tmp_path)
     soup = papa.soup_files([one, one, other, other, other], tmp_path / "soup.safetensors")
     assert load_file(soup.path)["w"].tolist() == pytest.approx([0.6, 0.6])
-    assert f"{one} was given more than once, and counts as often" in soup.notes
+    assert f"{one} was given more than once, and counts each time" in soup.notes
 
 
 def test_progress_ends_at_the_size_of_the_soup(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    papa.soup_files(good(tmp_path), tmp_path / "soup.safetensors", watch=lambda *told: seen.append(told))
+    papa.soup_files(good(tmp_path), tmp_path / "soup.safetensors", on_progress=lambda *sizes: seen.append(sizes))
     assert seen == [(8, 8)]
 
 
 @pytest.mark.parametrize("size", ["", "0", "5XB", "-1GB", 0])
-def test_sizes_that_are_none(size: Any) -> None:
-    with pytest.raises(ConfigError, match="expected such as 5GB"):
+def test_invalid_sizes(size: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a size such as 5GB"):
         parse_size(size)
 
 
 def test_a_file_with_nan_is_named(tmp_path: Path) -> None:
     one, other = good(tmp_path)
     bad = save({"w": torch.tensor([1.0, torch.nan])}, tmp_path / "bad.safetensors")
-    with pytest.raises(SoupError, match=r"'w' of the mean has NaN: leave .*bad\.safetensors out"):
+    with pytest.raises(SoupError, match=r"'w' of the average has NaN: leave out .*bad\.safetensors"):
         papa.soup_files([one, other, bad], tmp_path / "soup.safetensors")
     assert not (tmp_path / "soup.safetensors").exists()
     papa.soup_files([one, other, bad], tmp_path / "soup.safetensors", weights=[0.5, 0.5, 0])  # left out

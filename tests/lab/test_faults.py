@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_launch import assert_same_run
 
 from helpers import assert_same_bits, permissions_count, small_config
+from lab.test_launch import assert_same_run
 from papa.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, member_state
 from papa.errors import RunError
 from papa.group import LocalGroup

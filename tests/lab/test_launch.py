@@ -351,7 +351,7 @@ def test_a_finished_run_is_neither_overwritten_nor_run_again(tmp_path: Path) -> 
     config = small_config()
     execute(config, tmp_path)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
-    with pytest.raises(RunError, match="already holds a finished run: choose another --out"):
+    with pytest.raises(RunError, match="already holds a finished run: choose another directory"):
         execute(config, tmp_path)
     with pytest.raises(RunError, match="another configuration; nothing was changed:\n  seed is 1, asked for 2"):
         execute(replace(config, seed=2), tmp_path, resume=True)

@@ -1,19 +1,20 @@
-"""Checkpoints: tensors in safetensors, everything else in JSON, complete or not there at all; nothing can run code."""
+"""Checkpoints of a training: tensors in safetensors, everything else in JSON, complete or not there at all."""
 
-from papa.checkpoint.files import (
+from papa.checkpoint.state import Expected, MemberState, load_member_state_, member_state
+from papa.checkpoint.store import Checkpoint, checkpoints, discard, load_checkpoint
+from papa.checkpoint.writer import CheckpointWriter, Failure
+from papa.storage import (
+    DamagedError,
     json_text,
     parse_json,
     read_file,
     read_json,
     read_object,
     replace_file,
+    save_network,
     write_atomically,
     write_json,
 )
-from papa.checkpoint.state import Expected, MemberState, load_member_state_, member_state
-from papa.checkpoint.store import Checkpoint, checkpoints, discard, load_checkpoint
-from papa.checkpoint.tensors import DamagedError, save_network
-from papa.checkpoint.writer import CheckpointWriter, Failure
 
 __all__ = [
     "Checkpoint",

@@ -2,31 +2,58 @@
 
 A checkpoint is a directory `step-00000123` with `manifest.json` and one safetensors file per member. It is written as
 `.step-00000123.partial`: each process adds the files of its own members, each followed by a small part of the manifest;
-when all parts are there, the leading process writes the manifest and gives the directory its name. So a directory with
-the right name is always whole.
+when all parts are there, the leading process writes the manifest and renames the directory. The manifest holds the
+digest of every file and of itself: a checkpoint is used as a whole or not at all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, TypedDict
 
 from papa._version import __version__
-from papa.checkpoint.files import flush_directory, json_text, read_object, write_file
 from papa.checkpoint.state import Expected, MemberState
-from papa.checkpoint.tensors import DamagedError, parts_of, read_tensors
 from papa.errors import RunError
+from papa.storage import (
+    DamagedError,
+    TensorFile,
+    file_errors,
+    flush_directory,
+    json_text,
+    read_object,
+    save_tensors,
+    sha256_of,
+    validated,
+    write_file,
+)
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
-MOST_MEMBERS = 1_000_000
+
+
+class FileEntry(TypedDict):
+    """What a manifest says about a member's file."""
+
+    bytes: int
+    sha256: str
+    numbers: dict[str, Any]
+
+
+class Manifest(TypedDict):
+    """What `manifest.json` holds, besides its own digest."""
+
+    format: int
+    papa: str
+    step: int
+    members: int
+    state: dict[str, Any]
+    files: dict[str, FileEntry]
 
 
 def partial_path(directory: Path, step: int) -> Path:
@@ -40,18 +67,19 @@ def member_file(member: int) -> str:
 
 
 def part_file(member: int) -> str:
-    """The name of a member's part of the manifest, which goes into it in the end."""
+    """The name of a member's part of the manifest; its content ends up in the manifest."""
     return f"member-{member:03d}.json"
 
 
 def write_member(directory: Path, member: int, state: MemberState) -> None:
-    """Write one member into a partial checkpoint, and then that it is there."""
+    """Write one member into a partial checkpoint, and then its part of the manifest."""
     tensors, numbers = state
-    size, sha = write_file(directory / member_file(member), parts_of(tensors))
-    part = json_text({"bytes": size, "sha256": sha, "numbers": numbers})
-    aside = directory / f".{part_file(member)}"
-    write_file(aside, [part.encode()])
-    os.replace(aside, directory / part_file(member))
+    digest = hashlib.sha256()
+    size = save_tensors(directory / member_file(member), tensors, digest)
+    part = json_text({"bytes": size, "sha256": digest.hexdigest(), "numbers": numbers})
+    hidden = directory / f".{part_file(member)}"
+    write_file(hidden, [part.encode()])
+    os.replace(hidden, directory / part_file(member))
 
 
 def has_all_parts(directory: Path, num_members: int) -> bool:
@@ -60,11 +88,11 @@ def has_all_parts(directory: Path, num_members: int) -> bool:
 
 
 def complete(directory: Path, step: int, num_members: int, state: Mapping[str, Any], keep: int) -> Path:
-    """Turn a partial checkpoint that has all parts into a whole one, then remove all but the newest `keep`."""
+    """Turn a partial checkpoint that has all parts into a complete one, then remove all but the newest `keep`."""
     partial, final = partial_path(directory, step), directory / f"step-{step:08d}"
     files = {member_file(member): read_object(partial / part_file(member)) for member in range(num_members)}
     manifest = {"format": FORMAT, "papa": __version__, "step": step, "members": num_members, "state": state}
-    write_file(partial / MANIFEST, [json_text({**manifest, "files": files}, indent=1).encode()])
+    write_file(partial / MANIFEST, [json_text(with_digest({**manifest, "files": files}), indent=1).encode()])
     for member in range(num_members):
         (partial / part_file(member)).unlink()
     flush_directory(partial)
@@ -77,16 +105,22 @@ def complete(directory: Path, step: int, num_members: int, state: Mapping[str, A
     return final
 
 
+def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the digest of everything else in it."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**content, "sha256": hashlib.sha256(json_text(content).encode()).hexdigest()}
+
+
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; its name goes first, so that it is never seen half removed."""
-    aside = checkpoint.with_name(f".{checkpoint.name}.old.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(checkpoint, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Remove a checkpoint; it is renamed first, so that it is never seen half removed."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old.partial")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def clear_partial(directory: Path) -> None:
-    """Remove what a run that was killed left half written."""
+    """Remove partial checkpoints, which a killed run leaves behind."""
     for path in directory.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -102,34 +136,34 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 class Members(Mapping[int, MemberState]):
-    """The members of a checkpoint, each read when it is asked for: a process need not hold all of them at once."""
+    """The members of a checkpoint, each read when it is accessed, so that memory holds one at a time."""
 
-    def __init__(self, path: Path, files: Mapping[str, Any], expected: Mapping[int, Expected]) -> None:
+    def __init__(self, path: Path, files: Mapping[str, FileEntry], expected: Mapping[int, Expected]) -> None:
         self._path, self._files, self._expected = path, files, expected
 
     def __getitem__(self, member: int) -> MemberState:
         """Read a member; raises what `load_checkpoint` may raise."""
         entry, file = self._files[member_file(member)], self._path / member_file(member)
-        try:
-            tensors = _checked_tensors(file, entry, self._expected[member])
-        except DamagedError:
-            raise
-        except RunError as error:
-            raise RunError(f"{file} does not fit: {error}") from error
-        return tensors, entry["numbers"]
+        _check_file(file, entry)
+        with TensorFile(file, error=DamagedError) as opened:
+            try:
+                self._expected[member].check(opened.tensors, entry["numbers"].get("optimizer"))
+            except RunError as error:
+                raise RunError(f"{file} does not fit: {error}") from error
+            return {name: opened.read(name) for name in opened.tensors}, entry["numbers"]
 
     def __iter__(self) -> Iterator[int]:
-        """Those that were asked for."""
+        """The requested members."""
         return iter(self._expected)
 
     def __len__(self) -> int:
-        """How many were asked for."""
+        """The number of requested members."""
         return len(self._expected)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds of the members that were asked for."""
+    """A training at some step, as far as it was requested."""
 
     step: int
     state: dict[str, Any]
@@ -137,16 +171,16 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path, expected: Mapping[int, Expected], *, num_members: int) -> Checkpoint:
-    """Open a checkpoint; nothing is believed that was not compared with what is expected and with its digest.
+    """Open a checkpoint; digests, shapes and dtypes are checked before anything is used.
 
     Args:
         path: the checkpoint's directory.
-        expected: what the members that are to be read must look like.
+        expected: what the members to read must look like.
         num_members: the size of the population.
 
     Raises:
-        DamagedError: when it was cut short or altered; another checkpoint may be whole. So may reading a member.
-        RunError: when it is of another population, model or version of papa.
+        DamagedError: it was truncated or altered; another checkpoint may be complete. So may reading a member.
+        RunError: it is of another population, model or version of papa.
     """
     manifest = _read_manifest(path)
     if manifest["members"] != num_members:
@@ -154,62 +188,42 @@ def load_checkpoint(path: Path, expected: Mapping[int, Expected], *, num_members
     return Checkpoint(manifest["step"], manifest["state"], Members(path, manifest["files"], expected))
 
 
-def _checked_tensors(file: Path, entry: dict[str, Any], expected: Expected) -> dict[str, Tensor]:
-    numbers = entry["numbers"]
+def _check_file(file: Path, entry: FileEntry) -> None:
     _check_regular(file)
-    expected.check_numbers(numbers.get("optimizer"))
-
-    def check(specs: Any) -> None:
-        expected.check_tensors(specs)
-        expected.check_whole(specs, numbers["optimizer"])
-
-    return read_tensors(file, size=entry["bytes"], sha256=entry["sha256"], check=check)
+    with file_errors(file, error=DamagedError):
+        if (size := file.stat().st_size) != entry["bytes"]:
+            raise DamagedError(f"{file} has {size:,} bytes, its manifest says {entry['bytes']:,}: it was altered")
+        if sha256_of(file) != entry["sha256"]:
+            raise DamagedError(f"{file} does not match the digest in its manifest: it was altered or damaged")
 
 
 def _check_regular(file: Path) -> None:
     if file.is_symlink() or not file.is_file():
-        raise DamagedError(f"{file.parent} names the file {file.name}, which is not there: it was removed")
+        raise DamagedError(f"{file.parent} has no file {file.name}: it was removed")
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     _check_regular(file)
-    try:
-        manifest = read_object(file)
-    except RunError as error:
-        raise DamagedError(str(error)) from error
-    if manifest.get("format") != FORMAT:
-        raise RunError(f"{path} has checkpoint format {manifest.get('format')!r}, this papa reads {FORMAT}")
-    if manifest.get("papa") != __version__:
+    found = read_object(file, error=DamagedError)
+    if found.get("format") != FORMAT:
         raise RunError(
-            f"{path} was written by papa {manifest.get('papa')!r}, this is {__version__}: "
-            "continue with that version, or start anew with --overwrite"
+            f"{path} has checkpoint format {found.get('format')!r}, this version of papa reads format {FORMAT}: "
+            "continue with the version that wrote it, or start the run again"
         )
-    problem = _problem(manifest, path)
-    if problem:
-        raise DamagedError(f"{file} makes no sense: {problem}")
+    if found != with_digest(found):
+        raise DamagedError(f"{file} does not match its own digest: it was altered or damaged")
+    if found.get("papa") != __version__:
+        raise RunError(
+            f"{path} was written by papa {found.get('papa')!r}, this is {__version__}: continue with that version, or "
+            "start the run again"
+        )
+    with file_errors(file, error=DamagedError, kind="manifest"):
+        manifest = validated(found, Manifest)
+        if path.name != f"step-{manifest['step']:08d}":
+            raise ValueError(f"its step is {manifest['step']}, expected that of its directory")
+        if manifest["files"].keys() != {member_file(member) for member in range(len(manifest["files"]))}:
+            raise ValueError(f"its files are {', '.join(sorted(manifest['files']))[:60]}")
+        if len(manifest["files"]) != manifest["members"]:
+            raise ValueError(f"it names {len(manifest['files'])} files, expected {manifest['members']}")
     return manifest
-
-
-def _problem(manifest: dict[str, Any], path: Path) -> str | None:
-    """What is wrong with a manifest's form; None when nothing is."""
-    step, num_members, files = manifest.get("step"), manifest.get("members"), manifest.get("files")
-    if type(step) is not int or path.name != f"step-{step:08d}":
-        return f"its step is {step!r}, expected that of its directory"
-    if type(num_members) is not int or not 1 <= num_members <= MOST_MEMBERS:
-        return f"its number of members is {num_members!r}"
-    if not isinstance(manifest.get("state"), dict) or not isinstance(files, dict):
-        return "its state and its files are to be objects"
-    if len(files) != num_members:
-        return f"it names {len(files)} files, expected {num_members}"
-    names = {member_file(member) for member in range(num_members)}
-    for name, entry in files.items():
-        if name not in names:
-            return f"it names the file {name!r}, which no checkpoint has"
-        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or entry["bytes"] < 0:
-            return f"the size of {name} is missing"
-        if not re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
-            return f"the digest of {name} is missing"
-        if not isinstance(entry.get("numbers"), dict):
-            return f"the numbers of {name} are missing"
-    return None

@@ -1,7 +1,4 @@
-"""Writing checkpoints in the background: training waits for one copy of its state, never for the disk.
-
-Or in the foreground, where memory is shorter than time: training waits for the disk, and nothing is copied.
-"""
+"""Writing checkpoints: in the background from a copy of the state, or in the foreground without a copy."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from papa.checkpoint.state import MemberState
 from papa.group import Group
 
 PATIENCE_SECONDS = 120.0
-"""How long the leading process looks for files of other processes that say they wrote them: networks are slow."""
+"""How long the leading process waits for files that other processes have written: network file systems are slow."""
 
 
 @dataclass
 class _Job:
-    """One checkpoint on its way to the disk."""
+    """One checkpoint that is being written."""
 
     step: int
     members: dict[int, MemberState]
@@ -35,9 +32,9 @@ class _Job:
     flush: Callable[[], None]
     error: str | None = None
     wrote: threading.Event = field(default_factory=threading.Event)
-    """Set when this process's files are written, or failed to be."""
+    """Set when this process has written its files, or failed to."""
     give_up: threading.Event = field(default_factory=threading.Event)
-    """Set when the leading process need not wait for the others any more."""
+    """Set when the leading process should stop waiting for the others."""
     deadline: float = float("inf")
     thread: threading.Thread = field(init=False)
 
@@ -51,14 +48,14 @@ class Failure:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, each process its own members. All methods are called by all processes together.
+    """Writes one checkpoint at a time, each process its own members. All processes call all methods together.
 
     Args:
-        directory: where the run keeps its checkpoints.
-        group: the processes that hold the population.
-        num_members: its size.
-        keep: how many checkpoints stay.
-        background: whether training goes on while a copy of its state is written.
+        directory: where the checkpoints are.
+        group: the processes of the population.
+        num_members: the size of the population.
+        keep: how many checkpoints to keep.
+        background: write a copy of the state while training continues; else training waits and nothing is copied.
     """
 
     def __init__(
@@ -75,22 +72,22 @@ class CheckpointWriter:
     def save(
         self, step: int, members: Mapping[int, MemberState], state: Mapping[str, Any], flush: Callable[[], None]
     ) -> Failure | None:
-        """Copy the state, hand it to the background, and return how the checkpoint before it failed, if it did.
+        """Begin a checkpoint, and return the failure of the one before, if any.
 
-        In the foreground nothing is copied, and this returns when the members held here are written.
+        In the foreground this returns when this process has written its members.
 
         Args:
-            step: optimizer steps taken.
-            members: the state of each member held here.
-            state: what else must be known to go on; any JSON value.
-            flush: called in the leading process's background before the checkpoint counts, to flush what it relies on.
+            step: the number of optimizer steps taken.
+            members: the state of each member of this process.
+            state: everything else that a resume needs; a JSON value.
+            flush: called by the leading process before the checkpoint is complete, to flush the files it depends on.
         """
         failure = self.settle()
         error = self._make_partial(step) if self.group.is_leader else None
-        self.group.barrier()  # nobody writes into a directory that is still to be emptied
+        self.group.barrier()  # the directory must be empty before any process writes to it
         copies = {member: self._copy(member, content) for member, content in members.items()} if self.background else {}
         job = _Job(step, copies or dict(members), state, flush, error)
-        # A daemon, so that a process that is told to leave at once does.
+        # A daemon, so that a process that has to exit at once can.
         job.thread = threading.Thread(target=self._write, args=(job,), name=f"checkpoint {step}", daemon=True)
         self._job = job
         job.thread.start()
@@ -105,18 +102,18 @@ class CheckpointWriter:
         return job is not None and any(self.group.all_gather([job.thread.is_alive()] * len(job.members)))
 
     def _make_partial(self, step: int) -> str | None:
-        """Make an empty place for the new checkpoint; returns what is wrong with it, which is told like all else."""
+        """Make an empty directory for the new checkpoint; returns the error, if any."""
         partial = store.partial_path(self.directory, step)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
         except OSError as error:
-            return _described(error)
+            return _message(error)
         return None
 
     @torch.no_grad()
     def _copy(self, member: int, content: MemberState) -> MemberState:
-        """A copy in memory that is used again for the next checkpoint, in the memory order of the original."""
+        """A copy in CPU memory that is reused for the next checkpoint, in the memory format of the original."""
         tensors, numbers = content
         copies = {}
         for name, tensor in tensors.items():
@@ -135,8 +132,8 @@ class CheckpointWriter:
         try:
             for member, content in job.members.items() if job.error is None else ():
                 store.write_member(partial, member, content)
-        except Exception as error:  # nobody would see it: it is told by `settle`
-            job.error = _described(error)
+        except Exception as error:  # no caller sees it in a thread: `settle` returns it
+            job.error = _message(error)
         job.wrote.set()
         if not self.group.is_leader:
             return
@@ -145,12 +142,12 @@ class CheckpointWriter:
                 job.flush()
                 store.complete(self.directory, job.step, self.num_members, job.state, self.keep)
         except Exception as error:
-            job.error = _described(error)
+            job.error = _message(error)
         if job.error is not None:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _has_all_parts(self, job: _Job, partial: Path) -> bool:
-        """Wait for the other processes' files, which come through the file system."""
+        """Wait for the files of other processes."""
         while not store.has_all_parts(partial, self.num_members):
             if job.give_up.wait(0.02):
                 job.error = "another process could not write its members"
@@ -164,7 +161,7 @@ class CheckpointWriter:
         return True
 
     def settle(self) -> Failure | None:
-        """Wait until the last checkpoint is whole, and return how it failed, if it did; all processes agree."""
+        """Wait for the last checkpoint, and return its failure, if any; all processes agree."""
         job, self._job = self._job, None
         if job is None:
             return None
@@ -186,14 +183,14 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error let this process's files be finished, without the others, who may be gone."""
+        """After an error finish this process's files, without waiting for others, which may be gone."""
         if self._job is not None and isinstance(error, Exception):
             if self.group.num_ranks > 1:
                 self._job.give_up.set()
             self._job.thread.join()
 
 
-def _described(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
     return str(error) or type(error).__name__

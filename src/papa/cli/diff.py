@@ -1,4 +1,4 @@
-"""`papa diff A B`: compare two checkpoints."""
+"""`papa diff A B`: compare the weights in two files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Annotated
 
 import tyro
 
-from papa.checkpoint import json_text
 from papa.cli.arguments import use_one_thread
-from papa.cli.evaluation_contexts import KitchenOptions, kitchen_from, parse
+from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
 from papa.files import Curve, Difference, FileDiff, diff_files
+from papa.storage import json_text
 
-DESCRIPTION = """Compares two checkpoints tensor by tensor; given data, also what lies between them.
+DESCRIPTION = """Compares the weights in two files, tensor by tensor, and optionally the loss between them.
 
-Takes what papa soup takes, one checkpoint each. distance is the norm of the difference, relative the same as a share
-of A's norm. With a recipe or a factory, loss and score at eleven points of the straight line from A to B show whether
-the two lie in one basin, so that their average is a good network too.
+Takes the same kinds of files as papa soup. distance is the norm of the difference, relative is the distance as a share
+of A's norm. With a recipe or a factory, loss and score at eleven points on the straight line from A to B show whether
+the two are in one basin, so that their average is a good network too.
 
 examples:
   papa diff a.safetensors b.safetensors
@@ -30,32 +30,32 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions(KitchenOptions):
+class DiffOptions(ContextOptions):
     """Options of `papa diff`."""
 
     first: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="A")]]
-    """A checkpoint."""
+    """A file of weights."""
     second: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="B")]]
-    """Another."""
+    """Another file of weights."""
     top: int = 10
-    """How many tensors to list, the largest relative distance first; 0 for all."""
+    """The number of tensors to list, the largest relative distance first; 0 for all."""
     reset_batch_norm: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Estimate BatchNorm statistics anew at every point between the two."""
+    """Estimate BatchNorm statistics again at every point between the two."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print everything as JSON instead."""
+    """Print everything as JSON."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare two checkpoints."""
+    """Compare two files of weights."""
     options, config = parse(DiffOptions, arguments, prog="papa diff", description=DESCRIPTION)
     if options.top < 0:
-        raise ConfigError(f"--top is {options.top}, expected how many tensors to list, or 0 for all")
+        raise ConfigError(f"--top is {options.top}, expected the number of tensors to list, or 0 for all")
     use_one_thread()
     diff = diff_files(
         options.first,
         options.second,
         key=options.key,
-        evaluation_context=kitchen_from(options, config),
+        evaluation_context=context_from(options, config),
         reset_batch_norm=options.reset_batch_norm,
     )
     if options.json:
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def print_diff(diff: FileDiff, top: int) -> None:
-    """Print the largest differences, the sum of all, and what lies between the two."""
+    """Print the largest differences, the total, and the curve between the two."""
     shown = diff.tensors[: top or None]
     rows = [_cells(tensor) for tensor in shown]
-    print_table(("distance", "relative", "cosine", "numbers", "tensor"), [*rows, _cells(diff.total)])
+    print_table(("distance", "relative", "cosine", "elements", "tensor"), [*rows, _cells(diff.total)])
     hidden = len(diff.tensors) - len(shown)
     more = f", {hidden} not shown (--top 0 shows all)" if hidden else ""
     print(f"\n{len(diff.tensors)} tensors in both, {diff.num_equal} of them equal{more}")
@@ -81,14 +81,14 @@ def print_diff(diff: FileDiff, top: int) -> None:
 
 
 def print_curve(curve: Curve) -> None:
-    """Print losses and scores between two networks, and what follows from them."""
+    """Print losses and scores between two networks, and whether they are in one basin."""
     points = zip(curve.positions, curve.points, strict=True)
     print_table(("A to B", "loss", "score"), [(f"{t:.1f}", f"{p.loss:.4f}", f"{p.score:.2f}") for t, p in points])
-    verdict = "they look as if they lie in one basin" if curve.in_one_basin else "they do not lie in one basin"
+    verdict = "they seem to be in one basin" if curve.in_one_basin else "they are not in one basin"
     sign = "at most" if curve.in_one_basin else "more than"
     print(
-        f"\n{verdict}: the loss rises {curve.barrier:.4f} above the line between its ends, {sign} the "
-        f"{curve.allowed:.4f} that is a tenth of the higher end's loss (or of 0.1)"
+        f"\n{verdict}: the loss rises {curve.barrier:.4f} above the line between its ends, {sign} the limit of "
+        f"{curve.allowed:.4f}, a tenth of the higher loss at the ends (or of 0.1)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `papa soup` and `papa diff` share: options, and the network and data they may be given."""
+"""What `papa soup` and `papa diff` share: parsing, and options for a network and data."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from papa.lab.recipes.evaluation import recipe_evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
-class KitchenOptions:
-    """A network and data, for what needs them."""
+class ContextOptions:
+    """Options for an evaluation context."""
 
     key: str | None = None
-    """Where in PyTorch files the state dict is, such as ema or checkpoint.model; None to look in the usual places."""
+    """The place of the state dict in PyTorch files, such as ema or checkpoint.model; None to search the usual names."""
     factory: str | None = None
     """A function package.module:name that returns (network, batches) or (network, batches, score)."""
 
 
-Options = TypeVar("Options", bound=KitchenOptions)
+Options = TypeVar("Options", bound=ContextOptions)
 
 
 def parse(options: type[Options], arguments: Sequence[str], *, prog: str, description: str) -> tuple[Options, Any]:
-    """The options of a command, and the config of the recipe it names, if any.
+    """Parse the options of a command, and the config of the recipe it names, if any.
 
     Args:
-        options: the command's own.
-        arguments: what came after the command.
+        options: the class of the command's options.
+        arguments: the arguments after the command.
         prog: for the help.
         description: for the help.
 
     Returns:
-        The options, and a config or None. A recipe brings all its options along, such as --data.root.
+        The options, and a config or None. A recipe adds all its options, such as --data.root.
     """
     name, rest = take_value("--recipe", arguments)
     if name is None:
@@ -58,13 +58,13 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, descri
     return parsed.own, parsed.config
 
 
-def kitchen_from(options: KitchenOptions, config: Config | None) -> EvaluationContext | None:
-    """The evaluation_context that was asked for, if any."""
+def context_from(options: ContextOptions, config: Config | None) -> EvaluationContext | None:
+    """The requested evaluation context, if any."""
     if config is not None:
         return recipe_evaluation(config)
     if options.factory is None:
         return None
-    sys.path.insert(0, os.getcwd())  # where people's own modules are
+    sys.path.insert(0, os.getcwd())  # so that modules of the current directory are found
     try:
         return evaluation_context_of(options.factory)
     finally:

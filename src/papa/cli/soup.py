@@ -1,4 +1,4 @@
-"""`papa soup`: average checkpoints that lie in files."""
+"""`papa soup`: average the weights in several files."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rich.console import Console
 
 from papa.align import Alignment
 from papa.cli.arguments import use_one_thread
-from papa.cli.evaluation_contexts import KitchenOptions, kitchen_from, parse
+from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
 from papa.files import FileSoup, soup_files
-from papa.files.sources import is_run
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 from papa.lab.signals import leaving
+from papa.storage import is_run
 
-DESCRIPTION = """Averages checkpoints into one network, a block at a time: memory stays small however large they are.
+DESCRIPTION = """Averages the weights in several files into one network, block by block: memory use stays small.
 
-Takes safetensors files; sharded ones by their index or directory; PyTorch files that hold a state dict, bare or under
-state_dict, model_state_dict, model or ema; and run directories of papa, which stand for all their members.
+Takes safetensors files; sharded ones by their index or directory; PyTorch files that hold a state dict, directly or
+under state_dict, model_state_dict, model or ema; and run directories of papa, which stand for all their members.
 
 examples:
   papa soup a.safetensors b.safetensors c.safetensors -o soup.safetensors
@@ -37,44 +37,47 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoupOptions(KitchenOptions):
+class SoupOptions(ContextOptions):
     """Options of `papa soup`."""
 
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The checkpoints."""
+    """The files."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Where the soup goes: a file that ends in .safetensors, or a directory."""
+    """The output: a file that ends in .safetensors, or a directory."""
     weights: str | None = None
-    """One for each checkpoint, separated by commas, summing to 1; None for equal ones."""
+    """One weight for each file, separated by commas, summing to 1; None for equal weights."""
     normalize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Divide the weights by their sum."""
     dtype: str | None = None
-    """What floating-point tensors are stored in (float32, bfloat16, float16, float64); None for the first file's."""
+    """What floating-point tensors are stored in (float32, bfloat16, float16, float64); None for that of the first
+    file."""
     greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Add checkpoints best first, as long as the score does not fall. Interrupted, it goes on with what it has."""
+    """Add files best first, as long as the score does not fall. After an interruption the next call reuses scores."""
     score: str | None = None
-    """How to score: a command in which {} stands for a safetensors file; the last number it prints counts, higher is
-    better. It is run as it is, not by a shell: for pipes and the like say sh -c '...'. Without it, the recipe's
-    validation data or the factory's score."""
+    """A command in which {} stands for a safetensors file; the last number it prints is the score, higher is better. It
+    is not run by a shell: for pipes use sh -c '...'. Without it, the recipe's validation data or the factory's score
+    is used."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Permute each network's units to match the first's, by activations. For networks trained apart."""
+    """Permute each network's units to match those of the first, by activations. For networks trained separately."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Give averages the activation statistics of what they are made of (REPAIR), BatchNorm included."""
+    """Give averages the activation statistics of their members (REPAIR), BatchNorm included."""
     reset_batch_norm: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Estimate averages' BatchNorm statistics anew."""
+    """Estimate the BatchNorm statistics of averages again."""
     max_shard_size: str = "5GB"
-    """Write several files and an index when the soup is larger."""
+    """Write several files and an index if the soup is larger."""
     full_digests: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Record the SHA-256 of every byte of files above 67 MB too, instead of a sample of each tensor."""
+    """Record the SHA-256 of whole files, also above 67 MB, instead of a sample of each tensor."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace an output that is there."""
+    """Replace an existing output."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Average checkpoints that lie in files."""
+    """Average the weights in several files."""
     options, config = parse(SoupOptions, arguments, prog="papa soup", description=DESCRIPTION)
     if not options.paths:
-        raise ConfigError("no checkpoint was named, expected files or directories: see papa soup --help")
+        raise ConfigError("no file was named, expected files or directories: see papa soup --help")
+    if config is None and options.factory is None:
+        _check_needs_no_network(options)
     use_one_thread()
     with leaving(), _Bar() as bar:
         soup = soup_files(
@@ -86,15 +89,15 @@ def main(arguments: Sequence[str]) -> int:
             key=options.key,
             greedy=options.greedy,
             score=options.score,
-            evaluation_context=kitchen_from(options, config),
+            evaluation_context=context_from(options, config),
             align=options.align,
             repair=options.repair,
             reset_batch_norm=options.reset_batch_norm,
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
             full_digests=options.full_digests,
-            watch=bar.show,
-            tell=tell_score,
+            on_progress=bar.update,
+            on_score=print_score,
         )
     print_soup(soup)
     for note in [*soup.notes, *_seen_by_training(options, config)]:
@@ -102,13 +105,26 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def tell_score(files: Sequence[Path], score: float) -> None:
-    """Say how a candidate scored as soon as it is known: scoring is what takes long."""
+def _check_needs_no_network(options: SoupOptions) -> None:
+    if options.align or options.repair or options.reset_batch_norm:
+        raise ConfigError(
+            "aligning, repairing and resetting BatchNorm need a network and data: give --recipe NAME, or --factory "
+            "package.module:function that returns (network, batches)"
+        )
+    if options.greedy and options.score is None:
+        raise ConfigError(
+            "a greedy soup needs scores: give a --score command that prints a number for the file {}, --recipe NAME, "
+            "or --factory"
+        )
+
+
+def print_score(files: Sequence[Path], score: float) -> None:
+    """Print the score of a candidate as soon as it is known, since scoring takes long."""
     print(f"scored {score:.6g}: {', '.join(map(str, files))}", file=sys.stderr, flush=True)
 
 
 def split_weights(text: str) -> list[float]:
-    """Numbers separated by commas."""
+    """Parse numbers separated by commas."""
     try:
         return [float(number) for number in text.split(",")]
     except ValueError as error:
@@ -116,13 +132,13 @@ def split_weights(text: str) -> list[float]:
 
 
 def print_soup(soup: FileSoup) -> None:
-    """Print what went in, how a greedy soup came about, and where the soup is."""
+    """Print the members of a soup, the trials of a greedy soup, and the path of the soup."""
     columns = {
-        "": [str(number) for number, _ in enumerate(soup.ingredients, start=1)],
-        "weight": [f"{one.weight:.4g}" if one.weight else "left out" for one in soup.ingredients],
-        "score": ["" if one.score is None else f"{one.score:.6g}" for one in soup.ingredients],
-        "match with 1": [_matched(one.alignment) for one in soup.ingredients],
-        "checkpoint": [str(one.path) for one in soup.ingredients],
+        "": [str(number) for number, _ in enumerate(soup.members, start=1)],
+        "weight": [f"{one.weight:.4g}" if one.weight else "left out" for one in soup.members],
+        "score": ["" if one.score is None else f"{one.score:.6g}" for one in soup.members],
+        "match with 1": [_matched(one.alignment) for one in soup.members],
+        "file": [str(one.path) for one in soup.members],
     }
     used = {name: cells for name, cells in columns.items() if any(cells)}
     print_table(tuple(used), list(zip(*used.values(), strict=True)))
@@ -147,23 +163,23 @@ def _matched(alignment: Alignment | None) -> str:
 
 
 def _seen_by_training(options: SoupOptions, config: Config | None) -> list[str]:
-    """Runs that trained on some of the data they are scored with: another seed holds out other examples."""
+    """Notes about runs that trained on validation data: another seed holds out other examples."""
     if config is None or not options.greedy or options.score is not None:
         return []
     notes = []
     for path in options.paths:
-        if path.is_dir() and is_run(path):
+        if is_run(path):
             seed = RunDirectory(path).read_config().get("seed")
             if seed != config.seed:
                 notes.append(
-                    f"{path} was trained with seed {seed}, and so on some of the examples that seed {config.seed} "
+                    f"{path} was trained with seed {seed}, and thus on some of the examples that seed {config.seed} "
                     "holds out: its scores are too high"
                 )
     return notes
 
 
 class _Bar:
-    """How much is written; silent when nobody is watching."""
+    """A progress bar of the bytes written, on terminals only."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -185,8 +201,8 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, done: int, total: int) -> None:
-        """So many bytes of so many."""
+    def update(self, done: int, total: int) -> None:
+        """Show the number of bytes written."""
         if self._task is None:
             self._task = self._bar.add_task("", total=total)
         self._bar.update(self._task, completed=done)

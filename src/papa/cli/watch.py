@@ -125,7 +125,7 @@ class Follower:
             self._read_config()
         for event in parse_events(self._new_lines()):
             self._update(event)
-        is_stopped = self.run.is_left_alone
+        is_stopped = self.run.is_interrupted
         self.status.interruption = f"not running: continue it with papa resume {self.run.path}" if is_stopped else None
         self.status.seconds_left = None if is_stopped else self._clock.seconds_left(self.status.share)
 

@@ -1,23 +1,24 @@
-"""Checkpoints that lie in files: averaging them into one, comparing two of them, without loading any."""
+"""Weights in files: averaging many files into one, and comparing two of them, without loading any."""
 
 from papa.files.diff import Curve, Difference, FileDiff, diff_files
 from papa.files.digests import digest_of
 from papa.files.evaluation_context import EvaluationContext, evaluation_context_of
-from papa.files.soup import FileSoup, Ingredient, soup_files
-from papa.files.sources import Checkpoint, open_checkpoint, open_checkpoints
+from papa.files.record import SoupMember
+from papa.files.soup import FileSoup, soup_files
+from papa.files.weights import WeightsFile, open_all, open_weights
 
 __all__ = [
-    "Checkpoint",
     "Curve",
     "Difference",
     "EvaluationContext",
     "FileDiff",
     "FileSoup",
-    "Ingredient",
+    "SoupMember",
+    "WeightsFile",
     "diff_files",
     "digest_of",
     "evaluation_context_of",
-    "open_checkpoint",
-    "open_checkpoints",
+    "open_all",
+    "open_weights",
     "soup_files",
 ]

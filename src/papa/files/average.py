@@ -1,4 +1,4 @@
-"""Averaging checkpoints a block at a time: memory holds a few blocks, however large and many the files are."""
+"""Averaging weights block by block: memory holds a few blocks, however large and many the files are."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from papa.errors import SoupError
-from papa.files.header import TensorInfo
-from papa.files.sources import Checkpoint
+from papa.files.weights import WeightsFile
+from papa.storage import TensorInfo
 
 BLOCK = 1 << 18
-"""How many numbers are averaged at a time: what they need stays in the processor's cache."""
-MOST_DIFFERENCES = 10
-"""How many differences between checkpoints a message lists."""
+"""The number of elements that are averaged at a time: they fit into the processor's cache."""
+MAX_DIFFERENCES = 10
+"""The number of differences that a message lists."""
 
 
 def is_averaged(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype are averaged; counters and masks of whole numbers are not."""
+    """Whether tensors of a dtype are averaged; integers and booleans, such as counters and masks, are not."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of a dtype are averaged: float32 or better."""
+    """The dtype in which tensors of a dtype are averaged: float32 or wider."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def differences(first: Mapping[str, TensorInfo], other: Mapping[str, TensorInfo]) -> list[str]:
-    """In what a checkpoint differs from the first so that the two cannot be averaged; dtypes may."""
+    """Why two sets of weights cannot be averaged; dtypes may differ."""
     found = [f"no '{name}' {first[name]}" for name in first if name not in other]
     found += [f"an extra '{name}' {other[name]}" for name in other if name not in first]
     for name in first:
@@ -43,110 +43,75 @@ def _fit(one: TensorInfo, other: TensorInfo) -> bool:
     return one.shape == other.shape and kinds[0] == kinds[1]
 
 
-def check_alike(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise a `SoupError` that lists the first differences unless all have the same names and shapes."""
-    first = checkpoints[0]
-    for other in checkpoints[1:]:
-        found = differences(first.tensors, other.tensors)
-        if found:
-            lines = "\n".join(f"  {difference}" for difference in found[:MOST_DIFFERENCES])
-            more = f"\n  and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
-            raise SoupError(
-                f"{other.path} cannot be averaged with {first.path}, a soup needs networks of one architecture; "
-                f"it has\n{lines}{more}"
-            )
+def raise_differences(subject: str, found: Sequence[str]) -> None:
+    """Raise a `SoupError` that lists the first differences, if there are any."""
+    if found:
+        lines = "\n".join(f"  {difference}" for difference in found[:MAX_DIFFERENCES])
+        more = f"\n  and {len(found) - MAX_DIFFERENCES} more" if len(found) > MAX_DIFFERENCES else ""
+        raise SoupError(f"{subject}; it has\n{lines}{more}")
 
 
-def output_tensors(checkpoints: Sequence[Checkpoint], dtype: torch.dtype | None) -> dict[str, TensorInfo]:
-    """What the average will hold: the first checkpoint's tensors, floating-point ones in `dtype` when given."""
+def check_same_architecture(files: Sequence[WeightsFile]) -> None:
+    """Raise a `SoupError` unless all files have the same names and shapes."""
+    for other in files[1:]:
+        subject = f"{other.path} cannot be averaged with {files[0].path}, a soup needs networks of one architecture"
+        raise_differences(subject, differences(files[0].tensors, other.tensors))
+
+
+def output_tensors(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+    """The tensors of an average: those of the first file, floating-point ones in `dtype` if it is given."""
     return {
         name: TensorInfo(dtype, info.shape) if dtype is not None and info.dtype.is_floating_point else info
-        for name, info in checkpoints[0].tensors.items()
+        for name, info in files[0].tensors.items()
     }
 
 
-class Scratch:
-    """Memory for a block that is reused for every block."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def get(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Room for `count` numbers; what was in it before is lost."""
-        if self._memory.numel() < count * dtype.itemsize:
-            self._memory = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-        return self._memory[: count * dtype.itemsize].view(dtype)
-
-
-class Mean:
-    """The weighted mean of checkpoints, tensor by tensor and block by block.
+class WeightedAverage:
+    """The weighted average of files, tensor by tensor and block by block.
 
     Args:
-        checkpoints: of one architecture.
-        row: one weight for each, summing to 1. A weight of 0 leaves a checkpoint out, whatever is in it.
+        files: of one architecture.
+        weights: one for each file, summing to 1. A file with weight 0 is not read.
     """
 
-    def __init__(self, checkpoints: Sequence[Checkpoint], row: Sequence[float]) -> None:
-        self._used = [(one, weight) for one, weight in zip(checkpoints, row, strict=True) if weight]
-        self._total, self._piece, self._raw, self._narrow = Scratch(), Scratch(), Scratch(), Scratch()
+    def __init__(self, files: Sequence[WeightsFile], weights: Sequence[float]) -> None:
+        self._used = [(file, weight) for file, weight in zip(files, weights, strict=True) if weight]
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The mean of one tensor in the dtype it was averaged in; what is not averaged comes from the first."""
+        """One tensor's average in the dtype of the computation; what is not averaged comes from the first file."""
         info = self._used[0][0].tensors[name]
         used = self._used if is_averaged(info.dtype) else [(self._used[0][0], 1.0)]
-        dtype = reduce(torch.promote_types, [wide(checkpoint.tensors[name].dtype) for checkpoint, _ in used])
+        dtype = reduce(torch.promote_types, [wide(file.tensors[name].dtype) for file, _ in used])
         for start in range(0, info.numel, BLOCK):
-            count = min(BLOCK, info.numel - start)
-            total = self._total.get(count, dtype)
-            self._read(used[0][0], name, start, total)
-            if used[0][1] != 1.0:
-                total.mul_(used[0][1])
-            for checkpoint, weight in used[1:]:
-                piece = self._piece.get(count, dtype)
-                self._read(checkpoint, name, start, piece)
-                total.add_(piece, alpha=weight)
+            stop = min(start + BLOCK, info.numel)
+            first, weight = used[0]
+            total = first.part(name, start, stop).to(dtype)
+            if weight != 1.0:
+                total = total * weight
+            for file, weight in used[1:]:
+                total = total.add(file.part(name, start, stop).to(dtype), alpha=weight)
             if len(used) > 1 and _has_nan(total):
-                raise SoupError(f"'{name}' of the mean has NaN: {self._with_nan(used, name, start, count)}")
+                with_nan = [file.path for file, _ in used if _has_nan(file.part(name, start, stop).to(dtype))]
+                reason = f"leave out {with_nan[0]}, which has NaN there" if with_nan else "infinities cancel there"
+                raise SoupError(f"'{name}' of the average has NaN: {reason}")
             yield total
 
-    def _with_nan(self, used: Sequence[tuple[Checkpoint, float]], name: str, start: int, count: int) -> str:
-        """Which checkpoint it comes from."""
-        for checkpoint, _ in used:
-            piece = self._piece.get(count, wide(checkpoint.tensors[name].dtype))
-            self._read(checkpoint, name, start, piece)
-            if _has_nan(piece):
-                return f"leave {checkpoint.path} out, which has it there"
-        return "infinite numbers of opposite signs meet there"
-
     def blocks_as(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The same, stored in another dtype; numbers that it cannot hold are a `SoupError`."""
+        """The same in another dtype; a `SoupError` for numbers that it cannot hold."""
         for block in self.blocks(name):
-            if block.dtype == dtype:
-                yield block
-                continue
-            narrow = self._narrow.get(block.numel(), dtype)
-            narrow.copy_(block)
-            if _overflowed(block, narrow):
-                raise SoupError(f"'{name}' has numbers that {dtype} cannot hold: choose a wider --dtype")
-            yield narrow
-
-    def _read(self, checkpoint: Checkpoint, name: str, start: int, target: Tensor) -> None:
-        dtype = checkpoint.tensors[name].dtype
-        if dtype == target.dtype:
-            checkpoint.read_into(name, start, target)
-        else:
-            raw = self._raw.get(target.numel(), dtype)
-            checkpoint.read_into(name, start, raw)
-            target.copy_(raw)
+            stored = block.to(dtype)
+            if _overflowed(block, stored):
+                raise SoupError(f"'{name}' has numbers that {dtype} cannot hold: choose a wider dtype")
+            yield stored
 
 
 def _has_nan(block: Tensor) -> bool:
-    """Whether a block has NaN: if so its sum is NaN too, which is found in a fraction of the time."""
+    """Whether a block has NaN. Its sum is then NaN too, which is much faster to check."""
     return bool(torch.isnan(block.sum())) and bool(torch.isnan(block).any())
 
 
 def _overflowed(block: Tensor, narrow: Tensor) -> bool:
     if not block.is_floating_point() or narrow.dtype.itemsize >= block.dtype.itemsize:
         return False
-    # Of the narrow dtypes not all know infinity or `isfinite`, so both are asked in float32.
+    # Not all narrow dtypes support infinity and `isfinite`, so both are checked in float32.
     return bool(torch.isfinite(block).all()) and not bool(torch.isfinite(narrow.to(torch.float32)).all())

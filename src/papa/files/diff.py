@@ -1,4 +1,4 @@
-"""How far two checkpoints are from each other, tensor by tensor, and whether a straight line joins them."""
+"""The distance of two sets of weights, tensor by tensor, and the loss on the straight line between them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from papa.errors import SoupError
 from papa.evaluation import Evaluation
-from papa.files.average import Mean, check_alike, differences, is_averaged
-from papa.files.evaluation_context import evaluation_context_of, load_
-from papa.files.sources import Checkpoint, PathLike, open_checkpoint
+from papa.files.average import WeightedAverage, check_same_architecture, differences, is_averaged
+from papa.files.evaluation_context import evaluation_context_of, load_average_
+from papa.files.weights import PathLike, WeightsFile, open_weights
 from papa.repair import reset_batch_norm_
 
 NUM_POINTS = 11
 TOLERANCE = 0.1
-"""How high a barrier may be in one basin, as a share of the higher end's loss."""
+"""The highest barrier within one basin, as a share of the higher loss at the ends."""
 LEAST_LOSS = 0.1
-"""A lower loss counts as this, so that noise between two losses near zero is no barrier."""
+"""Lower losses count as this one, so that noise between two losses near zero is no barrier."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Difference:
 
     name: str
     numel: int
-    """How many numbers it has."""
+    """The number of elements."""
     distance: float
     """The norm of the difference."""
     relative: float
-    """The same, as a share of the first's norm; infinite when that is 0 and the other's is not."""
+    """The distance as a share of the first norm; infinite if only that is 0."""
     cosine: float
-    """Of the angle between the two; NaN when one is 0."""
+    """The cosine of the angle between the two; NaN if one is 0."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Curve:
 
     @property
     def barrier(self) -> float:
-        """How far the loss rises above the line between the ends' losses, at most.
+        """The largest rise of the loss above the line between the losses at the ends.
 
         max_t  loss((1-t) A + t B) - (1-t) loss(A) - t loss(B)
         """
@@ -60,35 +60,35 @@ class Curve:
 
     @property
     def allowed(self) -> float:
-        """The highest barrier at which two networks still count as lying in one basin."""
+        """The highest barrier of networks in one basin."""
         return TOLERANCE * max(self.points[0].loss, self.points[-1].loss, LEAST_LOSS)
 
     @property
     def in_one_basin(self) -> bool:
-        """Whether the barrier is at most a tenth of the higher end's loss (or of 0.1, where both are lower)."""
+        """Whether the barrier is at most a tenth of the higher loss at the ends (or of 0.1, if both are lower)."""
         return self.barrier <= self.allowed
 
 
 @dataclass(frozen=True)
 class FileDiff:
-    """How two checkpoints differ."""
+    """How two files of weights differ."""
 
     tensors: tuple[Difference, ...]
-    """Every tensor that both have in one shape, the largest relative distance first."""
+    """Every tensor that both have with the same shape, the largest relative distance first."""
     total: Difference
     """All floating-point tensors as one."""
     unlike: tuple[str, ...]
     """Tensors that only one has, or that differ in shape or kind."""
     curve: Curve | None
-    """Losses and scores between the two, where a evaluation_context was given."""
+    """Losses and scores between the two, if an evaluation context was given."""
 
     @property
     def num_equal(self) -> int:
-        """How many tensors are equal."""
+        """The number of equal tensors."""
         return sum(tensor.distance == 0 for tensor in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """As a JSON value."""
         value: dict[str, Any] = {
             "total": vars(self.total),
             "tensors": [vars(tensor) for tensor in self.tensors],
@@ -113,22 +113,22 @@ def diff_files(
     evaluation_context: Any = None,
     reset_batch_norm: bool = False,
 ) -> FileDiff:
-    """Compare two checkpoints, a block at a time.
+    """Compare two files of weights, block by block.
 
     Args:
-        first: what distances are relative to; anything `papa.soup_files` takes, but a run directory.
+        first: distances are relative to this one; anything `papa.soup_files` takes, except a run directory.
         second: the other.
-        key: where in PyTorch files the state dict is.
-        evaluation_context: a network and data, for the losses between the two; as `papa.soup_files` takes it.
-        reset_batch_norm: estimate BatchNorm statistics anew at every point between the two.
+        key: the place of the state dict in PyTorch files.
+        evaluation_context: a network and data, for the losses between the two; as for `papa.soup_files`.
+        reset_batch_norm: estimate BatchNorm statistics again at every point between the two.
     """
-    one, other = open_checkpoint(first, key=key), open_checkpoint(second, key=key)
+    one, other = open_weights(first, key=key), open_weights(second, key=key)
     names = [
         name
         for name, info in one.tensors.items()
         if name in other.tensors and not differences({name: info}, {name: other.tensors[name]})
     ]
-    left, right = Mean([one], [1.0]), Mean([other], [1.0])
+    left, right = WeightedAverage([one], [1.0]), WeightedAverage([other], [1.0])
     sums = {name: _sums(left, right, name) for name in names}
     tensors = [_difference(name, one.tensors[name].numel, sums[name]) for name in names]
     averaged = [name for name in names if is_averaged(one.tensors[name].dtype)]
@@ -143,12 +143,12 @@ def diff_files(
 
 
 def _rank(value: float) -> float:
-    """NaN is the largest difference there is."""
+    """NaN counts as the largest difference."""
     return math.inf if math.isnan(value) else value
 
 
-def _sums(left: Mean, right: Mean, name: str) -> list[float]:
-    """The sums of squares of the difference, the first and the second, and of their product, in float64."""
+def _sums(left: WeightedAverage, right: WeightedAverage, name: str) -> list[float]:
+    """The sums of squares of the difference, the first and the second, and the sum of their product, in float64."""
     sums = torch.zeros(4, dtype=torch.float64)
     for a, b in zip(left.blocks(name), right.blocks(name), strict=True):
         # A complex number counts as two.
@@ -167,16 +167,16 @@ def _difference(name: str, numel: int, sums: Sequence[float]) -> Difference:
     return Difference(name, numel, distance, relative, product / norms if norms else math.nan)
 
 
-def _curve(one: Checkpoint, other: Checkpoint, evaluation_context: Any, reset_batch_norm: bool) -> Curve:
-    check_alike([one, other])
-    place = evaluation_context_of(evaluation_context)
+def _curve(one: WeightsFile, other: WeightsFile, evaluation_context: Any, reset_batch_norm: bool) -> Curve:
+    check_same_architecture([one, other])
+    context = evaluation_context_of(evaluation_context)
     positions = tuple(index / (NUM_POINTS - 1) for index in range(NUM_POINTS))
     points = []
     for position in positions:
-        load_(place.network, Mean([one, other], [1.0 - position, position]), one)
+        load_average_(context.network, WeightedAverage([one, other], [1.0 - position, position]), one)
         if reset_batch_norm and 0.0 < position < 1.0:
-            reset_batch_norm_(place.network, place.batches)
-        points.append(place.evaluate(place.network))
+            reset_batch_norm_(context.network, context.batches)
+        points.append(context.evaluate(context.network))
         if math.isnan(points[0].loss):
             raise SoupError(f"the loss of {one.path} is not a number: a curve needs a score that returns (score, loss)")
     return Curve(positions, tuple(points))

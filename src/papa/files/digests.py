@@ -1,56 +1,41 @@
-"""Which checkpoint was it: digests of whole files, or of a sample of every tensor where whole files take too long."""
+"""Digests that identify weights: of whole files, or of a sample of every tensor where whole files take too long."""
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-
-import torch
 
 from papa.errors import SoupError
-from papa.files.sources import Checkpoint, bytes_of
+from papa.files.weights import WeightsFile
+from papa.storage import bytes_of, file_errors, sha256_of
 
-MOST_BYTES_IN_FULL = 1 << 26
-"""Up to here a whole file is digested without being asked: it takes less than a tenth of a second."""
+MAX_FULL_BYTES = 1 << 26
+"""Files up to this size are always hashed in full: it takes less than a tenth of a second."""
 SAMPLE = 1024
-"""How many numbers of a tensor's beginning, middle and end go into a sample."""
+"""The number of elements at the beginning, middle and end of a tensor that go into a sample."""
 
 
-def digest_of(checkpoint: Checkpoint, *, full: bool = False) -> str:
-    """A checkpoint's digest, its kind before the colon.
+def digest_of(weights: WeightsFile, *, full: bool = False) -> str:
+    """A digest, its kind before the colon.
 
     `sha256:` is the SHA-256 of the file, as `sha256sum` prints it. `sha256-of-shards:` is the SHA-256 of what
     `sha256sum` prints for the shards, sorted by name. `sample:` is the SHA-256 of every tensor's name, dtype and shape
-    and of a few thousand numbers of each: SHA-256 of everything would take longer than averaging it.
+    and of a few thousand elements of each: SHA-256 of everything would take longer than averaging it.
     """
-    try:
-        if not full and sum(file.stat().st_size for file in checkpoint.files) > MOST_BYTES_IN_FULL:
-            return f"sample:{_sample(checkpoint)}"
-        digests = {file.name: digest(file) for file in checkpoint.files}
-    except OSError as error:
-        raise SoupError(f"cannot read {checkpoint.path}: {error.strerror or error}") from error
+    with file_errors(weights.path, error=SoupError):
+        if not full and sum(file.stat().st_size for file in weights.files) > MAX_FULL_BYTES:
+            return f"sample:{_sample(weights)}"
+        digests = {file.name: sha256_of(file) for file in weights.files}
     if len(digests) == 1:
         return f"sha256:{next(iter(digests.values()))}"
     listing = "".join(f"{value}  {name}\n" for name, value in sorted(digests.items()))
     return f"sha256-of-shards:{hashlib.sha256(listing.encode()).hexdigest()}"
 
 
-def _sample(checkpoint: Checkpoint) -> str:
-    sha = hashlib.sha256()
-    for name, info in sorted(checkpoint.tensors.items()):
-        sha.update(f"{name} {info}\n".encode())
+def _sample(weights: WeightsFile) -> str:
+    digest = hashlib.sha256()
+    for name, info in sorted(weights.tensors.items()):
+        digest.update(f"{name} {info}\n".encode())
         count = min(SAMPLE, info.numel)
-        part = torch.empty(count, dtype=info.dtype)
         for start in sorted({0, (info.numel - count) // 2, info.numel - count}):
-            checkpoint.read_into(name, start, part)
-            sha.update(bytes_of(part))
-    return sha.hexdigest()
-
-
-def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    sha = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            sha.update(chunk)
-    return sha.hexdigest()
+            digest.update(bytes_of(weights.part(name, start, start + count)))
+    return digest.hexdigest()

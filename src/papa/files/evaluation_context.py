@@ -1,4 +1,4 @@
-"""A network to load checkpoints into and data to look at it with: what alignment, REPAIR and scores need."""
+"""A network to load weights into, data to run it on, and a score: what alignment, REPAIR and greedy soups need."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from torch import Tensor, nn
 from papa.align import Alignment, align_
 from papa.errors import ConfigError, DataError, PapaError, SoupError
 from papa.evaluation import Evaluation, evaluate, evaluating
-from papa.files.average import Mean, differences
-from papa.files.header import TensorInfo
-from papa.files.sources import Checkpoint
+from papa.files.average import WeightedAverage, differences, raise_differences
+from papa.files.weights import WeightsFile
+from papa.storage import TensorInfo
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """A network and what it is looked at with.
+    """A network, data, and a score.
 
     Example:
         >>> batches = [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(4)]
-        >>> evaluation_context = EvaluationContext(nn.Linear(4, 2), batches)
-        >>> evaluation_context.evaluate(evaluation_context.network).loss > 0
+        >>> context = EvaluationContext(nn.Linear(4, 2), batches)
+        >>> context.evaluate(context.network).loss > 0
         True
     """
 
     network: nn.Module
-    """Of the checkpoints' architecture; its weights are written over."""
+    """Of the architecture of the files; its weights are overwritten."""
     batches: Sequence[Any]
     """Inputs, or tuples whose first entry is the inputs, for alignment, REPAIR and BatchNorm."""
     score: Callable[[nn.Module], Any] | None = None
-    """From the network, in evaluation mode and without gradients, to its score, higher is better, or to (score, loss);
+    """Maps the network, in evaluation mode and without gradients, to its score, higher is better, or to (score, loss);
     None for accuracy and cross-entropy on the batches."""
     name: str = ""
-    """What says which evaluation_context it is, so that scores are not taken for those of another."""
+    """Identifies the context, so that remembered scores are not used for another one."""
 
     def evaluate(self, network: nn.Module) -> Evaluation:
-        """The network's score, higher is better, and loss, NaN where none is known."""
+        """The network's score, higher is better, and its loss, NaN if it is not known."""
         if self.score is None:
             if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in self.batches):
-                raise DataError("batches hold inputs alone, expected pairs of inputs and targets to score with")
+                raise DataError("the batches hold only inputs, expected pairs of inputs and targets to compute a score")
             return evaluate(network, self.batches)
         with evaluating(network), torch.no_grad():
             value = self.score(network)
@@ -57,9 +57,9 @@ class EvaluationContext:
 
 
 def evaluation_context_of(source: Any) -> EvaluationContext:
-    """An evaluation context, or one made by a factory: a function, or its name `package.module:function`.
+    """An evaluation context, given as such or as a factory: a function, or its name `package.module:function`.
 
-    The factory takes nothing and returns `(network, batches)` or `(network, batches, score)`; see `EvaluationContext`.
+    The factory takes no arguments and returns `(network, batches)` or `(network, batches, score)`.
     """
     if isinstance(source, EvaluationContext):
         return source
@@ -95,7 +95,7 @@ def _unwrapped(factory: Any) -> Any:
 
 
 def _place_in(factory: Any, error: BaseException) -> str:
-    """The last line of the factory's own file that an error came through; nothing where it is not known."""
+    """The last line of the factory's own file in the traceback of an error; empty if it is not known."""
     code = getattr(_unwrapped(factory), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
@@ -116,20 +116,17 @@ def _find(name: str) -> Callable[[], Any]:
 
 
 @torch.no_grad()
-def load_(network: nn.Module, mean: Mean, checkpoint: Checkpoint) -> None:
-    """Fill a network with the mean of checkpoints; `checkpoint` says what is in them."""
+def load_average_(network: nn.Module, average: WeightedAverage, file: WeightsFile) -> None:
+    """Load an average into a network; `file` is one of its files, for the names and shapes."""
     targets = network.state_dict(keep_vars=True)
     tensors = {name: value for name, value in targets.items() if isinstance(value, Tensor)}
-    found = differences(
-        {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, checkpoint.tensors
-    )
-    if found:
-        lines = "\n".join(f"  {difference}" for difference in found[:10])
-        raise SoupError(f"{checkpoint.path} does not fit the network {type(network).__name__}; it has\n{lines}")
+    expected = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    subject = f"{file.path} does not fit the network {type(network).__name__}"
+    raise_differences(subject, differences(expected, file.tensors))
     for name, target in tensors.items():
         flat = target.detach().view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
         start = 0
-        for block in mean.blocks(name):
+        for block in average.blocks(name):
             flat[start : start + block.numel()].copy_(block)
             start += block.numel()
         if not target.is_contiguous():

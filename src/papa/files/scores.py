@@ -1,4 +1,4 @@
-"""Scores of candidates: by a command that prints a number, remembered so that an interrupted soup goes on."""
+"""Scores of candidates: by a command that prints a number, and remembered so that a greedy soup can be resumed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from papa.checkpoint import write_json
 from papa.errors import ConfigError, SoupError
 from papa.evaluation import Evaluation
-from papa.files.writing import read_json_file
+from papa.storage import read_object, validated, write_json
 
 NUMBER = re.compile(
     r"(?<![\w.,])[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?!\w|[.,]\d)", re.IGNORECASE
 )
 HINT = re.compile(r"\d|\bnan\b|\binf(?:inity)?\b", re.IGNORECASE)
-"""What makes a line one that may tell a score."""
+"""What a line with a score must contain."""
 QUOTED = re.compile("'[^']*'|\"[^\"]*\"")
 TAIL_LINES = 10
 FORMAT = 1
@@ -37,7 +36,7 @@ def split_command(command: str) -> list[str]:
 
 
 def run_score_command(words: Sequence[str], candidate: Path) -> float:
-    """The last number that a command prints about a file, NaN included. No shell is involved."""
+    """The last number that a command prints for a file, possibly NaN. It is not run by a shell."""
     command = [word.replace("{}", str(candidate)) for word in words]
     subject = f"the score command '{shlex.join(command)}'"
     try:
@@ -55,7 +54,7 @@ def run_score_command(words: Sequence[str], candidate: Path) -> float:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in the last line that has digits; None where that is not clear, or infinite upward.
+    """The last number in the last line that has digits; None if that is ambiguous, or infinity.
 
     Example:
         >>> last_number("step 12, accuracy: 97.5%"), last_number("1000 images: loss nan"), last_number("top1 1,234.5")
@@ -63,7 +62,7 @@ def last_number(text: str) -> float | None:
     """
     lines = [line for line in (QUOTED.sub("", line) for line in text.splitlines()) if HINT.search(line)]
     found = list(NUMBER.finditer(lines[-1])) if lines else []
-    if not found or HINT.search(lines[-1], found[-1].end()):  # digits after it are part of something else
+    if not found or HINT.search(lines[-1], found[-1].end()):  # it is followed by digits that are no number
         return None
     number = float(found[-1][0])
     return None if number == math.inf else number
@@ -74,8 +73,23 @@ def _tail(text: str) -> str:
     return "\n".join(f"  {line}" for line in lines) or "  (it printed nothing)"
 
 
-class Memory:
-    """Scores that were measured, in a file beside the output; written after each.
+class Entry(TypedDict):
+    """One remembered score."""
+
+    files: list[str]
+    score: float | None
+    loss: float | None
+
+
+class Content(TypedDict):
+    """What the file of scores holds."""
+
+    format: int
+    scores: dict[str, Entry]
+
+
+class ScoreMemory:
+    """Scores that were measured, in a file next to the output that is written after each.
 
     Args:
         path: the file.
@@ -85,18 +99,23 @@ class Memory:
         self._path = path
         self._own: set[str] = set()
         self._used: set[str] = set()
-        held = read_json_file(path)
-        if held is not None and (not isinstance(held, dict) or held.get("format") != FORMAT):
-            raise SoupError(f"{path} holds no scores of papa: remove it to start anew")
-        self._entries: dict[str, Any] = {} if held is None else dict(held["scores"])
+        self._entries: dict[str, Entry] = {}
+        if path.exists():
+            try:
+                content = validated(read_object(path, error=SoupError), Content)
+            except (SoupError, ValueError) as error:
+                raise SoupError(f"{path} holds no scores of papa ({error}): remove it to start again") from error
+            if content["format"] != FORMAT:
+                raise SoupError(f"{path} has format {content['format']}, expected {FORMAT}: remove it to start again")
+            self._entries = content["scores"]
 
     @property
     def num_used(self) -> int:
-        """How many scores of an earlier call were taken."""
+        """The number of scores of an earlier call that were used."""
         return len(self._used)
 
     def get(self, key: str) -> Evaluation | None:
-        """The score of a candidate, when it is known."""
+        """The score of a candidate, if it is known."""
         entry = self._entries.get(key)
         if entry is None or entry["score"] is None:  # JSON has no infinity: such a candidate is scored again
             return None
@@ -110,5 +129,5 @@ class Memory:
         write_json(self._path, {"format": FORMAT, "scores": self._entries})
 
     def forget(self) -> None:
-        """Remove the file: the soup is done, and what scores may change."""
+        """Remove the file: the soup is complete, and the score may be computed differently next time."""
         self._path.unlink(missing_ok=True)

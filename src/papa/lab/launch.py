@@ -298,7 +298,8 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: dict[st
 def _write_result(run: RunDirectory, training: Training, outcome: RunOutcome, result: dict[str, Any]) -> None:
     events, soups = list(run.read_metrics()), outcome.training
     result["failed_checkpoints"] = sum(event["event"] == "checkpoint-failed" for event in events)
-    run.save_soups(soups.average_soup, soups.greedy.network)
+    best = None if soups.best_soup is None else soups.best_soup.network
+    run.save_soups(soups.average_soup, soups.greedy.network, best)
     picture = prediction_picture(training, soups.greedy.network)
     if picture is not None:
         write_atomically(run.picture, picture)

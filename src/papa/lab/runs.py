@@ -1,4 +1,4 @@
-"""Run directories: what a run writes, where, and who may write it."""
+"""Run directories: the files of a run, and reading and writing them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,121 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import nn
 
-from papa.checkpoint import (
-    checkpoints,
+from papa.checkpoint import checkpoints
+from papa.errors import RunError
+from papa.lock import Lock
+from papa.storage import (
+    file_errors,
+    is_run,
     json_text,
+    matches,
     parse_json,
     read_file,
     read_object,
     save_network,
+    validated,
     write_atomically,
     write_json,
 )
-from papa.errors import RunError
-from papa.lock import Lock
 
-MOST_METRICS_BYTES = 1 << 30
-SCORES = ("mean", "min", "max", "ensemble", "average_soup", "greedy_soup")
+MAX_METRICS_BYTES = 1 << 30
+
+
+class _Members(TypedDict):
+    members: list[float | None]
+
+
+class Scores(_Members, total=False):
+    """The scores of a run on one set of data; None where a network has no finite score."""
+
+    mean: float | None
+    min: float | None
+    max: float | None
+    ensemble: float | None
+    average_soup: float | None
+    greedy_soup: float | None
+    loss: dict[str, Any] | None
+    details: dict[str, Any] | None
+
+
+class SoupScores(TypedDict, total=False):
+    """The scores of soups of independent members on one set of data."""
+
+    average_soup: float | None
+    greedy_soup: float | None
+    details: dict[str, Any] | None
+
+
+class Soups(TypedDict, total=False):
+    """Soups of independent members that were repaired, or aligned and repaired."""
+
+    test: SoupScores | None
+    validation: SoupScores | None
+    greedy_members: list[int] | None
+
+
+class BestSoup(TypedDict):
+    """The best average soup by validation, and the epoch it is from."""
+
+    epoch: int
+    validation: dict[str, float | None]
+    test: dict[str, float | None] | None
+
+
+class NonFinite(TypedDict):
+    """A member that was not finite, and what was done about it."""
+
+    event: str
+    step: int
+    member: int
+    reason: str
+    action: str
+
+
+class _Known(TypedDict):
+    recipe: str
+    method: str
+    seed: int
+    config: dict[str, Any]
+
+
+class RunResult(_Known, total=False):
+    """What `result.json` holds. Of an unfinished or older run, what is not known is None."""
+
+    environment: dict[str, Any] | None
+    network: dict[str, Any] | None
+    test: Scores | None
+    validation: Scores | None
+    greedy_members: list[int] | None
+    greedy_trials: list[dict[str, Any]] | None
+    best_soup: BestSoup | None
+    num_averagings: int | None
+    nonfinite: list[NonFinite] | None
+    seconds: dict[str, float] | None
+    communication: dict[str, float] | None
+    failed_checkpoints: int | None
+    policies: list[dict[str, Any]] | None
+    repaired: Soups | None
+    aligned: Soups | None
+    repair: dict[str, Any] | None
+    similarity: dict[str, Any] | None
+    interpolation: dict[str, Any] | None
+    trajectory: dict[str, Any] | None
+    paper: dict[str, float | None] | None
+    paper_details: dict[str, Any] | None
+    paper_soups: str | None
+
+
+class MetricsState(TypedDict):
+    """The metrics at the time of a checkpoint."""
+
+    bytes: int
+    sha256: str
+    unwritten: str
 
 
 class RunDirectory:
@@ -44,6 +140,7 @@ class RunDirectory:
         self.picture = path / "prediction.png"
         self.average_soup = path / "soup.safetensors"
         self.greedy_soup = path / "greedy.safetensors"
+        self.best_soup = path / "best.safetensors"
         self.members = path / "members"
         self.checkpoints = path / "checkpoint"
         self.torchrun = path / ".torchrun"
@@ -57,68 +154,63 @@ class RunDirectory:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Everything a run writes."""
+        """Everything a run writes; the config last, since it makes the directory a run."""
         return (
-            *(self.config, self.metrics, self.result, self.report, self.picture),
-            *(self.average_soup, self.greedy_soup, self.members, self.checkpoints),
+            *(self.metrics, self.result, self.report, self.picture),
+            *(self.average_soup, self.greedy_soup, self.best_soup, self.members, self.checkpoints, self.config),
         )
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
-        return any(file.exists() for file in self.files)
+        """Whether there is a run here, finished or not."""
+        return is_run(self.path)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run here came to its end."""
+        """Whether the run here is finished."""
         return self.result.exists()
 
     @property
-    def is_left_alone(self) -> bool:
-        """Whether a run was begun here, is not finished, and no process works on it."""
-        # Asked again at the end: it may have finished between the first two questions.
+    def is_interrupted(self) -> bool:
+        """Whether there is an unfinished run here and no process works on it."""
+        # Checked again at the end: it may have finished between the first two checks.
         return not self.is_finished and not self.lock().seems_held and self.holds_run and not self.is_finished
 
     def create(self, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Begin a run here; one that is here already is refused, or removed when told to overwrite."""
+        """Begin a run here; an existing run is an error, or removed with `overwrite`.
+
+        The config is written first: from then on the run can be resumed.
+        """
         self.check_free(overwrite=overwrite)
-        if self.holds_run:
-            self._remove()
-        self.make_directories()
+        self._remove()
+        with file_errors(self.path, "make the directory"):
+            self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.config, dict(config))
+        self.make_directories()
         write_atomically(self.metrics, "")
 
     def check_free(self, *, overwrite: bool = False) -> None:
         """Raise unless a run may begin here: there is none, or it may be overwritten. Nothing is changed."""
-        if not self.holds_run:
+        existing = sorted(file.name for file in self.files if file.exists())
+        if not existing:
             return
-        self._check_ours()
+        if not self.holds_run:
+            raise RunError(f"{self.path} holds {', '.join(existing)}, but no run of papa: choose another directory")
         if not overwrite:
             state = "a finished run" if self.is_finished else "an unfinished run"
-            raise RunError(
-                f"{self.path} already holds {state}: choose another --out, continue it with --resume, "
-                "or replace it with --overwrite"
-            )
+            raise RunError(f"{self.path} already holds {state}: choose another directory, resume it, or overwrite it")
 
     def make_directories(self) -> None:
-        """Make what is not there of the run's directories."""
-        try:
+        """Make the run's directories that do not exist."""
+        with file_errors(self.path, "make the directory"):
             self.members.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make the directory {self.path}: {error.strerror or error}") from error
-
-    def _check_ours(self) -> None:
-        """Raise unless what is here is a run of papa: a directory without papa's config is somebody else's."""
-        if not (self.config.exists() and _is_config(read_object(self.config))):
-            there = ", ".join(sorted(file.name for file in self.files if file.exists()))
-            raise RunError(f"{self.path} holds {there}, but no run of papa: choose another --out")
 
     def _remove(self) -> None:
         """Remove a run, and nothing that a run does not write."""
-        written = [file for file in self.files if not file.is_dir()]
-        written += [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
+        written = [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
         written += self.checkpoints.glob(".step-*.partial")
+        written += [file for file in self.files if not file.is_dir()]
         for file in written:
             shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
@@ -129,23 +221,28 @@ class RunDirectory:
         return read_object(self.config)
 
     def read_result(self) -> dict[str, Any]:
-        """The result of the finished run here, when it has everything that tables show."""
-        result = read_object(self.result)
-        if not _is_result(result):
-            raise RunError(f"{self.result} is no result of papa: it was altered; run again with --overwrite")
-        return result
+        """The result of the finished run here, as `RunResult` describes it; missing optional parts are None."""
+        return _checked_result(self.result, read_object(self.result))
+
+    def read_result_so_far(self) -> dict[str, Any]:
+        """The result of the run here; of an unfinished run recipe, method, seed and config, everything else None."""
+        if self.is_finished:
+            return self.read_result()
+        config = self.read_config()
+        known = {key: config.get(key) for key in ("recipe", "method", "seed")}
+        return _checked_result(self.config, {**known, "config": config})
 
     def log(self, event: Mapping[str, Any]) -> str | None:
-        """Add one line to the metrics; a line that cannot be written now is kept and written with a later one.
+        """Add one line to the metrics; a line that cannot be written is kept and written with a later one.
 
         Returns:
-            What kept it from being written, if anything did.
+            The reason why it was not written, if any.
         """
         self._unwritten += (json_text(event) + "\n").encode()
         try:
             handle = os.open(self.metrics, os.O_WRONLY)
             try:
-                # At a known place, over what a failed write may have left there: only whole lines count.
+                # At a known position, over what a failed write may have left there: only complete lines count.
                 num_written = os.pwrite(handle, self._unwritten, self._metrics_end)
                 if num_written < len(self._unwritten):
                     os.ftruncate(handle, self._metrics_end)
@@ -159,8 +256,8 @@ class RunDirectory:
         self._unwritten = b""
         return None
 
-    def metrics_state(self) -> dict[str, Any]:
-        """How far the metrics are, for a checkpoint: what the file holds, and lines that could not be written yet."""
+    def metrics_state(self) -> MetricsState:
+        """The content of the metrics, for a checkpoint, and the lines that could not be written yet."""
         return {
             "bytes": self._metrics_end,
             "sha256": self._metrics_sha.hexdigest(),
@@ -168,7 +265,7 @@ class RunDirectory:
         }
 
     def flush_metrics(self) -> None:
-        """Make sure that the metrics are on disk. May raise an `OSError`."""
+        """Flush the metrics to disk. May raise an `OSError`."""
         handle = os.open(self.metrics, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -176,38 +273,38 @@ class RunDirectory:
             os.close(handle)
 
     def rewind_metrics(self, state: Any) -> None:
-        """Forget lines after those of `metrics_state`, which will be written again; None for all lines.
+        """Remove the lines after those of `metrics_state`, which will be written again; None for all lines.
 
-        A file that is gone is begun anew. One that holds other lines raises a `RunError` and stays as it is.
+        A missing file is made. A file with other lines is a `RunError`, and does not change.
         """
-        content = read_file(self.metrics, MOST_METRICS_BYTES) if state is not None and self.metrics.exists() else b""
+        content = read_file(self.metrics, MAX_METRICS_BYTES) if state is not None and self.metrics.exists() else b""
         if content:
             kept = content[: state["bytes"]]
             if (len(kept), hashlib.sha256(kept).hexdigest()) != (state["bytes"], state["sha256"]):
                 raise RunError(
-                    f"{self.metrics} is not what the checkpoint was taken with: put the original back, or remove it to "
-                    "go on without the lines so far"
+                    f"{self.metrics} does not begin with the lines that the checkpoint recorded: restore it, or remove "
+                    "it to continue without the earlier lines"
                 )
             content = kept + state["unwritten"].encode()
         write_atomically(self.metrics, content)
         self._metrics_end, self._metrics_sha, self._unwritten = len(content), hashlib.sha256(content), b""
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The metrics so far; a last line that was cut short is left out."""
+        """The metrics so far, without an incomplete last line."""
         if not self.metrics.exists():
             return
-        lines = read_file(self.metrics, MOST_METRICS_BYTES).split(b"\n")
+        lines = read_file(self.metrics, MAX_METRICS_BYTES).split(b"\n")
         for number, line in enumerate(lines[:-1], start=1):
             try:
                 event = parse_json(line)
             except ValueError as error:
                 raise RunError(f"line {number} of {self.metrics} is not valid JSON: {error}") from error
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-                raise RunError(f"line {number} of {self.metrics} is no event: it was altered")
+                raise RunError(f"line {number} of {self.metrics} is no event: the file was altered")
             yield event
 
     def latest_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint, or None."""
+        """The newest checkpoint, or None."""
         found = checkpoints(self.checkpoints)
         return found[-1][1] if found else None
 
@@ -215,85 +312,33 @@ class RunDirectory:
         """Write one member's weights."""
         save_network(self.members / f"{member:03d}.safetensors", network, {"role": f"member {member}"})
 
-    def save_soups(self, average: nn.Module, greedy: nn.Module) -> None:
-        """Write both soups' weights."""
+    def save_soups(self, average: nn.Module, greedy: nn.Module, best: nn.Module | None = None) -> None:
+        """Write the soups' weights."""
         save_network(self.average_soup, average, {"role": "average soup"})
         save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
+        if best is not None:
+            save_network(self.best_soup, best, {"role": "best average soup by validation"})
+
+
+def _checked_result(file: Path, value: dict[str, Any]) -> dict[str, Any]:
+    with file_errors(file, kind="result of a run"):
+        result = validated(value, RunResult)
+        policies = result["policies"] or []
+        if any(policy.keys() != policies[0].keys() for policy in policies):
+            raise ValueError("its policies differ in their options")
+        return dict(result)
 
 
 def is_metrics_state(value: Any) -> bool:
     """Whether this is what `RunDirectory.metrics_state` gives."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("bytes")) is int
-        and value["bytes"] >= 0
-        and isinstance(value.get("sha256"), str)
-        and isinstance(value.get("unwritten"), str)
-    )
-
-
-def _is_config(value: Mapping[str, Any]) -> bool:
-    """Whether this may be the config of a run; whether it is a good one, `papa.lab.config` knows."""
-    parts = all(isinstance(value.get(name), dict) for name in ("data", "model", "train", "average"))
-    return parts and isinstance(value.get("recipe"), str) and isinstance(value.get("method"), str)
-
-
-def _is_result(result: Mapping[str, Any]) -> bool:
-    """Whether all is there that tables and pages read without asking."""
-    texts = isinstance(result.get("recipe"), str) and isinstance(result.get("method"), str)
-    parts = all(isinstance(result.get(name), dict) for name in ("config", "environment", "seconds"))
-    repaired, paper = result.get("repaired"), result.get("paper")
-    return (
-        texts
-        and parts
-        and result.keys() >= {"test", "repaired", "paper"}
-        and type(result.get("seed")) is int
-        and type(result.get("num_averagings")) is int
-        and isinstance(result.get("greedy_members"), list)
-        and (result.get("test") is None or _are_scores(result["test"]))
-        and _are_scores(result.get("validation"))
-        and _are_sick(result.get("nonfinite"))
-        and _are_policies(result.get("policies"))
-        and (paper is None or (isinstance(paper, dict) and all(map(_is_number, paper.values()))))
-        and (repaired is None or (isinstance(repaired, dict) and all(map(_is_repaired, repaired.items()))))
-    )
-
-
-def _are_scores(scores: Any) -> bool:
-    return (
-        isinstance(scores, dict)
-        and isinstance(scores.get("members"), list)
-        and all(name in scores and (scores[name] is None or _is_number(scores[name])) for name in SCORES)
-    )
-
-
-def _are_sick(events: Any) -> bool:
-    keys = {"event", "step", "member", "reason", "action"}
-    return isinstance(events, list) and all(isinstance(event, dict) and event.keys() == keys for event in events)
-
-
-def _are_policies(policies: Any) -> bool:
-    if not isinstance(policies, list) or not all(isinstance(policy, dict) for policy in policies):
-        return False
-    return all(policy.keys() == policies[0].keys() for policy in policies)
-
-
-def _is_repaired(item: tuple[str, Any]) -> bool:
-    name, value = item
-    if name not in ("test", "validation"):
-        return name == "greedy_members"
-    return isinstance(value, dict) and all(_is_number(score) for key, score in value.items() if key != "details")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    return matches(value, MetricsState) and value["bytes"] >= 0
 
 
 def fold_merges(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics with one event for each merge that was probed.
+    """A run's metrics with one event for each merge that was scored.
 
-    A run logs scores around a merge when they are known, so that it can be stopped in between: those before and after
-    at the merge, those some steps later in an event of their own. Readers want them together.
+    A run logs scores as soon as they are known, so that it can be stopped in between: those before and after a merge at
+    the merge, those some steps later in a separate event. Readers want them together.
 
     Example:
         >>> merge = {"event": "merge", "step": 10, "epoch": 1, "data": "test", "before": [90.0], "after": [92.0]}
@@ -303,7 +348,7 @@ def fold_merges(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ([91.0], 2)
 
     Returns:
-        All events in their order; each `merge` with `later` and `steps_later`, both None when training ended before.
+        All events in order; each `merge` has `later` and `steps_later`, both None if training ended before.
     """
     folded: list[dict[str, Any]] = []
     merges: dict[int, dict[str, Any]] = {}

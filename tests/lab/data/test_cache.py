@@ -1,4 +1,4 @@
-"""Cache files: made once, mapped by all, noticed when they are wrong."""
+"""The image cache: made once, mapped by every process, made again when it is invalid."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(folder: Path, maker: Callable[[], Decoded], digest: str = "one") -> Arr
 
 
 def cache_file(folder: Path) -> Path:
-    return folder / FOLDER / "set.images"
+    return folder / FOLDER / "set.npy"
 
 
 def test_images_are_made_once_and_then_mapped(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_images_are_made_once_and_then_mapped(tmp_path: Path) -> None:
     for _ in range(3):
         assert isinstance(load(tmp_path, maker), MappedImages)
     assert maker.calls == 1
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["set.images"]
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["set.json", "set.npy"]
 
 
 def test_pixels_stay_in_the_file(tmp_path: Path) -> None:
@@ -109,13 +109,20 @@ def flipped(path: Path, place: int) -> None:
         lambda path: path.write_bytes(b"short"),
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: path.unlink(),
         lambda path: flipped(path, 0),
         lambda path: flipped(path, 20),
-        lambda path: flipped(path, 4096),
-        lambda path: flipped(path, 4096 + 100),
+        lambda path: flipped(path, 128),
+        lambda path: flipped(path, 128 + 100),
         lambda path: flipped(path, -1),
+        lambda path: path.with_suffix(".json").unlink(),
+        lambda path: path.with_suffix(".json").write_text("{}"),
+        lambda path: path.with_suffix(".json").write_text("[" * 9999),
     ],
-    ids=["empty", "short", "cut", "longer", "magic", "preamble", "first pixel", "a pixel", "header"],
+    ids=[
+        *("empty", "short", "cut", "longer", "gone", "magic", "header", "first pixel", "a pixel", "last pixel"),
+        *("no description", "empty description", "invalid description"),
+    ],
 )
 def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     maker = Maker()
@@ -128,12 +135,12 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: Callable[[Path], 
 
 def test_opening_a_wrong_file_says_what_is_wrong(tmp_path: Path) -> None:
     load(tmp_path, Maker())
-    with pytest.raises(DataError, match=r"the image cache .*set.images cannot be used \(it was made of other files\)"):
+    with pytest.raises(DataError, match=r"set\.npy is not a valid image cache: it was made of other files"):
         MappedImages(cache_file(tmp_path), "two")
-    flipped(cache_file(tmp_path), 4200)
-    with pytest.raises(DataError, match=r"cannot be used \(it is damaged\), expected a whole cache file"):
+    flipped(cache_file(tmp_path), 200)
+    with pytest.raises(DataError, match=r"is not a valid image cache: it is damaged"):
         MappedImages(cache_file(tmp_path), "one")
-    with pytest.raises(DataError, match=r"cannot be used \(.*No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*none\.json: No such file"):
         MappedImages(tmp_path / "none", "one")
 
 
@@ -189,7 +196,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache_module, "_write", full)
+    monkeypatch.setattr(cache_module, "_write_pixels", full)
     assert type(load(tmp_path, Maker())) is Arrays
     assert list((tmp_path / FOLDER).iterdir()) == []
 
@@ -206,7 +213,7 @@ def test_an_error_while_decoding_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_every_image_needs_a_label(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="7 images were decoded for 3 labels"):
-        write_cache(tmp_path / "set.images", "one", Decoded(np.zeros(3, dtype=np.int64), (), iter([pixels()])))
+        write_cache(tmp_path / "set.npy", "one", Decoded(np.zeros(3, dtype=np.int64), (), iter([pixels()])))
 
 
 def test_others_may_read_a_cache(tmp_path: Path) -> None:
@@ -262,5 +269,5 @@ def test_two_processes_that_build_at_once(tmp_path: Path) -> None:
     errors = [builder.communicate(timeout=120)[1] for builder in builders]
     assert [builder.returncode for builder in builders] == [0, 0], errors
     for folder in folders:
-        assert [path.name for path in (folder / FOLDER).iterdir()] == ["set.images"]
+        assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["set.json", "set.npy"]
     assert [(folder / "calls").read_text() for folder in folders] == ["x", "xx"]

@@ -126,7 +126,7 @@ def test_threads_keep_the_order(tmp_path: Path, make_images: MakeImages, monkeyp
     paths = [str(path) for path in make_images(tmp_path / "cat", 25, (6, 6))]
     expected = np.concatenate(list(decode_files(paths, None)))
     monkeypatch.setattr(decode_module, "CHUNK", 3)
-    monkeypatch.setattr(decode_module, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(decode_module, "_MIN_THREADED_PIXELS", 1)
     chunks = list(decode_files(paths, None))
     assert [len(chunk) for chunk in chunks] == [3] * 8 + [1]
     assert np.array_equal(np.concatenate(chunks), expected)

@@ -172,7 +172,7 @@ def test_the_drawn_split_keeps_areas_together_and_is_the_same_every_time(root: P
 def test_decoded_tiles_are_kept_in_files_that_are_mapped(root: Path) -> None:
     first = load_tiles(root, patch_size=16)
     assert isinstance(first.test, Tiles)
-    caches = sorted((root / ".papa-cache").glob("tile-*.images"))
+    caches = sorted((root / ".papa-cache").glob("tile-*.npy"))
     assert len(caches) == 10
     times = [cache.stat().st_mtime_ns for cache in caches]
     again = load_tiles(root, patch_size=16)
@@ -184,7 +184,7 @@ def test_decoded_tiles_are_kept_in_files_that_are_mapped(root: Path) -> None:
     changed = load_tiles(root, patch_size=16)
     assert isinstance(changed.test, Tiles)
     assert changed.test.planes[0].shape == (4, 41, 50)
-    with pytest.raises(DataError, match="cannot be used"):
+    with pytest.raises(DataError, match="it was made of other files"):
         MappedImages(caches[0], "another digest")
 
 
@@ -296,7 +296,7 @@ def test_unknown_labels_of_all_tiles_are_reported(root: Path) -> None:
         ({"classes": ["road"], "colours": {"raod": [1, 2, 3]}}, "no class raod for its colour: did you mean road"),
         ({"classes": ["a"], "colours": {"a": [1, 2]}}, r"colour of a is \[1, 2\], expected three numbers"),
         ({"classes": ["a", "b"], "colours": {"a": [1, 2, 3]}}, "the class b has no colour"),
-        ([], "holds a list, expected a JSON object"),
+        ([], "holds a list, expected an object"),
     ],
 )
 def test_bad_classes_raise(root: Path, value: Any, message: str) -> None:

@@ -1,7 +1,8 @@
-"""From image files to bytes: reading, resizing, cropping."""
+"""Decoding image files: reading, resizing, cropping."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,11 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 CHUNK = 512
 MAX_THREADS = 16
-_WORTH_A_THREAD = 96 * 96  # pixels; below, most of the work is Python's, and threads wait for each other
+_MIN_THREADED_PIXELS = 96 * 96  # for smaller images most of the work holds the GIL
 
 
 def pillow() -> Any:
-    """The module `PIL.Image`, which comes with torchvision."""
+    """The module `PIL.Image`."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -33,37 +34,40 @@ def pillow() -> Any:
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def read_image(path: str) -> Image.Image:
+@contextlib.contextmanager
+def opened_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
+    """An image file that Pillow has opened; whatever it raises about the file is a `DataError`."""
+    module = pillow()
+    try:
+        with module.open(path) as image:
+            yield image
+    except Exception as error:  # a damaged file makes Pillow raise anything
+        raise DataError(
+            f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a complete image file: "
+            "replace it, or remove it"
+        ) from error
+
+
+def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """An image file as RGB."""
-    try:
-        with pillow().open(path) as image:
-            image.load()
-            rgb: Image.Image = image if image.mode == "RGB" else image.convert("RGB")
-            return rgb
-    except ConfigError:
-        raise
-    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise cannot_decode(path, error) from error
+    with opened_image(path) as image:
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def read_size(path: str) -> tuple[int, int]:
-    """Width and height of an image file, from its first bytes."""
-    try:
-        with pillow().open(path) as image:
-            width, height = image.size
-            return width, height
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise cannot_decode(path, error) from error
+def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Width and height of an image file, without decoding it."""
+    with opened_image(path) as image:
+        width, height = image.size
+        return width, height
 
 
 def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resample: int) -> Image.Image:
-    """The middle square of an image whose shorter side was resized first (antialiased)."""
+    """Resize the shorter side (antialiased), and crop the middle square."""
     width, height = image.size
     if min(width, height) != shorter_side:
         if width <= height:
@@ -78,18 +82,18 @@ def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resampl
 
 
 def to_pixels(image: Image.Image, out: Pixels) -> None:
-    """Write an image into its place in a batch."""
+    """Copy an image into a batch."""
     array = np.asarray(image)
     out[...] = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
 def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixels]:
-    """All images of one square size, a chunk after the other, in their order.
+    """Decode images to squares of one size, in chunks, in order.
 
     Args:
         paths: the image files.
-        image_size: resize the shorter side to this (bicubic) and keep the middle; None to keep the images as they are,
-            which must then be squares of one size.
+        image_size: resize the shorter side to this (bicubic) and crop the middle; None for images that are all squares
+            of one size already.
     """
     width, height = read_size(paths[0])
     if image_size is None and width != height:
@@ -102,10 +106,10 @@ def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixel
     def decode(chunk: Sequence[str]) -> Pixels:
         return _decode_chunk(chunk, image_size, native)
 
-    if len(chunks) == 1 or width * height < _WORTH_A_THREAD:
+    if len(chunks) == 1 or width * height < _MIN_THREADED_PIXELS:
         yield from map(decode, chunks)
         return
-    # Threads, not processes, which cannot be started from everywhere: Pillow lets go of the interpreter while it works.
+    # Threads suffice, since Pillow releases the GIL.
     pool = ThreadPoolExecutor(min(num_cores(), MAX_THREADS))
     try:
         yield from pool.map(decode, chunks)
@@ -114,7 +118,7 @@ def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixel
 
 
 def resize_arrays(images: npt.NDArray[np.uint8], image_size: int | None) -> Iterator[Pixels]:
-    """Images that are in memory as (N, height, width) or (N, height, width, channels), resized like files."""
+    """Resize images in memory, (N, height, width) or (N, height, width, channels), as `decode_files` does."""
     planar = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     for start in range(0, len(images), CHUNK):
         if image_size is None or image_size == images.shape[1] == images.shape[2]:
@@ -129,8 +133,8 @@ def resize_arrays(images: npt.NDArray[np.uint8], image_size: int | None) -> Iter
         yield resized
 
 
-def in_threads(function: Callable[[int], None], count: int) -> None:
-    """Call a function that mostly waits for Pillow with 0, 1, ..., and raise its first error."""
+def in_threads(function: Callable[[int], object], count: int) -> None:
+    """Call a function with 0 to `count` - 1 in threads, and raise its first error."""
     if count == 1:
         function(0)
         return
@@ -154,11 +158,3 @@ def _decode_chunk(paths: Sequence[str], image_size: int | None, native: tuple[st
             )
         to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
     return pixels
-
-
-def cannot_decode(path: str, error: Exception) -> DataError:
-    """What to say of a damaged file."""
-    return DataError(
-        f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a whole image file: "
-        "replace it, or remove it"
-    )

@@ -1,10 +1,10 @@
-"""Folders of class folders: which images there are, and of which class."""
+"""Folders with one folder of images per class: listing the images and their classes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from papa.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""The endings of files that count as images, in any case; others are passed over."""
+"""The suffixes of image files, in any case; other files are ignored."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ImageFiles:
 
     folder: Path
     names: npt.NDArray[np.bytes_]
-    """Relative to the folder. One block of bytes: a million strings would be copied into every worker process."""
+    """Relative to the folder. One array of bytes, since a million strings would take much more memory."""
     labels: npt.NDArray[np.int64]
     classes: tuple[str, ...]
 
@@ -32,18 +32,18 @@ class ImageFiles:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """Where one image is."""
+        """The path of one image."""
         return os.path.join(self.folder, os.fsdecode(self.names[index]))
 
     def paths(self) -> list[str]:
-        """Where all images are."""
+        """The paths of all images."""
         return [self.path(index) for index in range(len(self))]
 
 
 def scan_classes(folder: Path) -> ImageFiles:
-    """The images of a folder that has one folder per class, in the order of their names.
+    """The images of a folder with one folder per class, sorted by class and name.
 
-    Classes are numbered in the order of their names. Names that start with a dot are passed over.
+    Names that start with a dot are ignored.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: expected one folder of images per class in it")
@@ -68,7 +68,7 @@ def scan_classes(folder: Path) -> ImageFiles:
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """The names of the class folders in a folder; none when there is no such folder."""
+    """The sorted names of the class folders in a folder; none if the folder does not exist."""
     if not folder.is_dir():
         return ()
     with os.scandir(folder) as entries:
@@ -76,13 +76,13 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
-    """Raise a `DataError` unless training and test images are of the same classes."""
+    """Raise a `DataError` unless training and test images have the same classes."""
     if train.classes == test.classes:
         return
     untested = sorted(set(train.classes) - set(test.classes))
     untrained = sorted(set(test.classes) - set(train.classes))
     found = [
-        f"{folder} has no {_some(missing)}"
+        f"{folder} has no {some_of(missing)}"
         for folder, missing in ((test.folder, untested), (train.folder, untrained))
         if missing
     ]
@@ -90,7 +90,7 @@ def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
 
 
 def digest_of(folder: Path, names: Iterable[str], **options: Any) -> str:
-    """A digest of files (their names, sizes and times of change) and of what is made of them."""
+    """A digest of files (their names, sizes and modification times) and of options."""
     digest = hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=16)
     for name in names:
         path = os.path.join(folder, name)
@@ -98,7 +98,7 @@ def digest_of(folder: Path, names: Iterable[str], **options: Any) -> str:
             status = os.stat(path)
         except OSError as error:
             raise DataError(
-                f"the file {path} cannot be read ({error.strerror}), expected it to stay while it is used"
+                f"the file {path} cannot be read ({error.strerror}), expected it to exist while it is used"
             ) from error
         digest.update(os.fsencode(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n"))
     return digest.hexdigest()
@@ -115,6 +115,7 @@ def _images_below(folder: str, prefix: str) -> Iterator[str]:
                 yield f"{prefix}/{entry.name}"
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def some_of(values: Sequence[Any]) -> str:
+    """The first five values, for messages."""
+    shown = ", ".join(map(str, values[:5]))
+    return shown if len(values) <= 5 else f"{shown} and {len(values) - 5} more"

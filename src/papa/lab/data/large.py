@@ -1,4 +1,4 @@
-"""Images too large to keep decoded: read when they are needed, by threads that work ahead."""
+"""Images too large to keep decoded: decoded in advance by threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from papa.streams import stream
 
 MAX_WORKERS = 8
 CROP_SHARE = 0.875
-"""How much of the shorter side is seen in evaluation: 224 of 256 pixels."""
+"""The share of the shorter side that evaluation crops: 224 of 256 pixels."""
 
 _NUM_TRIES = 10
 _NUM_CHECKED = 2000
@@ -39,14 +39,14 @@ _NUM_CHECKED = 2000
 class DecodedFolder:
     """Image files that are decoded batch by batch.
 
-    `batch` gives what networks are evaluated on: the shorter side resized to `image_size / 0.875` (bilinear), and the
-    middle square. `stream` gives what they are trained on: a random part of each image, resized, and mirrored half of
-    the time, decoded ahead by threads.
+    `batch` is for evaluation: the shorter side resized to `image_size / 0.875` (bilinear), and the middle square.
+    `stream` is for training: a random crop of each image, resized, and mirrored with probability 1/2, decoded in
+    advance by threads.
 
     Args:
-        files: the images and their classes. A sample of them is opened at once, to tell damaged files before training.
-        image_size: the side of the squares handed out.
-        num_workers: threads that decode ahead, 0 for none; by default one per core, at most 8.
+        files: the images and their classes. A sample of them is opened now, to report damaged files before training.
+        image_size: the side of the decoded squares.
+        num_workers: the number of threads that decode in advance; by default one per core, at most 8.
     """
 
     def __init__(self, files: ImageFiles, *, image_size: int, num_workers: int | None = None) -> None:
@@ -56,7 +56,7 @@ class DecodedFolder:
         self.num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
         self.targets = torch.from_numpy(files.labels)
         checked = np.linspace(0, len(files) - 1, num=min(len(files), _NUM_CHECKED), dtype=np.int64)
-        in_threads(lambda place: _check(files.path(int(checked[place]))), len(checked))
+        in_threads(lambda place: read_size(files.path(int(checked[place]))), len(checked))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -77,12 +77,12 @@ class DecodedFolder:
         return torch.from_numpy(pixels), self.targets[indices]
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random parts of images, batch by batch; what is drawn depends on the seed and the batch's number only.
+        """Random crops of images, batch by batch; a crop depends only on the seed and the number of its batch.
 
         Args:
-            index_batches: the indices of each batch; read lazily, a few batches ahead.
-            seed: of the random parts and flips.
-            start: the number of the first batch, for a stream that goes on where another was stopped.
+            index_batches: the indices of each batch; read lazily, a few batches in advance.
+            seed: of the random crops and flips.
+            start: the number of the first batch, to continue a stream.
         """
         requests = enumerate(index_batches, start=start)
 
@@ -94,8 +94,8 @@ class DecodedFolder:
         if not self.num_workers:
             yield from map(decoded, requests)
             return
-        # Threads, not processes: decoding lets go of the interpreter, and nothing can outlive the run or catch its
-        # signals. All streams share them.
+        # Threads suffice, since decoding releases the GIL; unlike processes they end with the run and get no signals.
+        # All streams share them.
         pool = _threads(self.num_workers)
         ahead = deque(pool.submit(decoded, request) for request in islice(requests, self.num_workers + 1))
         try:
@@ -108,7 +108,7 @@ class DecodedFolder:
                 future.cancel()
 
     def random_batch(self, places: npt.NDArray[np.int64], *, seed: int, number: int) -> Pixels:
-        """A random part of each image, as batch `number` of the stream of this seed."""
+        """A random crop of each image: batch `number` of the stream of this seed."""
         generator = stream(seed, "decode", position=number)
         draws = torch.rand(len(places), _NUM_TRIES, 4, dtype=torch.float64, generator=generator).numpy()
         flips = torch.randint(2, (len(places),), generator=generator).tolist()
@@ -130,8 +130,8 @@ def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[i
 
     Args:
         size: the image's width and height.
-        draws: (tries, 4) numbers in [0, 1): area, ratio, top, left. The first box that fits into the image is taken;
-            if none does, the largest in the middle whose ratio is allowed.
+        draws: (tries, 4) numbers in [0, 1): area, ratio, top, left. The first box that fits into the image is used;
+            if none does, the largest box in the middle with an allowed ratio.
 
     Returns:
         left, top, right, bottom.
@@ -153,7 +153,3 @@ def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[i
 @cache
 def _threads(num_workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_workers, thread_name_prefix="papa-decode")
-
-
-def _check(path: str) -> None:
-    read_size(path)

@@ -1,8 +1,7 @@
-"""Folders of images and label images: what is there, which classes, which tile belongs to which part."""
+"""Folders of images and label images for segmentation: listing them, their classes, and the split of the data."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,18 +13,20 @@ import numpy.typing as npt
 import torch
 
 from papa.errors import DataError, did_you_mean
-from papa.lab.data.decode import Pixels, cannot_decode, pillow, read_image
+from papa.lab.data.decode import Pixels, opened_image, read_image
+from papa.lab.data.files import some_of
+from papa.storage import read_object
 from papa.streams import stream
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 LABEL_ENDINGS = (".png", ".tif", ".tiff")
-"""Formats that keep every number: a label changed by compression would be another class."""
+"""Lossless formats: a label changed by compression would be another class."""
 PARTS = ("train", "validation", "test")
 IGNORE = 255
 """The label of pixels that have no class, unless `classes.json` says otherwise."""
 
 SPLIT_SEED = 1
-"""Of the draw that splits areas, the same in every run."""
+"""Seeds the random split of areas; the same in every run."""
 
 Colour = tuple[int, int, int]
 
@@ -40,20 +41,20 @@ class TileFile:
 
     @property
     def area(self) -> str:
-        """What it was cut out of: the name before `_part`. Parts of one area touch, so they stay together."""
+        """What it was cut from: the name before `_part`. Parts of one area touch, so they go into the same split."""
         return self.name.split("_part")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """What labels mean."""
+    """The meaning of labels."""
 
     names: tuple[str, ...]
-    """By label, from 0 on."""
+    """The name of each label, from 0 on."""
     ignore: int = IGNORE
     """The label of pixels that have no class."""
     colours: Mapping[str, Colour] = field(default_factory=dict)
-    """For label images in colours: the colour of each class, and under `ignore` that of pixels without one."""
+    """For label images in colour: the colour of each class, and under `ignore` that of pixels without one."""
 
 
 ISPRS = Classes(
@@ -68,13 +69,13 @@ ISPRS = Classes(
         "ignore": (0, 0, 0),
     },
 )
-"""The classes of the ISPRS benchmarks (Vaihingen, Potsdam) and the colours their label images have."""
+"""The classes of the ISPRS benchmarks (Vaihingen, Potsdam) and the colours of their label images."""
 
 
 def scan_tiles(root: Path) -> list[TileFile]:
-    """The images in `root/images` with their labels in `root/labels`, in the order of their names.
+    """The images in `root/images` with their labels in `root/labels`, sorted by name.
 
-    All that is wrong with the files themselves (no labels, another size, not RGB) is told at once.
+    All problems of the files (no labels, another size, not RGB) are reported at once.
     """
     images = _files_by_name(root / "images", IMAGE_ENDINGS)
     labels = _files_by_name(root / "labels", LABEL_ENDINGS)
@@ -90,14 +91,14 @@ def scan_tiles(root: Path) -> list[TileFile]:
 
 
 def read_classes(root: Path, tiles: Sequence[TileFile], default: Classes | None = None) -> Classes:
-    """The classes that `root/classes.json` names, else `default`, else as many as the labels count.
+    """The classes that `root/classes.json` names, else `default`, else one for each label up to the highest.
 
     The file: `{"classes": ["road", "tree"], "ignore": 255, "colours": {"road": [255, 255, 255], ...}}`; colours only
-    where the label images are in colour. Where an unknown colour or number occurs is told when the labels are read.
+    where the label images are in colour. Unknown colours and labels are reported when the labels are read.
     """
     path = root / "classes.json"
     if path.exists():
-        return _classes_of(path, _read_json(path))
+        return _classes_of(path, read_object(path, error=DataError))
     if default is not None:
         return default
     highest = 0
@@ -113,7 +114,7 @@ def read_classes(root: Path, tiles: Sequence[TileFile], default: Classes | None 
 
 
 def split_tiles(root: Path, tiles: Sequence[TileFile], *, is_needed: bool = False) -> dict[str, list[TileFile]]:
-    """Which tiles to train on, to choose by and to test on.
+    """Split tiles into training, validation and test data.
 
     As `root/splits.json` says, `{"train": [...], "validation": [...], "test": [...]}`, each a list of names of images
     or of areas (the name before `_part`); tiles that are in none are left out. Without the file, areas are drawn: a
@@ -122,11 +123,11 @@ def split_tiles(root: Path, tiles: Sequence[TileFile], *, is_needed: bool = Fals
     Args:
         root: the folder.
         tiles: from `scan_tiles`.
-        is_needed: whether the file must be there.
+        is_needed: whether the file must exist.
     """
     path = root / "splits.json"
     if path.exists():
-        return _named_split(path, _read_json(path), tiles)
+        return _named_split(path, read_object(path, error=DataError), tiles)
     if is_needed:
         raise DataError(
             f"there is no {path}, expected which images to train, choose and test on, such as "
@@ -150,11 +151,12 @@ def decode_tile(tile: TileFile, classes: Classes, shrink: int = 1) -> Pixels:
     """Red, green, blue and the label of every pixel, of shape (4, height, width).
 
     Args:
-        tile: what to read.
-        classes: what its labels mean.
-        shrink: every so many pixels become one: the mean of their colours, and the label in their middle.
+        tile: the image and its labels.
+        classes: the meaning of its labels.
+        shrink: the number of pixels, across and down, that become one: the mean of their colours, and the label in
+            their middle.
     """
-    image, labels = read_image(str(tile.image)), _labels_of(tile, classes)
+    image, labels = read_image(tile.image), _labels_of(tile, classes)
     width, height = (side // shrink for side in image.size)
     if shrink > 1:
         image = image.crop((0, 0, width * shrink, height * shrink)).reduce(shrink)
@@ -166,7 +168,7 @@ def decode_tile(tile: TileFile, classes: Classes, shrink: int = 1) -> Pixels:
 
 
 def raise_all(root: Path, problems: Sequence[str]) -> None:
-    """One `DataError` with up to ten of the problems, when there are any."""
+    """Raise a `DataError` with up to ten of the problems, if there are any."""
     if problems:
         more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
         lines = "\n".join(f"  {line}" for line in [*problems[:10], *more])
@@ -174,7 +176,7 @@ def raise_all(root: Path, problems: Sequence[str]) -> None:
 
 
 _WHOLE_NUMBERS = ("L", "P", "1", "I", "I;16")
-"""Pillow's modes of images with one whole number per pixel."""
+"""Pillow's modes of images with one integer per pixel."""
 
 
 def _files_by_name(folder: Path, endings: tuple[str, ...]) -> dict[str, Path]:
@@ -213,21 +215,13 @@ def _file_problems(tile: TileFile) -> Iterable[str]:
 
 
 def _mode_and_size(path: Path) -> tuple[str, tuple[int, int]]:
-    module = pillow()
-    try:
-        with module.open(path) as image:
-            return image.mode, image.size
-    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise cannot_decode(str(path), error) from error
+    with opened_image(path) as image:
+        return image.mode, image.size
 
 
 def _label_array(path: Path) -> npt.NDArray[np.int64]:
-    module = pillow()
-    try:
-        with module.open(path) as image:
-            return np.asarray(image).astype(np.int64)
-    except Exception as error:
-        raise cannot_decode(str(path), error) from error
+    with opened_image(path) as image:
+        return np.asarray(image).astype(np.int64)
 
 
 def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
@@ -237,7 +231,7 @@ def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
         unknown = sorted(set(np.unique(found).tolist()) - known)
         if unknown:
             raise DataError(
-                f"{tile.labels} has labels {_some(unknown)}, expected 0 to {len(classes.names) - 1} "
+                f"{tile.labels} has labels {some_of(unknown)}, expected 0 to {len(classes.names) - 1} "
                 f"({', '.join(classes.names)}), or {classes.ignore} for none"
             )
         return found.astype(np.uint8)
@@ -246,7 +240,7 @@ def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
             f"{tile.labels} is in colour, but classes.json names no colours: add "
             f'"colours": {{"{classes.names[0]}": [255, 255, 255], ...}}'
         )
-    rgb = np.asarray(read_image(str(tile.labels))).astype(np.int64)
+    rgb = np.asarray(read_image(tile.labels)).astype(np.int64)
     codes = (rgb[..., 0] << 16) + (rgb[..., 1] << 8) + rgb[..., 2]
     labels = np.zeros(codes.shape, dtype=np.uint8)
     is_known = np.zeros(codes.shape, dtype=bool)
@@ -256,18 +250,8 @@ def _labels_of(tile: TileFile, classes: Classes) -> Pixels:
         is_known |= here
     if not is_known.all():
         unknown = [(code >> 16, code >> 8 & 255, code & 255) for code in np.unique(codes[~is_known]).tolist()]
-        raise DataError(f"{tile.labels} has the colours {_some(unknown)}, which classes.json gives to no class")
+        raise DataError(f"{tile.labels} has the colours {some_of(unknown)}, which classes.json gives to no class")
     return labels
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}), expected a JSON object") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a {type(value).__name__}, expected a JSON object")
-    return value
 
 
 def _classes_of(path: Path, value: dict[str, Any]) -> Classes:
@@ -314,8 +298,3 @@ def _named_split(path: Path, value: dict[str, Any], tiles: Sequence[TileFile]) -
 
 def _closest(name: str, known: Sequence[str]) -> str:
     return did_you_mean(name, known).split(" Known: ")[0].removeprefix("known: ")
-
-
-def _some(values: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, values[:5]))
-    return shown if len(values) <= 5 else f"{shown} and {len(values) - 5} more"

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from papa.errors import ConfigError, SoupError
-from papa.files import open_checkpoint
+from papa.files import open_weights
 from papa.lab.models.head import head_modules
 
 FilePath: TypeAlias = str | os.PathLike[str]
@@ -37,7 +37,7 @@ def load_weights_(model: nn.Module, path: FilePath) -> list[str]:
 
     Args:
         model: the network, changed in place only if all weights fit.
-        path: a checkpoint, as for `papa.files.open_checkpoint`: a safetensors file, or a file by `torch.save` with a
+        path: a checkpoint, as for `papa.files.open_weights`: a safetensors file, or a file by `torch.save` with a
             state dict, by itself or under `state_dict`, `model_state_dict`, `model` or `ema`.
 
     Returns:
@@ -66,8 +66,8 @@ def read_state_dict(path: FilePath) -> dict[str, Tensor]:
     """The state dict in a file, on the CPU, without the nesting and prefixes that training scripts add."""
     _check_not_compressed(Path(path))
     try:
-        checkpoint = open_checkpoint(path)
-        return {name: checkpoint.read(name) for name in checkpoint.tensors}
+        weights = open_weights(path)
+        return {name: weights.read(name) for name in weights.tensors}
     except SoupError as error:
         raise ConfigError(f"the weights cannot be loaded: {error}") from error
 

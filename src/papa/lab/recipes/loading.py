@@ -82,7 +82,7 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
 
 
 def _file_of(run: RunDirectory, which: str | int) -> Path:
-    soups = {"soup": run.average_soup, "greedy": run.greedy_soup}
+    soups = {"soup": run.average_soup, "greedy": run.greedy_soup, "best": run.best_soup}
     if isinstance(which, int):
         file = run.members / f"{which:03d}.safetensors"
         if not file.is_file():

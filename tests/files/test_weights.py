@@ -1,4 +1,4 @@
-"""Checkpoints of every kind give the same tensors."""
+"""Files of every kind give the same tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from helpers import make_network
 from papa.errors import RunError, SoupError
-from papa.files.sources import Checkpoint, open_checkpoint, open_checkpoints
+from papa.files.weights import WeightsFile, open_all, open_weights
 
 State = dict[str, Tensor]
 
@@ -82,7 +82,7 @@ LAYOUTS: dict[str, Callable[[State, Path], Path]] = {
     "PyTorch shards": save_torch_shards,
     "a bare state dict": torch_layout(lambda state: state),
     "a file without a suffix": without_a_suffix,
-    "the old form": torch_layout(lambda state: state, _use_new_zipfile_serialization=False),
+    "the old format": torch_layout(lambda state: state, _use_new_zipfile_serialization=False),
     "state_dict": torch_layout(lambda state: {"epoch": 3, "state_dict": state}),
     "model": torch_layout(lambda state: {"model": state, "args": {"lr": 0.1}}),
     "model_state_dict": torch_layout(lambda state: {"model_state_dict": state, "optimizer": {"state": {}}}),
@@ -109,50 +109,48 @@ LAYOUTS: dict[str, Callable[[State, Path], Path]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_tensors(layout: str, tmp_path: Path) -> None:
     state = a_state()
-    checkpoint = open_checkpoint(LAYOUTS[layout](state, tmp_path))
-    assert checkpoint.tensors.keys() == state.keys()
+    weights = open_weights(LAYOUTS[layout](state, tmp_path))
+    assert weights.tensors.keys() == state.keys()
     for name, expected in state.items():
-        found = checkpoint.read(name)
+        found = weights.read(name)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "an index", "a bare state dict", "the old form"])
+@pytest.mark.parametrize("layout", ["safetensors", "an index", "a bare state dict", "the old format"])
 def test_any_part_of_a_tensor_can_be_read(layout: str, tmp_path: Path) -> None:
     state = a_state()
     state["4.weight"] = state["4.weight"].t().contiguous().t() if "state" in layout else state["4.weight"]
-    checkpoint = open_checkpoint(LAYOUTS[layout](state, tmp_path))
-    part = torch.empty(7)
+    weights = open_weights(LAYOUTS[layout](state, tmp_path))
     for name in ("4.weight", "0.weight", "4.weight"):
-        checkpoint.read_into(name, 5, part)
-        assert torch.equal(part, state[name].reshape(-1)[5:12])
+        assert torch.equal(weights.part(name, 5, 12), state[name].reshape(-1)[5:12])
 
 
 def test_tied_tensors_are_read_under_each_of_their_names(tmp_path: Path) -> None:
     state = make_network("tied", 0).state_dict()
     torch.save(state, tmp_path / "a.pt")
-    checkpoint = open_checkpoint(tmp_path / "a.pt")
-    assert torch.equal(checkpoint.read("head.weight"), checkpoint.read("embedding.weight"))
+    weights = open_weights(tmp_path / "a.pt")
+    assert torch.equal(weights.read("head.weight"), weights.read("embedding.weight"))
 
 
 def test_of_several_state_dicts_the_key_chooses(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     one, two, three = ({"w": torch.full((2,), float(n))} for n in range(3))
     torch.save({"ema": one, "model": two, "deep": {"er": three}}, file)
-    taken = open_checkpoint(file)
+    taken = open_weights(file)
     assert taken.read("w").tolist() == [1.0, 1.0]
-    assert taken.notes == ("took 'model', there is also ema: --key chooses",)
-    assert open_checkpoint(file, key="ema").read("w").tolist() == [0.0, 0.0]
-    assert open_checkpoint(file, key="deep.er").read("w").tolist() == [2.0, 2.0]
+    assert taken.notes == ("used 'model', the file also has ema: set the key to choose",)
+    assert open_weights(file, key="ema").read("w").tolist() == [0.0, 0.0]
+    assert open_weights(file, key="deep.er").read("w").tolist() == [2.0, 2.0]
     with pytest.raises(SoupError, match="has nothing under 'emma'; it has ema, model, deep"):
-        open_checkpoint(file, key="emma")
+        open_weights(file, key="emma")
     with pytest.raises(SoupError, match="has no state dict under 'deep'"):
-        open_checkpoint(file, key="deep")
+        open_weights(file, key="deep")
 
 
 def a_run(folder: Path, *, members: int = 2, finished: bool = True) -> Path:
     (folder / "members").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"recipe": "digits", "members": 2, "seed": 1}))
+    (folder / "config.json").write_text(json.dumps({"recipe": "digits", "method": "papa", "members": 2, "seed": 1}))
     for member in range(members):
         save_file({"w": torch.full((2,), float(member))}, folder / "members" / f"{member:03d}.safetensors")
     if finished:
@@ -160,32 +158,32 @@ def a_run(folder: Path, *, members: int = 2, finished: bool = True) -> Path:
     return folder
 
 
-def read_all(checkpoints: list[Checkpoint]) -> list[float]:
-    return [float(checkpoint.read("w")[0]) for checkpoint in checkpoints]
+def read_all(files: list[WeightsFile]) -> list[float]:
+    return [float(file.read("w")[0]) for file in files]
 
 
 def test_a_run_directory_stands_for_its_members(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    assert read_all(open_checkpoints([run, run / "members" / "000.safetensors"])) == [0.0, 1.0, 0.0]
-    with pytest.raises(SoupError, match="is a run directory, expected one checkpoint"):
-        open_checkpoint(run)
+    assert read_all(open_all([run, run / "members" / "000.safetensors"])) == [0.0, 1.0, 0.0]
+    with pytest.raises(SoupError, match="is a run directory, expected the weights of one network"):
+        open_weights(run)
 
 
 def test_an_incomplete_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds an unfinished run: finish it with"):
-        open_checkpoints([a_run(tmp_path / "one", finished=False)])
+        open_all([a_run(tmp_path / "one", finished=False)])
     with pytest.raises(RunError, match="has 1 of the 2 members its config names"):
-        open_checkpoints([a_run(tmp_path / "two", members=1)])
+        open_all([a_run(tmp_path / "two", members=1)])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("../a.safetensors", "expected one that lies beside the index"),
-        ("/etc/passwd", "expected one that lies beside the index"),
-        ("sub/../../a.safetensors", "expected one that lies beside the index"),
-        ("model.safetensors.index.json", "expected one that lies beside the index"),
-        ("missing.safetensors", "which is not there: fetch the missing shard"),
+        ("../a.safetensors", "expected a file in the directory of the index"),
+        ("/etc/passwd", "expected a file in the directory of the index"),
+        ("sub/../../a.safetensors", "expected a file in the directory of the index"),
+        ("model.safetensors.index.json", "expected a file in the directory of the index"),
+        ("missing.safetensors", "which does not exist: download the missing shard"),
         ("other.safetensors", "says that 'w' is in other.safetensors, but it is not"),
     ],
 )
@@ -196,23 +194,23 @@ def test_an_index_names_only_shards_beside_it(tmp_path: Path, name: str, message
     save_file({"v": torch.zeros(2)}, folder / "other.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(SoupError, match=message):
-        open_checkpoint(folder)
+        open_weights(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 9999])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.safetensors.index.json").write_text(text)
-    with pytest.raises(SoupError, match=r"is not an index|names no tensor"):
-        open_checkpoint(tmp_path)
+    with pytest.raises(SoupError, match=r"is not a valid index of shards|is not a valid JSON file|names no tensor"):
+        open_weights(tmp_path)
 
 
 def test_a_directory_with_two_indices_or_none_is_ambiguous(tmp_path: Path) -> None:
-    with pytest.raises(SoupError, match="holds no checkpoint: expected an index"):
-        open_checkpoint(tmp_path)
+    with pytest.raises(SoupError, match="holds no weights: expected an index"):
+        open_weights(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(SoupError, match=r"has several indices \(a.safetensors.index.json, b"):
-        open_checkpoint(tmp_path)
+        open_weights(tmp_path)
 
 
 class Runs:
@@ -231,7 +229,7 @@ def test_nothing_that_could_run_code_is_loaded(value: Any, tmp_path: Path, capsy
     for new in (False, True):
         torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
         with pytest.raises(SoupError, match="holds more than tensors and plain values, such as ") as caught:
-            open_checkpoint(tmp_path / "a.pt")
+            open_weights(tmp_path / "a.pt")
         assert "trust" not in str(caught.value)
     assert capsys.readouterr().out == ""
 
@@ -242,8 +240,8 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, old: bool, share: 
     file = tmp_path / "a.pt"
     torch.save(a_state(), file, _use_new_zipfile_serialization=not old)
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
-    with pytest.raises(SoupError, match=r"is not a whole|or is damaged"):
-        open_checkpoint(file)
+    with pytest.raises(SoupError, match=r"is not a valid|or is damaged"):
+        open_weights(file)
 
 
 @pytest.mark.parametrize(
@@ -251,28 +249,28 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, old: bool, share: 
     [
         ([torch.zeros(2)], "holds a list, expected a state dict"),
         ({"epoch": 3}, "has no state dict: expected tensors, or one under state_dict, model_state_dict, model, ema"),
-        ({"w": torch.zeros(2).to_sparse()}, "has 'w' as a sparse_coo tensor, expected plain ones"),
+        ({"w": torch.zeros(2).to_sparse()}, "has 'w' as a sparse_coo tensor, expected dense ones"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 def test_a_file_without_a_state_dict_is_refused(tmp_path: Path, value: Any, message: str) -> None:
     torch.save(value, tmp_path / "a.pt")
     with pytest.raises(SoupError, match=message):
-        open_checkpoint(tmp_path / "a.pt")
+        open_weights(tmp_path / "a.pt")
 
 
 def test_a_file_that_is_not_there_and_one_without_tensors(tmp_path: Path) -> None:
-    with pytest.raises(SoupError, match="there is no checkpoint"):
-        open_checkpoint(tmp_path / "a.pt")
+    with pytest.raises(SoupError, match="there is no file"):
+        open_weights(tmp_path / "a.pt")
     save_file({}, tmp_path / "a.safetensors")
     with pytest.raises(SoupError, match="holds no tensor"):
-        open_checkpoint(tmp_path / "a.safetensors")
+        open_weights(tmp_path / "a.safetensors")
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     file = save_single(a_state(), tmp_path)
-    checkpoint = open_checkpoint(file)
+    weights = open_weights(file)
     save_file({"0.weight": torch.zeros(3)}, tmp_path / "b.safetensors")
     (tmp_path / "b.safetensors").replace(file)
     with pytest.raises(SoupError, match="changed while it was read"):
-        checkpoint.read("0.weight")
+        weights.read("0.weight")

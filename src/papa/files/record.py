@@ -1,0 +1,103 @@
+"""What is recorded about a soup: its members and options as JSON, and notes for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from papa._version import __version__
+from papa.align import Alignment
+from papa.files.average import is_averaged
+from papa.files.builder import Scorer, SoupBuilder
+from papa.files.weights import WeightsFile
+from papa.soup import GreedySoup
+
+
+@dataclass(frozen=True)
+class SoupMember:
+    """One file of a soup."""
+
+    path: Path
+    digest: str
+    """Identifies the file; see `papa.files.digest_of`."""
+    weight: float
+    """Its share of the soup; 0 if a greedy soup left it out."""
+    score: float | None
+    """Its own score, for a greedy soup."""
+    alignment: Alignment | None
+    """How well its units match those of the first file, if it was aligned."""
+
+
+def soup_record(
+    members: Sequence[SoupMember],
+    builder: SoupBuilder,
+    dtype: torch.dtype | None,
+    choice: GreedySoup[Any] | None,
+    scorer: Scorer | None,
+) -> dict[str, Any]:
+    """What a soup was made of, for its metadata and its sidecar."""
+    files = []
+    for member in members:
+        entry: dict[str, Any] = {"path": str(member.path), "digest": member.digest, "weight": member.weight}
+        if member.score is not None:
+            entry["score"] = member.score
+        if member.alignment is not None:
+            entry["alignment"] = {"before": member.alignment.before, "after": member.alignment.after}
+        files.append(entry)
+    record: dict[str, Any] = {
+        "format": 1,
+        "papa": __version__,
+        "torch": torch.__version__,
+        "files": files,
+        "align": builder.steps.align,
+        "repair": builder.steps.repair,
+        "reset_batch_norm": builder.steps.reset_batch_norm,
+        "dtype": None if dtype is None else dtype_name(dtype),
+        "not_averaged": [name for name, info in builder.tensors.items() if not is_averaged(info.dtype)],
+    }
+    if choice is not None and scorer is not None:
+        paths = [str(member.path) for member in members]
+        record["greedy"] = {
+            "scored_by": scorer.name,
+            "score": choice.score,
+            "members": [paths[index] for index in choice.members],
+            "trials": [
+                {"files": [paths[index] for index in trial.members], "score": trial.score, "kept": trial.kept}
+                for trial in choice.trials
+            ],
+        }
+    return record
+
+
+def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[str]:
+    """What a user should know: how files were read, what was not averaged, which dtype was chosen."""
+    paths_of: dict[str, list[Path]] = {}
+    for file in files:
+        for note in file.notes:
+            paths_of.setdefault(note, []).append(file.path)
+    notes = [
+        f"{paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}: {note}" for note, paths in paths_of.items()
+    ]
+    integers = [name for name, info in files[0].tensors.items() if not is_averaged(info.dtype)]
+    if integers:
+        count = "1 integer tensor" if len(integers) == 1 else f"{len(integers)} integer tensors"
+        notes.append(f"not averaged but copied from the first file with a weight: {count}, such as '{integers[0]}'")
+    kinds = [{dtype_name(info.dtype) for info in file.tensors.values() if is_averaged(info.dtype)} for file in files]
+    if dtype is None and any(kind != kinds[0] for kind in kinds):
+        notes.append(f"the files differ in dtype: written in that of the first, {', '.join(sorted(kinds[0]))}")
+    seen: set[tuple[Path, ...]] = set()
+    for file in files:
+        real = tuple(part.resolve() for part in file.files)
+        if real in seen:
+            notes.append(f"{file.path} was given more than once, and counts each time")
+        seen.add(real)
+    return notes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without `torch.`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,218 @@
+"""Tensors in safetensors files: read in parts through the safetensors library, written block by block."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from papa._version import __version__
+from papa.errors import PapaError, RunError
+from papa.storage.atomic import replace_file, write_file
+from papa.storage.errors import file_errors
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+KIND = "safetensors file"
+MAX_MAPPED_BYTES = 1 << 22
+"""A file is mapped again after this many bytes were read, since pages that were read count as memory until then."""
+
+Blocks = Callable[[str], Iterable[Tensor]]
+"""From a tensor's name to its numbers, block by block, flat and in the dtype they are stored in."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorInfo:
+        """Those of a tensor."""
+        return TensorInfo(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+class TensorFile:
+    """A safetensors file of which any part of any tensor can be read. Memory stays small, however large the file is.
+
+    The safetensors library checks on opening that header and file agree; it maps the file and reads nothing else.
+
+    Args:
+        path: the file.
+        error: the class of all errors.
+    """
+
+    def __init__(self, path: Path, *, error: type[PapaError] = RunError) -> None:
+        self.path, self._error = path, error
+        self._handle: Any = None
+        self._num_read = 0
+        if not path.is_file():  # opening a pipe would wait for a writer
+            raise error(f"cannot read {path}: there is no such file")
+        with file_errors(path, error=error, kind=KIND):
+            self._identity = _identity(path)
+            self.tensors = {name: self._info(name) for name in self._opened().offset_keys()}
+        self.close()
+
+    def _info(self, name: str) -> TensorInfo:
+        part = self._opened().get_slice(name)
+        dtype, shape = part.get_dtype(), tuple(part.get_shape())
+        if dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise self._error(f"{self.path} has '{name}' of dtype {dtype}, which papa does not read; known: {known}")
+        if any(size >= 2**63 for size in shape):
+            raise ValueError(f"'{name}' has the shape {list(shape)}")
+        return TensorInfo(DTYPES[dtype], shape)
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """Some elements of a flattened tensor, mapped from the file: do not change them."""
+        with file_errors(self.path, error=self._error, kind=KIND):
+            if _identity(self.path) != self._identity:
+                raise self._error(f"{self.path} changed while it was read: start again when nothing writes to it")
+            if self._num_read >= MAX_MAPPED_BYTES:
+                self.close()
+            self._num_read += max((stop - start) * self.tensors[name].dtype.itemsize, 1 << 20)  # mapped at the least
+            part: Tensor = self._opened().get_tensor(name).reshape(-1)[start:stop]
+            return part
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        with file_errors(self.path, error=self._error, kind=KIND):
+            tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="cpu")
+            flat, size = tensor.view(-1), MAX_MAPPED_BYTES // tensor.itemsize
+            for start in range(0, len(flat), size):
+                stop = min(start + size, len(flat))
+                flat[start:stop] = self.part(name, start, stop)
+        return tensor
+
+    def _opened(self) -> Any:
+        if self._handle is None:
+            self._handle = safe_open(self.path, framework="pt")
+        return self._handle
+
+    def close(self) -> None:
+        """Unmap the file until it is read again."""
+        self._handle, self._num_read = None, 0
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a flat, contiguous tensor."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, TensorInfo], blocks: Blocks, *, metadata: Mapping[str, str], digest: Any = None
+) -> int:
+    """Write a safetensors file block by block and flush it to disk; the library's writers need all tensors at once.
+
+    Args:
+        path: the file.
+        tensors: what it holds.
+        blocks: gives the numbers of each tensor.
+        metadata: goes into the header.
+        digest: a `hashlib` object to update with the content.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        OSError: as the system reports it.
+    """
+    return write_file(path, _parts(tensors, blocks, metadata), digest)
+
+
+def _parts(
+    tensors: Mapping[str, TensorInfo], blocks: Blocks, metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    # The largest item size first, so that every tensor starts at a multiple of its own item size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name in names:
+        info = tensors[name]
+        if info.dtype not in DTYPE_NAMES:
+            raise RunError(f"'{name}' is {info.dtype}, which a safetensors file cannot hold")
+        stop = start + info.num_bytes
+        header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        for block in blocks(name):
+            yield bytes_of(block)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], digest: Any = None) -> int:
+    """Write tensors, one at a time; as `write_tensors`."""
+    infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    return write_tensors(path, infos, _whole(tensors), metadata=_metadata(), digest=digest)
+
+
+def save_network(path: Path, network: nn.Module, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a network's state dict atomically; tied tensors are there under each of their names."""
+    state = network.state_dict()
+    infos = {name: TensorInfo.of(tensor) for name, tensor in state.items()}
+    with file_errors(path, "write"):
+        replace_file(path, _parts(infos, _whole(state), {**_metadata(), **(metadata or {})}))
+
+
+def _metadata() -> dict[str, str]:
+    return {"format": "pt", "papa": __version__}
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> Blocks:
+    return lambda name: [tensors[name].detach().cpu().contiguous().reshape(-1)]

@@ -102,7 +102,7 @@ def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name
 def test_not_looking_lets_the_mean_be_poisoned_which_shows_that_looking_is_needed() -> None:
     population = poisoned(2, math.nan)
     Averager(population, Push(alpha=0.5, every_steps=1), on_nonfinite=None).step()
-    assert not any(population.is_finite(index) for index in range(4))
+    assert not any(population._is_finite(index) for index in range(4))
 
 
 def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -> None:

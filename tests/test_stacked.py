@@ -289,7 +289,7 @@ def test_optimizers_have_their_state_again_after_training() -> None:
 
 def test_stacked_views_are_the_members_numbers() -> None:
     population = Population([with_batch_norm() for _ in range(3)])
-    views = population.stacked()
+    views = population._stacked()
     for index, net in enumerate(population):
         for name, value in net.state_dict().items():
             if value.is_floating_point():

@@ -226,7 +226,7 @@ class Averager:
         before = None
         if self.measure and push.squared_distances is not None:
             squares = push.squared_distances
-            if self.population.is_sharded:
+            if self.population._is_sharded:
                 squares = self.population.group.sum_over_shards(squares)
             before = tuple(self.population.group.all_gather(squares.sqrt().tolist()))
         num_bytes = self.population.group.bytes_sent - push.bytes_before

@@ -54,8 +54,8 @@ class DelayedPush:
     def start(population: Population, keep: float, due: int) -> DelayedPush:
         """Copy the local rows and start computing the mean."""
         before = population.group.bytes_sent
-        snapshot, wait = population.begin_mean()
-        return DelayedPush(keep, due, snapshot, wait, strides=population.strides, bytes_before=before)
+        snapshot, wait = population._start_mean()
+        return DelayedPush(keep, due, snapshot, wait, strides=population._strides, bytes_before=before)
 
     def corrections(self, population: Population) -> Rows:
         """Wait for the mean; returns what will be added to the local rows, by dtype."""
@@ -64,7 +64,7 @@ class DelayedPush:
             squares = torch.zeros(len(population), dtype=torch.float64)
             for dtype, rows in self._rows.items():
                 rows.neg_().add_(means[dtype])
-                squares += squared_lengths(rows[:, : population.num_parameter_columns(dtype)])
+                squares += squared_lengths(rows[:, : population._num_parameter_columns(dtype)])
                 rows.mul_(1.0 - self.keep)
                 for index, member in enumerate(population.members):
                     if member in population.dropped:
@@ -76,12 +76,12 @@ class DelayedPush:
         """Add the corrections to the local members."""
         corrections = self.corrections(population)
         population.refresh_()
-        if population.strides != self._strides:
+        if population._strides != self._strides:
             raise MemberError(
                 "members were converted to another memory order during a delayed push: convert them before training, "
                 "or between pushes"
             )
-        for dtype, rows in population.rows_here().items():
+        for dtype, rows in population._local_rows().items():
             rows.add_(corrections[dtype])
         population.mark_changed_()
 
@@ -97,7 +97,7 @@ class DelayedPush:
         """The push whose `member_state` of each local member was saved."""
         rows = {
             dtype: torch.stack([tensors[dtype_name(dtype)] for tensors, _ in states]).to(here.device)
-            for dtype, here in population.rows_here().items()
+            for dtype, here in population._local_rows().items()
         }
         numbers = states[0][1]
         push = DelayedPush(
@@ -105,7 +105,7 @@ class DelayedPush:
             numbers["due"],
             rows,
             None,
-            strides=population.strides,
+            strides=population._strides,
             bytes_before=population.group.bytes_sent,
         )
         push.squared_distances = torch.tensor([one["square"] for _, one in states], dtype=torch.float64)

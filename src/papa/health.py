@@ -97,7 +97,7 @@ class HealthCheck:
     def _reason(self, index: int, are_parameters_finite: bool) -> str | None:
         if self.population.members[index] in self.population.dropped:
             return None
-        if not self.population.is_finite(index, only_buffers=are_parameters_finite):
+        if not self.population._is_finite(index, only_buffers=are_parameters_finite):
             return WEIGHTS_NOT_FINITE
         return None if self.unhealthy_reason is None else self.unhealthy_reason(index)
 

@@ -142,7 +142,7 @@ class Population:
         return tuple(slot.name for slot in self._layout.slots)
 
     @property
-    def strides(self) -> tuple[tuple[int, ...], ...]:
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
         """The memory order of each averaged tensor in its row."""
         return tuple(slot.stride for slot in self._layout.slots)
 
@@ -157,7 +157,7 @@ class Population:
             seen.add(id(tensor))
         return tuple(names)
 
-    def is_finite(self, index: int, *, only_buffers: bool = False) -> bool:
+    def _is_finite(self, index: int, *, only_buffers: bool = False) -> bool:
         """Whether all averaged weights of a local member are finite; one pass over its row.
 
         Args:
@@ -168,7 +168,7 @@ class Population:
         starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
         return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
 
-    def stacked(self) -> dict[str, Tensor]:
+    def _stacked(self) -> dict[str, Tensor]:
         """Each averaged tensor of all local members, by name: views `(len(self), *shape)` of the matrix.
 
         Writing to them writes to the members.
@@ -179,7 +179,7 @@ class Population:
             for slot in self._layout.slots
         }
 
-    def combined(self, weights: Any) -> dict[str, Tensor]:
+    def _combined(self, weights: Any) -> dict[str, Tensor]:
         """The averaged tensors of a weighted mean of all members, by name, in new memory.
 
         With a one-hot vector this is a copy of one member. All processes must call it.
@@ -200,7 +200,7 @@ class Population:
         check_row(row, subject="the row of weights")
         return row
 
-    def soup_buffer(self, index: int = 0) -> SoupBuffer:
+    def _soup_buffer(self, index: int = 0) -> SoupBuffer:
         """A separate network to be filled with weighted means of members; takes the memory of one network.
 
         Args:
@@ -210,7 +210,7 @@ class Population:
         rows = {dtype: torch.zeros_like(matrix[0]) for dtype, matrix in self.matrices.items()}
         return SoupBuffer(self, layout.copy_onto(self[index], self._layout, rows), rows)
 
-    def pour_(self, rows: Mapping[torch.dtype, Tensor], weights: Any) -> None:
+    def _write_mean_(self, rows: Mapping[torch.dtype, Tensor], weights: Any) -> None:
         """Write a weighted mean of all members into rows; see `combined`."""
         row = self._checked_row(weights)
         self._settle_()
@@ -257,28 +257,28 @@ class Population:
     def _settle_(self) -> None:
         """Refresh, and make buffers equal on ranks that train one member together."""
         self.refresh_()
-        for dtype, rows in self.rows_here().items():
+        for dtype, rows in self._local_rows().items():
             # Up to the last buffer: the padding differs between ranks with shards of different sizes.
             end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
             self.group.broadcast_(rows[:, self._layout.num_parameter_columns[dtype] : end])
 
-    def rows_here(self) -> dict[torch.dtype, Tensor]:
+    def _local_rows(self) -> dict[torch.dtype, Tensor]:
         """The rows of the local members, by dtype, without refreshing them first."""
         first = self._first_row
         return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
 
-    def begin_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
+    def _start_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
         """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.
 
         Training may go on meanwhile; the copy must not change until the mean is there. All processes must call it.
         """
         self._settle_()
-        snapshot = {dtype: rows.clone() for dtype, rows in self.rows_here().items()}
+        snapshot = {dtype: rows.clone() for dtype, rows in self._local_rows().items()}
         weights = soup_row(self.size, self.active)
         waits = {dtype: self.group.begin_mean(rows, snapshot[dtype], weights) for dtype, rows in self.matrices.items()}
         return snapshot, lambda: {dtype: wait() for dtype, wait in waits.items()}
 
-    def num_parameter_columns(self, dtype: torch.dtype) -> int:
+    def _num_parameter_columns(self, dtype: torch.dtype) -> int:
         """The number of leading columns of a dtype that hold parameters; the others hold buffers."""
         return self._layout.num_parameter_columns[dtype]
 
@@ -295,10 +295,10 @@ class Population:
             for dtype, rows in self.matrices.items()
         ]
         total = torch.stack(squares).sum(dim=0)
-        return (self.group.sum_over_shards(total) if self.is_sharded else total).sqrt()
+        return (self.group.sum_over_shards(total) if self._is_sharded else total).sqrt()
 
     @property
-    def is_sharded(self) -> bool:
+    def _is_sharded(self) -> bool:
         """Whether members are under `fully_shard`, so that this process holds shards of them."""
         return self._bound[0].is_sharded
 
@@ -315,7 +315,7 @@ class SoupBuffer:
 
     Example:
         >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
-        >>> soup_buffer = population.soup_buffer()
+        >>> soup_buffer = population._soup_buffer()
         >>> soup_buffer.fill_([0.0, 0.0, 1.0])
         >>> torch.equal(soup_buffer.network.weight, population[2].weight)
         True
@@ -329,7 +329,7 @@ class SoupBuffer:
     def __init__(self, population: Population, network: nn.Module, rows: dict[torch.dtype, Tensor]) -> None:
         self.network = network
         self._population, self._rows = population, rows
-        self._strides = population.strides
+        self._strides = population._strides
         self._tensors = layout.named_tensors(network, population.averaged)
 
     @torch.no_grad()
@@ -337,11 +337,11 @@ class SoupBuffer:
         """Set the network to a weighted mean of all members. All processes must call it."""
         population = self._population
         population.refresh_()
-        if population.strides == self._strides:
-            population.pour_(self._rows, weights)
+        if population._strides == self._strides:
+            population._write_mean_(self._rows, weights)
             torch.autograd.graph.increment_version(list(self._tensors.values()))
         else:  # members were converted to another memory order meanwhile
-            for name, tensor in population.combined(weights).items():
+            for name, tensor in population._combined(weights).items():
                 self._tensors[name].copy_(tensor)
         torch.clear_autocast_cache()
 

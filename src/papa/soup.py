@@ -223,7 +223,7 @@ def mean_network(members: Any, after: After | None = None) -> MeanNetwork:
     if isinstance(members, Population):
         active = members.active
         first = next((index for index, member in enumerate(members.members) if member in active), 0)
-        buffer = _copied(lambda: members.soup_buffer(first), members[first])
+        buffer = _copied(lambda: members._soup_buffer(first), members[first])
         return MeanNetwork(buffer.network, buffer.fill_, list(members), population=members, after=after)
     members = list(members)
     if not members:

@@ -148,7 +148,7 @@ def match_to_member(
     """
     matcher.symmetries_of(population[0])  # deriving them takes memory: do it before there is a copy
     local = [index for index, member in enumerate(population.members) if member in members]
-    buffer = population.soup_buffer()
+    buffer = population._soup_buffer()
     buffer.fill_(soup_row(population.size, [reference]))
     subjects = [f"member {member}" for member in (reference, *(population.members[index] for index in local))]
     alignments: list[Alignment] = []

@@ -51,7 +51,7 @@ class CandidateScorer:
         mine, losses = group.local_range(len(rows)), []
         statistics = self._parent_statistics() if self.repairs else []
         for number, (row, candidate) in enumerate(zip(rows, candidates, strict=True)):
-            tensors = population.combined(row)
+            tensors = population._combined(row)
             if number in mine:
                 network = self._make_child(tensors, row, candidate, statistics)
                 losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)

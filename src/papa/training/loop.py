@@ -282,7 +282,7 @@ class Training:
 
     def current_soup(self) -> nn.Module:
         """The mean of the active members now, as a separate network. All processes must call it."""
-        buffer = self.population.soup_buffer()
+        buffer = self.population._soup_buffer()
         buffer.fill_(soup_row(self.population.size, self.population.active))
         return buffer.network
 

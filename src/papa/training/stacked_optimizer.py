@@ -36,7 +36,7 @@ class StackedOptimizer:
         self.population, self.optimizers = population, optimizers
         self._check_alike()
         self._matrices = population.matrices
-        stacked = population.stacked()
+        stacked = population._stacked()
         self.parameters = [dict(model.named_parameters()) for model in population]
         self.leaves = {name: stacked[name].detach() for name in self.parameters[0]}
         names = [{id(parameter): name for name, parameter in own.items()} for own in self.parameters]
@@ -83,7 +83,7 @@ class StackedOptimizer:
         if self._matrices is self.population.matrices:
             return False
         self._matrices = self.population.matrices
-        for name, view in self.population.stacked().items():
+        for name, view in self.population._stacked().items():
             if name in self.leaves:
                 self.leaves[name].data = view
         return True

@@ -14,7 +14,19 @@ import pytest
 import papa
 
 LIBRARY = [
-    *("errors", "streams", "process", "storage", "lock", "mixing", "layout", "binding", "product", "group", "population"),
+    *(
+        "errors",
+        "streams",
+        "process",
+        "storage",
+        "lock",
+        "mixing",
+        "layout",
+        "binding",
+        "product",
+        "group",
+        "population",
+    ),
     *("delayed", "rules", "health", "learning_rates", "averager"),
     *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
     *("data", "schedules", "checkpoint", "training", "files"),

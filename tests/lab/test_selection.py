@@ -38,7 +38,7 @@ class TestMergeGreedy:
     def test_every_member_becomes_the_mean_of_the_chosen(self) -> None:
         population = Population(make_networks("linear", 4))
         members = [{name: tensor.clone() for name, tensor in its.items()} for its in averaged_tensors(population)]
-        Averager(population, MergeGreedy(lambda: (2, 0))).step()
+        Averager(population, MergeGreedy(lambda: (2, 0), every_steps=1)).step()
         for tensors in averaged_tensors(population):
             for name, tensor in tensors.items():
                 torch.testing.assert_close(tensor, (members[0][name] + members[2][name]) / 2)
@@ -46,7 +46,7 @@ class TestMergeGreedy:
     @pytest.mark.parametrize("chosen", [[], [4], [-1]])
     def test_unknown_members_are_refused(self, chosen: list[int]) -> None:
         with pytest.raises(MixingError, match="expected at least one of 0 to 3"):
-            MergeGreedy(lambda: chosen).matrix(context(size=4))
+            MergeGreedy(lambda: chosen, every_steps=1).matrix(context(size=4))
 
 
 class TestMergeTournament:
@@ -55,7 +55,7 @@ class TestMergeTournament:
         chances = [4 / 7, 2 / 7, 1 / 7]
         found: collections.Counter[tuple[int, ...]] = collections.Counter()
         for step in range(1, 2001):
-            for row in MergeTournament(lambda: losses, seed=1).matrix(context(step, size=3)):
+            for row in MergeTournament(lambda: losses, seed=1, every_steps=1).matrix(context(step, size=3)):
                 found[tuple(row.nonzero().flatten().tolist())] += 1
         pairs = [(0, 1), (0, 2), (1, 2)]
         expected = [
@@ -65,7 +65,7 @@ class TestMergeTournament:
         assert scipy.stats.chisquare([found[pair] for pair in pairs], expected).pvalue > 0.001
 
     def test_it_is_a_function_of_seed_step_and_losses(self) -> None:
-        rule = MergeTournament(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], seed=3)
+        rule = MergeTournament(lambda: [1.0, 2.0, 3.0, 4.0, 5.0], seed=3, every_steps=1)
         assert torch.equal(rule.matrix(context(10)), rule.matrix(context(10)))
         assert not torch.equal(rule.matrix(context(10)), rule.matrix(context(20)))
 
@@ -100,7 +100,7 @@ class TestMergeElite:
         self, size: int, parent_loss: float, children_per_member: int
     ) -> None:
         scorer = FakeScorer(size, parent_loss, children_per_member=children_per_member)
-        rule = MergeElite(scorer, scorer.on_survivors, children_per_member=children_per_member, seed=1)
+        rule = MergeElite(scorer, scorer.on_survivors, children_per_member=children_per_member, seed=1, every_steps=1)
         matrix = rule.matrix(context(size=size))
         assert len(scorer.losses) == (children_per_member + 1) * size
         best = sorted(scorer.losses, key=scorer.losses.__getitem__)[: round(0.6 * size)]
@@ -116,7 +116,7 @@ class TestMergeElite:
         found: collections.Counter[int] = collections.Counter()
         for step in range(1, 801):
             scorer = FakeScorer(5)
-            MergeElite(scorer, scorer.on_survivors, seed=1).matrix(context(step))
+            MergeElite(scorer, scorer.on_survivors, seed=1, every_steps=1).matrix(context(step))
             best = sorted(scorer.losses, key=scorer.losses.__getitem__)[:3]
             found.update(set(scorer.survivors) - set(best))
         assert len(found) == 32
@@ -127,13 +127,13 @@ class TestMergeElite:
             return [math.nan if candidate else 1.0 for candidate in candidates]
 
         chosen: list[int | None] = []
-        MergeElite(losses, chosen.extend, elite=0.2).matrix(context())
+        MergeElite(losses, chosen.extend, elite=0.2, every_steps=1).matrix(context())
         assert 0 in chosen
 
     @pytest.mark.parametrize("wrong", [{"children_per_member": 0}, {"elite": 1.1}, {"elite": -0.1}])
     def test_invalid_numbers_are_refused(self, wrong: dict[str, float]) -> None:
         with pytest.raises(MixingError, match="MergeElite got"):
-            MergeElite(lambda rows, candidates: [], **wrong)
+            MergeElite(lambda rows, candidates: [], every_steps=1, **wrong)
 
 
 class TestMutation:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, TypeVar
 
 import torch
 import tyro
@@ -12,7 +14,15 @@ from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config
 from papa.lab.recipes import BUDGETS, RECIPES, Recipe, find
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound=Any)
+SomeConfig = TypeVar("SomeConfig", bound=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions(Config):
+    """A config as options of a command; the recipe is an argument, not an option."""
+
+    recipe: Annotated[str, tyro.conf.Suppress] = "custom"
 
 
 def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe, list[str]]:
@@ -60,12 +70,18 @@ def parse(
         The options, and a name for the run: that of the recipe, followed by the budget if there is one.
     """
     budget, rest = take_budget(arguments)
-    default = make_options(recipe.config(budget))
+    rest = [re.sub("^--engine(?==|$)", "--train.engine", argument) for argument in rest]
+    default = make_options(_as(ConfigOptions, recipe.config(budget)))
     budgets = "; ".join(f"{name}: {meaning}" for name, meaning in BUDGETS.items())
     summary = f"{recipe.summary[0].upper()}{recipe.summary[1:]}.\n\n--budget sets the defaults ({budgets})."
     prog = f"papa {command} {recipe.name}"
     options = tyro.cli(type(default), prog=prog, description=summary, default=default, args=rest)
+    options = replace(options, config=_as(Config, options.config))
     return options, f"{recipe.name}-{budget}" if budget else recipe.name
+
+
+def _as(kind: type[SomeConfig], config: Config) -> SomeConfig:
+    return kind(**{field.name: getattr(config, field.name) for field in fields(config)})
 
 
 def split_names(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -6,9 +6,7 @@ import dataclasses
 import math
 import typing
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
 from papa.group import EXCHANGES
@@ -130,7 +128,7 @@ class TrainConfig:
     """The largest norm a member's gradient may have; None for any."""
     test_each_epoch: bool = False
     """Score members, ensemble and average soup on the test data too, after every epoch."""
-    engine: Annotated[str, tyro.conf.arg(aliases=("--engine",))] = "loop"
+    engine: str = "loop"
     """loop trains members one after the other, stacked all at once: faster where networks and batches are tiny."""
 
 
@@ -236,7 +234,7 @@ class TrajectoryConfig:
 class Config:
     """Everything that decides what a run computes."""
 
-    recipe: Annotated[str, tyro.conf.Suppress] = "custom"
+    recipe: str = "custom"
     """The recipe it came from."""
     method: str = "papa"
     """independent, papa, papa-all, papa-2, pair-75, many-half, many-75 or greedy-merge."""

@@ -43,7 +43,7 @@ def feature_similarity(
 
     Args:
         models: networks of one architecture, compared in evaluation mode and left as found.
-        batches: inputs, or tuples whose first entry is the inputs.
+        batches: inputs, or tuples that start with the inputs.
         layers: names of submodules; None for every convolution and linear layer.
         gather: turns the features of the networks on this process into those of all networks.
 

@@ -100,7 +100,7 @@ def align_all_(
         to: `"first"` or `"joint"`.
         by: as for `align_`.
         symmetries: as for `align_`.
-        optimizers: one for each network, whose state is permuted with the parameters; or none.
+        optimizers: one for each network, to permute their state with the parameters; or none.
         seed: as for `align_`.
 
     Returns:
@@ -201,8 +201,8 @@ class AlignMerges:
         batches: as for `align_`: the same for all members and all merges.
         by: as for `align_`.
         symmetries: as for `align_`.
-        optimizers: one for each member on this process, whose state (such as momentum) is permuted with the
-            parameters; without them it stays in place, as in the paper, and belongs to other units than before.
+        optimizers: one for each member on this process, to permute their state (such as momentum) with the parameters;
+            without them it stays in place, as in the paper, and belongs to other units than before.
         every_steps: align only at the first averaging of every `every_steps` steps; 1 for every averaging.
         seed: as for `align_`.
     """

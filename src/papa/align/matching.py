@@ -38,7 +38,7 @@ class Alignment:
 
 
 class Matcher:
-    """Matches networks of one architecture, whose symmetries it derives once; for its arguments see `align_`."""
+    """Matches networks of one architecture and derives their symmetries once; for its arguments see `align_`."""
 
     def __init__(
         self, batches: Any = None, *, by: str | None = None, symmetries: Symmetries | None = None, seed: int = 0

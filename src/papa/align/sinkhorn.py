@@ -121,7 +121,7 @@ class _SoftPermutations:
 
 
 def _permuted(tensor: Tensor, axis: TensorAxis, matrix: Tensor) -> Tensor:
-    """A tensor whose units are replaced by weighted means of units."""
+    """The tensor with every unit replaced by a weighted mean of units."""
     changed, index = tensor.clone(), axis.index.flatten()
     part = axis.view(changed)
     lines = part.index_select(axis.dim, index).movedim(axis.dim, 0)

@@ -218,7 +218,7 @@ def damage(path: Path, how: str) -> None:
         ("gone", r"has no file member-000\.safetensors: it was removed"),
         ("link", r"has no file member-000\.safetensors"),
         ("pipe", r"has no file member-000\.safetensors"),
-        ("manifest cut", "is not a valid JSON file"),
+        ("manifest cut", "is not valid JSON"),
         ("manifest altered", r"manifest\.json does not match its own digest"),
         ("manifest without digest", r"manifest\.json does not match its own digest"),
         ("manifest gone", r"has no file manifest\.json"),
@@ -363,9 +363,9 @@ def test_an_error_names_the_missing_file(tmp_path: Path) -> None:
         (b'{"a": 1, "a": 2}', "has a key twice"),
         (b'{"a": NaN}', "NaN is not a finite number"),
         (b'{"a": 1e999}', "1e999 is not a finite number"),
-        (b'{"a": "\xff"}', "is not a valid JSON file"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "is not a valid JSON file"),
-        (b"", "is not a valid JSON file"),
+        (b'{"a": "\xff"}', "is not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+        (b"", "is not valid JSON"),
     ],
 )
 def test_invalid_json_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

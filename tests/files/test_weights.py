@@ -200,7 +200,7 @@ def test_an_index_names_only_shards_beside_it(tmp_path: Path, name: str, message
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 9999])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.safetensors.index.json").write_text(text)
-    with pytest.raises(SoupError, match=r"is not a valid index of shards|is not a valid JSON file|names no tensor"):
+    with pytest.raises(SoupError, match=r"is not a valid index of shards|is not valid JSON|names no tensor"):
         open_weights(tmp_path)
 
 

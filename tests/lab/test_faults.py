@@ -52,7 +52,7 @@ class Failing:
         return call
 
 
-def test_an_error_at_any_call_is_told_and_never_damages_the_last_good_checkpoint(
+def test_an_error_at_any_call_is_reported_and_never_damages_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = [trained_member(torch.optim.SGD, seed=seed) for seed in (0, 1)]
@@ -130,10 +130,10 @@ def fill(disk: Path) -> None:
 def test_training_goes_on_over_a_disk_that_is_full_for_a_while(small_disk: Path, whole: Path, tmp_path: Path) -> None:
     config, run = small_config(), small_disk / "run"
     disturbance = Disturbance(run, lambda: fill(small_disk), (small_disk / "ballast").unlink)
-    result = execute(config, run, watch=lambda: disturbance)
-    told = [event["event"] for event in disturbance.events]
-    assert "checkpoint-failed" in told
-    assert result["failed_checkpoints"] == told.count("checkpoint-failed") == 1
+    result = execute(config, run, make_callback=lambda: disturbance)
+    reported = [event["event"] for event in disturbance.events]
+    assert "checkpoint-failed" in reported
+    assert result["failed_checkpoints"] == reported.count("checkpoint-failed") == 1
     lines = [line for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if "failed" not in line]
     (run / "metrics.jsonl").write_text("".join(lines))
     assert_same_run(whole, run)
@@ -144,18 +144,18 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_good_checkpoint(
 ) -> None:
     config, run = small_config(), small_disk / "run"
     with pytest.raises(RunError, match=r"twice in a row a checkpoint failed.*That of step 4 is whole"):
-        execute(config, run, watch=lambda: Disturbance(run, lambda: fill(small_disk), None))
+        execute(config, run, make_callback=lambda: Disturbance(run, lambda: fill(small_disk), None))
     assert [step for step, _ in checkpoints(run / "checkpoint")] == [4]
     (small_disk / "ballast").unlink()
     execute(config, run, resume=True)
     assert_same_run(whole, run)
 
 
-def test_a_directory_that_is_gone_is_told_and_ends_the_run_in_the_end(tmp_path: Path) -> None:
+def test_a_removed_directory_is_reported_and_ends_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     disturbance = Disturbance(run, lambda: shutil.rmtree(run), None)
     with pytest.raises(RunError, match="No such file or directory"):
-        execute(small_config(), run, watch=lambda: disturbance)
+        execute(small_config(), run, make_callback=lambda: disturbance)
     assert [event["event"] for event in disturbance.events].count("checkpoint-failed") == 2
     assert not run.exists()
 
@@ -168,7 +168,7 @@ def test_lost_permission_ends_the_run_in_the_end(tmp_path: Path) -> None:
             path.chmod(0o500)
 
     with permissions_count(), pytest.raises(RunError, match="Permission denied"):
-        execute(small_config(), run, watch=lambda: Disturbance(run, forbid, None))
+        execute(small_config(), run, make_callback=lambda: Disturbance(run, forbid, None))
     for path in (run, run / "checkpoint"):
         path.chmod(0o700)
     assert checkpoints(run / "checkpoint")
@@ -256,7 +256,7 @@ def test_progress_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) ->
         assert said.returncode == 2
 
 
-def test_somebody_elses_files_are_neither_called_a_run_nor_removed(tmp_path: Path) -> None:
+def test_files_of_others_are_no_run_and_are_not_removed(tmp_path: Path) -> None:
     theirs = {"config.json": '{"model_type": "bert"}', "report.html": "mine"}
     for name, text in theirs.items():
         (tmp_path / name).write_text(text)
@@ -266,20 +266,20 @@ def test_somebody_elses_files_are_neither_called_a_run_nor_removed(tmp_path: Pat
     assert {name: (tmp_path / name).read_text() for name in theirs} == theirs
 
 
-def test_a_run_whose_checkpoints_are_gone_says_so_and_begins_anew(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_says_so_and_starts_again(tmp_path: Path) -> None:
     config = small_config()
     execute(config, tmp_path, workers=1)
     run = RunDirectory(tmp_path)
     before = load_file(run.average_soup)
     run.result.unlink()
     shutil.rmtree(run.checkpoints)
-    told: list[str] = []
+    reported: list[str] = []
 
     class Listening(Callback):
         def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
-            told.append(event["text"])
+            reported.append(event["text"])
 
-    execute(config, tmp_path, workers=1, resume=True, watch=lambda: contextlib.nullcontext(Listening()))
-    assert told == [f"there is no checkpoint in {run.checkpoints}: beginning with the first step"]
+    execute(config, tmp_path, workers=1, resume=True, make_callback=lambda: contextlib.nullcontext(Listening()))
+    assert reported == [f"there is no checkpoint in {run.checkpoints}: beginning with the first step"]
     assert_same_bits(load_file(run.average_soup), before)
     assert run.latest_checkpoint() is not None

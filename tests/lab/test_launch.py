@@ -222,7 +222,7 @@ def test_altered_metrics_are_refused_and_missing_ones_are_begun_anew(tmp_path: P
     run.result.unlink()
     text = run.metrics.read_text()
     run.metrics.write_text(text.replace("0", "1", 1))
-    with pytest.raises(RunError, match="is not what the checkpoint was taken with: put the original back, or remove"):
+    with pytest.raises(RunError, match="does not begin with the lines that the checkpoint recorded: restore it, or remove"):
         execute(config, tmp_path, resume=True)
     run.metrics.write_text(text + '{"event": "average", "st')  # a line that was cut short
     execute(config, tmp_path, resume=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 import papa
 from helpers import assert_same_bits, small_data, small_net
+from papa.checkpoint.store import with_digest
 from papa.errors import RunError
 from papa.lock import Lock
 from papa.training import (
@@ -180,6 +181,6 @@ def test_what_papa_run_wrote_is_not_taken_for_it(tmp_path: Path) -> None:
     newest = max(tmp_path.glob("step-*"))
     manifest = json.loads((newest / "manifest.json").read_text())
     del manifest["state"]["facts"]
-    (newest / "manifest.json").write_text(json.dumps(manifest))
+    (newest / "manifest.json").write_text(json.dumps(with_digest(manifest)))
     with pytest.raises(RunError, match=r"was not written by papa\.train: choose another directory"):
         train(Steps(), tmp_path)

@@ -192,7 +192,9 @@ def _check_file(file: Path, entry: FileEntry) -> None:
     _check_regular(file)
     with file_errors(file, error=DamagedError):
         if (size := file.stat().st_size) != entry["bytes"]:
-            raise DamagedError(f"{file} has {size:,} bytes, its manifest says {entry['bytes']:,}: it was altered")
+            raise DamagedError(
+                f"{file} has {size:,} bytes, its manifest says {entry['bytes']:,}: it was altered or damaged"
+            )
         if sha256_of(file) != entry["sha256"]:
             raise DamagedError(f"{file} does not match the digest in its manifest: it was altered or damaged")
 
@@ -218,7 +220,7 @@ def _read_manifest(path: Path) -> Manifest:
             f"{path} was written by papa {found.get('papa')!r}, this is {__version__}: continue with that version, or "
             "start the run again"
         )
-    with file_errors(file, error=DamagedError, kind="manifest"):
+    with file_errors(file, error=DamagedError, kind="a valid manifest"):
         manifest = validated(found, Manifest)
         if path.name != f"step-{manifest['step']:08d}":
             raise ValueError(f"its step is {manifest['step']}, expected that of its directory")

@@ -174,7 +174,7 @@ class Index(TypedDict):
 
 
 def _open_sharded(index: Path, key: str | None) -> WeightsFile:
-    with file_errors(index, error=SoupError, kind="index of shards"):
+    with file_errors(index, error=SoupError, kind="a valid index of shards"):
         weight_map = validated(read_json(index, error=SoupError), Index)["weight_map"]
     if not weight_map:
         raise SoupError(f"{index} names no tensor, expected the weights of a network")
@@ -221,7 +221,7 @@ def _load_torch(path: Path) -> tuple[Any, list[str]]:
     """The content of a PyTorch file, mapped if possible; only tensors and plain values, never code."""
     is_mapped = zipfile.is_zipfile(path)
     notes = [] if is_mapped else ["in PyTorch's old format, which is read as a whole: memory holds all of it"]
-    with file_errors(path, error=SoupError, kind="PyTorch file"):
+    with file_errors(path, error=SoupError, kind="a valid PyTorch file"):
         try:
             with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped), notes

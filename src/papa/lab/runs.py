@@ -321,7 +321,7 @@ class RunDirectory:
 
 
 def _checked_result(file: Path, value: dict[str, Any]) -> dict[str, Any]:
-    with file_errors(file, kind="result of a run"):
+    with file_errors(file, kind="a valid result of papa"):
         result = validated(value, RunResult)
         policies = result["policies"] or []
         if any(policy.keys() != policies[0].keys() for policy in policies):

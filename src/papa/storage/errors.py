@@ -28,7 +28,7 @@ def file_errors(
         path: the file.
         action: what is done with it, for the message.
         error: the class to raise.
-        kind: what the file must be, such as "JSON file"; without it only errors of the system are translated.
+        kind: what the file must be, such as "valid JSON"; without it only errors of the system are translated.
     """
     try:
         yield
@@ -40,4 +40,4 @@ def file_errors(
         if kind is None:
             raise
         reason = (str(cause).splitlines() or [type(cause).__name__])[0].split(". ")[0][:200]
-        raise error(f"{path} is not a valid {kind}: {reason}; download or write it again") from cause
+        raise error(f"{path} is not {kind}: {reason}; it may be truncated or altered") from cause

@@ -61,7 +61,7 @@ def _finite_number(text: str) -> float:
 def read_json(path: Path, *, error: type[PapaError] = RunError) -> Any:
     """Read a JSON file, or raise an error that names it."""
     content = read_file(path, error=error)
-    with file_errors(path, error=error, kind="JSON file"):
+    with file_errors(path, error=error, kind="valid JSON"):
         return parse_json(content)
 
 

@@ -39,7 +39,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-KIND = "safetensors file"
+KIND = "a valid safetensors file"
 MAX_MAPPED_BYTES = 1 << 22
 """A file is mapped again after this many bytes were read, since pages that were read count as memory until then."""
 

@@ -58,7 +58,7 @@ class MappedImages(Arrays):
 
     def __init__(self, path: str | Path, digest: str) -> None:
         self.path, self.digest = Path(path), digest
-        with file_errors(self.path, error=DataError, kind="image cache"):
+        with file_errors(self.path, error=DataError, kind="a valid image cache"):
             description = validated(read_json(self.path.with_suffix(".json"), error=DataError), Description)
             if description["digest"] != digest:
                 raise ValueError("it was made of other files")

@@ -185,7 +185,7 @@ def merge_after_nonfinite() -> list[float]:
     for value in (1.0, float("inf"), float(dist.get_rank())):
         nn.init.constant_(net.weight, value)
         averager.step()
-        found.append(float(net.weight[0, 0]))
+        found.append(float(net.weight[0, 0].detach()))
     return found
 
 

@@ -52,40 +52,28 @@ def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
         readme: its text, with a block between `<!-- results -->` and `<!-- end of results -->`.
         records: the directory of the records.
     """
-    found = {name: list(read_records([command], records).values()) for name, command in HEADLINE.items()}
-    found = {name: runs for name, runs in found.items() if runs}
-    if not found:
+    title, command, longer_command = HEADLINE
+    runs, longer = (list(read_records([one], records).values()) for one in (command, longer_command))
+    if not runs:
         return readme
     if len(BLOCK.findall(readme)) != 1:
         raise RunError("README.md has no block <!-- results --> ... <!-- end of results -->, or several: keep one")
-    words = _headline_words(found)
-    filled = f"\n{headline(found)}\n\n{textwrap.fill(words, 120)}\n\n"
+    filled = f"\n{headline(runs, longer)}\n\n{textwrap.fill(_headline_words(title, runs), 120)}\n\n"
     return BLOCK.sub(lambda match: f"{match[1]}{filled}{match[2]}", readme)
 
 
-def _headline_words(found: Mapping[str, list[dict[str, Any]]]) -> str:
-    members = _listed(record["config"]["members"] for runs in found.values() for record in runs)
-    minutes = _each(found, lambda runs: f"{median(sum(run['seconds'].values()) for run in runs) / 60:.0f}")
-    seeds = _each(found, lambda runs: _listed(run["seed"] for run in runs))
+def _headline_words(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    train = runs[0]["config"]
+    seeds = _listed(run["seed"] for run in runs)
     return (
-        f"Small networks and a part of the training data: a population of {members} takes {minutes} minutes of one CPU "
-        f"core. Accuracy in percent on the test set, seeds {seeds}, means with standard deviations in parentheses. "
-        "*Gap closed* is where the average soup, one network, stands between the mean of independent members (0%) and "
-        "their ensemble (100%). [RESULTS.md](RESULTS.md) has every run and its command."
+        f"{title} of width {train['model']['width']}, {train['data']['max_train']:,} training images, "
+        f"{train['train']['epochs']} epochs, {train['members']} members; seeds {seeds}, standard deviations in parentheses."
     )
-
-
-def _each(found: Mapping[str, list[dict[str, Any]]], describe: Callable[[list[dict[str, Any]]], str]) -> str:
-    """A description of the runs on each data set; only once if it is the same for all."""
-    words = {name: describe(runs) for name, runs in found.items()}
-    if len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return " and ".join(f"{word} ({name})" for name, word in words.items())
 
 
 def headline_plot(records: Path = FOLDER) -> DotPlot:
     """The README's figure: from single networks to one, for the first data set of its table."""
-    name, command = next(iter(HEADLINE.items()))
+    name, command, _ = HEADLINE
     runs = list(read_records([command], records).values())
     members = _listed(record["config"]["members"] for record in runs)
     methods = {run["method"] for run in runs}

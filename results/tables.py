@@ -323,19 +323,25 @@ def points_between(records: Sequence[Record]) -> str:
     return markdown(("line", *(f"{share:g}" for share in compared[0][0]["coefficients"])), rows)
 
 
-def headline(recipes: Mapping[str, Sequence[Record]]) -> str:
-    """The README's first table: methods side by side on each data set.
+def headline(records: Sequence[Record], longer: Sequence[Record]) -> str:
+    """The README's table: what one network, five networks and a soup reach on the same data.
 
     Args:
-        recipes: the records of each, under what the reader should call it.
+        records: the populations of the main study.
+        longer: single networks with as many steps as a population has in all.
     """
-    head = ("", "method", *COLUMNS, GAP_COLUMN)
-    rows: list[tuple[str, ...]] = []
-    for name, records in recipes.items():
-        head_of_these, found = with_gap_closed(records, compare_rows(records))
-        blanks = ("",) * (len(head) - 1 - len(head_of_these))
-        rows += [(name, *row, *blanks) for row in found]
-    return markdown(head, rows)
+    independent, papa = _of_method(records, "independent"), _of_method(records, "papa")
+    members = str(records[0]["config"]["members"])
+    rows: list[tuple[str, str, str]] = [
+        (f"one network (mean of {members})", "1", _mean([score("mean")(run) for run in independent])),
+        ("greedy soup of independent networks", "1", _mean([score("greedy_soup")(run) for run in independent])),
+        ("ensemble of independent networks", members, _mean([score("ensemble")(run) for run in independent])),
+        ("**PAPA, average soup**", "**1**", f"**{_mean([score('average_soup')(run) for run in papa])}**"),
+    ]
+    if longer:
+        times = round(_length(longer[0]) / _length(papa[0]))
+        rows.append((f"one network trained {times} times longer", "1", _mean([score("mean")(run) for run in longer])))
+    return markdown(("", "networks at inference", "test accuracy, %"), rows)
 
 
 def prose_number(records: Sequence[Record], key: str) -> str:

@@ -49,14 +49,14 @@ def test_every_number_of_the_page_is_filled_in() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_smallof_the_page_is_valid(command: str) -> None:
+def test_a_command_of_the_page_is_valid(command: str) -> None:
     """Its recipe, every option and every value; nothing is trained."""
     runs = runs_of(command)
     assert runs
     assert all(config.check() for config in runs.values())
 
 
-def test_every_smallof_a_study_is_on_the_page_and_no_two_write_to_one_place() -> None:
+def test_every_command_of_a_study_is_on_the_page_and_no_two_write_to_one_place() -> None:
     commands = [command for study in STUDIES for command in study.commands]
     assert commands == COMMANDS
     names = [name for command in commands for name in runs_of(command)]
@@ -86,7 +86,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Study]:
     return folder / "runs", Study(name="repair", title="Without REPAIR", tables=(table,))
 
 
-def test_a_smallof_the_page_runs_and_becomes_a_table(
+def test_a_command_of_the_page_runs_and_becomes_a_table(
     smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs, study = smoke

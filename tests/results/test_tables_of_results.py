@@ -185,12 +185,13 @@ def test_other_studies_show_their_runs(records: Path) -> None:
 def test_the_readme_gets_the_main_study(records: Path, tmp_path: Path) -> None:
     readme = "before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n"
     filled = readme_with_headline(readme, records)
-    assert filled.startswith("before\n<!-- results -->\n\n|  | method | mean [min, max] |")
-    assert filled.endswith("its command.\n\n<!-- end of results -->\nafter\n")
+    assert filled.startswith("before\n<!-- results -->\n\n|  | networks at inference | test accuracy, % |")
+    assert filled.endswith("in parentheses.\n\n<!-- end of results -->\nafter\n")
     assert "old" not in filled
-    methods = ["independent", "independent, aligned and repaired", "papa", "papa-all", "papa-2"]
-    assert [row[1] for row in rows_of(filled, "CIFAR-100, ResNet-18")] == methods
-    assert "a population of 5 takes 10 minutes of one CPU core" in " ".join(filled.split())
+    table = [line for line in filled.splitlines() if line.startswith("| ")]
+    assert len(table) == 1 + 5
+    assert "| **PAPA, average soup** | **1** |" in filled
+    assert "5 members; seeds 1, 2, 3" in " ".join(filled.split())
     assert readme_with_headline(filled, records) == filled
     assert readme_with_headline(readme, tmp_path) == readme
     with pytest.raises(RunError, match=r"README\.md has no block"):

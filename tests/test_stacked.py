@@ -351,7 +351,7 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match="state, which alignment would have to permute"):
         build(linear, stacked=True, align=Align(by="weights"))
     aligned = replace(config_of(engine="stacked"), average=AverageConfig(alpha=0.9, align="weights"))
-    with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which cannot match units"):
+    with pytest.raises(ConfigError, match=r"--train\.engine is stacked, which cannot align members"):
         aligned.check()
     with pytest.raises(ConfigError, match=r"--train\.engine is stackd: did you mean stacked\?"):
         config_of(engine="stackd").check()

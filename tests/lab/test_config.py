@@ -54,7 +54,7 @@ def test_every_problem_is_told_at_once() -> None:
         "--average.align-batches is 0, expected at least 1",
         "--average.probe-steps is 0, expected at least 1",
         "--average.repair-soups is -1, expected at least 0",
-        "--diversity.grid is dart, whose members have one policy each: leave out --diversity.per-batch",
+        "--diversity.grid is dart, which has one policy per member: leave out --diversity.per-batch",
         "--average.stop is 1, expected at least --average.start (5)",
     ):
         assert part in message

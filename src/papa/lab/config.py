@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen values, checked all at once, written to and read from JSON."""
+"""The configuration of a run: frozen dataclasses, checked as a whole, written to and read from JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "activations", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
 ENGINES = ("loop", "stacked")
-OF_PUSHES = frozenset(
+PUSH_OPTIONS = frozenset(
     f"average.{name}"
     for name in (
         "alpha",
@@ -42,9 +42,9 @@ OF_PUSHES = frozenset(
         "mutation_every_epochs",
     )
 )
-"""Options that nothing but a push looks at."""
-OF_MERGES = frozenset({"average.every_epochs"})
-"""Options that nothing but a merge looks at."""
+"""Options that only pushes use."""
+MERGE_OPTIONS = frozenset({"average.every_epochs"})
+"""Options that only merges use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +52,30 @@ class DataConfig:
     """Which data."""
 
     name: str = "digits"
-    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for class folders
-    of yours; tiles or vaihingen for images whose every pixel has a class."""
+    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for your own class
+    folders; tiles or vaihingen for segmentation."""
     root: str = "data"
-    """Where it lies, or is downloaded to."""
+    """The directory of the data, where it is also downloaded to."""
     validation: float = 0.02
-    """The share of the training data held out for the greedy soup; tiles are split by area instead."""
+    """The share of the training data held out for validation; tiles are split by area instead."""
     image_size: int | None = None
-    """Resize images to this; None for what the network was made for."""
+    """Resize images to this size; None for the size the network was made for."""
     test_share: float | None = None
-    """For a folder without test images: the share of its images set aside as such."""
+    """For a folder without test images: the share of its images to use for testing."""
     max_train: int | None = None
-    """Use only so many training images; None for all."""
+    """The largest number of training images; None for all."""
     max_test: int | None = None
-    """Use only so many test images (of tiles, for validation too); None for all."""
+    """The largest number of test images (of tiles, also for validation); None for all."""
     patch_size: int = 256
-    """Tiles: height and width of the patches that are trained on."""
+    """Tiles: height and width of training patches."""
     patches_per_epoch: int = 10_000
-    """Tiles: how many random patches make an epoch."""
+    """Tiles: the number of random patches in an epoch."""
     shrink: int = 1
-    """Tiles: every so many pixels, across and down, become one."""
+    """Tiles: shrink images by this factor."""
     window: int | None = None
-    """Tiles: evaluate by overlapping windows of this side, where memory is short; None for whole tiles."""
+    """Tiles: evaluate on overlapping windows of this size, to save memory; None for whole tiles."""
     overlap: int = 64
-    """Tiles: how many pixels neighbouring windows share."""
+    """Tiles: the number of pixels by which windows overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class ModelConfig:
     width: int | None = None
     """Channels of its first stage; None for the published width."""
     pretrained: bool = False
-    """Start timm networks from the weights timm publishes."""
+    """Start timm networks from the pretrained weights of timm."""
     weights: str | None = None
     """Start from the weights in this file."""
     frozen: float = 0.0
@@ -111,25 +111,25 @@ class TrainConfig:
     weight_decay: float = 1e-4
     """Weight decay."""
     schedule: str = "cosine"
-    """How the learning rate falls: cosine, restarts, multistep or constant."""
+    """The learning rate schedule: cosine, restarts, multistep or constant."""
     min_lr: float = 1e-4
-    """Where a cosine ends."""
+    """The learning rate at the end of a cosine."""
     cycles: int = 1
-    """How many cosines `restarts` has."""
+    """The number of cosines of `restarts`."""
     milestones: tuple[float, ...] = (0.5, 0.75)
-    """When multistep divides the rate by ten, as shares of training."""
+    """When multistep divides the learning rate by ten, as shares of training."""
     warmup_epochs: float = 0.0
-    """How long the rate rises linearly first."""
+    """The number of epochs of linear warm-up."""
     precision: str = "float32"
     """float32, or autocast to bfloat16 or float16."""
     channels_last: bool = False
-    """Keep images and convolutions in channels-last memory order."""
+    """Use the channels-last memory format."""
     clip_norm: float | None = None
-    """The largest norm a member's gradient may have; None for any."""
+    """Clip gradients to this norm; None to never clip."""
     test_each_epoch: bool = False
     """Score members, ensemble and average soup on the test data too, after every epoch."""
     engine: str = "loop"
-    """loop trains members one after the other, stacked all at once: faster where networks and batches are tiny."""
+    """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class AverageConfig:
     """How members are averaged."""
 
     alpha: float | None = None
-    """papa: how much of itself a member keeps at each push."""
+    """papa: the share of itself a member keeps at each push."""
     half_life: float | None = None
     """papa: instead of alpha, the half-life of the distance to the mean, as a share of training."""
     every_steps: int = 10
@@ -145,12 +145,12 @@ class AverageConfig:
     every_epochs: float = 5.0
     """Merges: epochs between them."""
     repair: int = 0
-    """Merges: repair activation statistics (REPAIR) on so many batches; 0 for not."""
+    """Merges: the number of batches for REPAIR of activation statistics; 0 for no REPAIR."""
     repair_soups: int | None = None
-    """Soups of independent members: the same; None for as many batches as merges."""
+    """The same for soups of independent members; None for the number of merges."""
     repair_policy: str = "own"
-    """Merges: repair each member under its own augmentation (own: the paper's form, two passes for each member) or all
-    on plain data (shared: one pass for each member and one for each distinct child)."""
+    """Merges: repair each member under its own augmentation (own: the paper's form, two passes per member) or all on
+    plain data (shared: one pass per member and one per distinct child)."""
     repair_scope: str = "all"
     """Repair every convolution and linear layer (all); those before an activation function or BatchNorm, which in
     transformers are fewer (activations: the paper's); or only re-estimate BatchNorm after merges (batch-norm)."""
@@ -160,17 +160,17 @@ class AverageConfig:
     align_momentum: bool = True
     """Permute the optimizers' momentum with the units; the paper's published code leaves it unpermuted."""
     align_every_epochs: float = 5.0
-    """papa: epochs between alignments, which pushes are too frequent for; merges align every time."""
+    """papa: epochs between alignments, since pushes are frequent; merges align every time."""
     align_soups: bool = False
-    """Independent members, where REPAIR is asked for: also make soups of members matched to the growing soup."""
+    """Independent members, with REPAIR: also make soups of members aligned to the growing soup."""
     align_batches: int | None = 10
-    """How many batches of training data units are matched on; None for all there are."""
+    """The number of batches of training data units are matched on; None for all."""
     probes: bool = False
     """Merges: score members on test data just before, just after and a few steps after each."""
     probe_steps: int = 10
-    """How many steps after a merge the last of these is."""
+    """The number of steps after a merge of the last of these."""
     probe_examples: int = 1000
-    """How many test images they look at, at most."""
+    """The largest number of test images to score."""
     start: float = 0.0
     """The first epoch at which averaging may happen."""
     stop: float | None = None
@@ -178,23 +178,23 @@ class AverageConfig:
     scale_by_lr: bool = True
     """papa: weaken the push with the learning rate."""
     on_nonfinite: str = "restart"
-    """A member that diverged: restart it from the mean of the healthy ones, drop it, or stop. independent: drops."""
+    """A non-finite member: restart it from the mean of the healthy ones, drop it, or stop. independent: drops it."""
     delay: int = 0
-    """papa: steps that members train on while their mean travels; even, and less than every-steps."""
+    """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
     exchange: str = "exact"
-    """How members' numbers travel between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
+    """How weights are sent between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
     measure: bool = True
-    """Log distances to the mean at every averaging; between machines this costs half an averaging more."""
+    """Log distances to the mean at every averaging; between machines this costs half as much again."""
     keep_best_soup: bool = False
     """Keep the average soup of the epoch with the best validation score too; the last soup stays the result."""
     mutation: float = 0.0
-    """Add noise of this standard deviation, divided by the generation, to members after averaging; 0 for not."""
+    """Add noise of this standard deviation, divided by the index of the averaging, after averaging; 0 for none."""
     mutation_every_epochs: float = 5.0
     """papa: epochs between mutations; merges mutate every time."""
     tournament: bool = False
     """papa-2: draw parents with probability proportional to 1/loss."""
     elitist: bool = False
-    """papa-2: of six times as many children and their parents, keep the best and some at random."""
+    """papa-2: make six children per member, keep the best of children and parents, and some at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,30 +202,30 @@ class DiversityConfig:
     """How the members' data differs."""
 
     grid: str = "none"
-    """Which augmentations and regularisations members draw from: none, default, imagenet, ablation or segmentation; or
-    dart, whose three members have one each."""
+    """The grid of augmentations and regularisations that members draw from: none, default, imagenet, ablation or
+    segmentation; or dart, which has one for each of its three members."""
     per_batch: bool = False
-    """Draw anew for every mini-batch, instead of once for each member."""
+    """Draw for every mini-batch instead of once for each member."""
     same_init: bool = False
     """Start all members from the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryConfig:
-    """Averages along each member's own trajectory, beside the population."""
+    """Averages along each member's own trajectory."""
 
     kind: str = "none"
     """none, swa (equal weights, once an epoch) or ema (exponential, every step)."""
     start: float = 0.0
     """When it begins, as a share of training."""
     decay: float = 0.999
-    """ema: how much of itself the average keeps at each step."""
+    """ema: the share of itself the average keeps at each step."""
     lr: float | None = None
-    """swa: the constant learning rate to go to; None to keep the schedule."""
+    """swa: the constant learning rate at the end; None to keep the schedule."""
     anneal: float = 0.02
-    """swa: how long going there takes, as a share of training."""
+    """swa: how long the change to it takes, as a share of training."""
     linear: bool = False
-    """swa: go there on a straight line, instead of half a cosine."""
+    """swa: change linearly instead of by half a cosine."""
     batch_norm_batches: int = 100
     """Batches on which BatchNorm statistics of the averages are re-estimated."""
 
@@ -241,11 +241,11 @@ class Config:
     members: int = 5
     """The size of the population."""
     seed: int = 1
-    """Where every random stream starts."""
+    """The seed of every random stream."""
     device: str = "auto"
     """Where to train: auto, cpu, cuda or cuda:1."""
     analysis: bool = False
-    """At the end, compare members: how alike their features are, and what lies between two of them."""
+    """At the end, compare members: the similarity of their features, and scores on the line between two of them."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -267,12 +267,12 @@ class Config:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Config:
-        """From what `to_json` gave; unknown and missing fields are a `ConfigError`."""
+        """From the output of `to_json`; unknown and missing fields are a `ConfigError`."""
         return typing.cast(Config, _from_json(Config, value, "config"))
 
 
 def idle_options(method: str) -> frozenset[str]:
-    """The options of averaging, by their dotted names, that make no difference to a method.
+    """The options of averaging, by their dotted names, that a method does not use.
 
     Example:
         >>> sorted(idle_options("papa"))
@@ -280,8 +280,8 @@ def idle_options(method: str) -> frozenset[str]:
         >>> "average.alpha" in idle_options("papa-all")
         True
     """
-    pushes = frozenset[str]() if method == "papa" else OF_PUSHES
-    merges = OF_MERGES if method in ("papa", "independent") else frozenset[str]()
+    pushes = frozenset[str]() if method == "papa" else PUSH_OPTIONS
+    merges = MERGE_OPTIONS if method in ("papa", "independent") else frozenset[str]()
     return pushes | merges
 
 
@@ -304,7 +304,7 @@ def _from_json(kind: Any, value: Any, where: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value that was read is of the type a field has."""
+    """Whether a value has the type of a field."""
     options = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_fits(part, options[0]) for part in value)
@@ -378,9 +378,9 @@ def _problems(config: Config) -> typing.Iterator[str]:
     if train.engine == "stacked" and train.precision == "float16":
         yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
     if config.diversity.grid == "dart" and config.diversity.per_batch:
-        yield "--diversity.grid is dart, whose members have one policy each: leave out --diversity.per-batch"
+        yield "--diversity.grid is dart, which has one policy per member: leave out --diversity.per-batch"
     if train.engine == "stacked" and average.align != "none":
-        yield f"--train.engine is stacked, which cannot match units (--average.align {average.align}): use loop"
+        yield f"--train.engine is stacked, which cannot align members (--average.align {average.align}): use loop"
     if not 0 < config.data.validation < 1:
         yield f"--data.validation is {config.data.validation}, expected a share between 0 and 1"
     if config.data.window is not None and config.data.overlap >= config.data.window:
@@ -416,7 +416,7 @@ def _selection_problems(config: Config) -> typing.Iterator[str]:
     average = config.average
     for option, is_on in (("tournament", average.tournament), ("elitist", average.elitist)):
         if is_on and config.method != "papa-2":
-            yield f"--average.{option} is on with --method {config.method}, expected papa-2, whose parents it selects"
+            yield f"--average.{option} is on with --method {config.method}, expected papa-2"
     if average.mutation < 0:
         yield f"--average.mutation is {average.mutation}, expected 0 or more"
 

@@ -23,6 +23,7 @@ from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, idle_options
 from papa.lab.outcome import RunOutcome, finalize_run
+from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
 from papa.lab.recipes.loading import card_for
@@ -69,6 +70,7 @@ class RunSpec:
 
     def check(self) -> None:
         """Raise a `ConfigError` if the run cannot be executed."""
+        require("jinja2", "matplotlib")  # for the report at its end
         self.config.check()
         self.checkpoints.check()
         members = self.config.members

@@ -145,7 +145,7 @@ def test_timm_networks_have_no_width():
 
 def test_without_timm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'papa-torch\[vision\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'papa-torch\[lab\]'"):
         make_model("timm:resnet50", num_classes=10)
     assert make_model("resnet20", num_classes=10, width=4)
 

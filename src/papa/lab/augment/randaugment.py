@@ -71,7 +71,7 @@ def _transform(spec: str) -> Callable[[Image], Image]:
     try:
         from timm.data.auto_augment import rand_augment_transform
     except ModuleNotFoundError as error:
-        raise ConfigError("RandAugment needs timm, which is not installed: pip install 'papa-torch[vision]'") from error
+        raise ConfigError("RandAugment needs timm, which is not installed: pip install 'papa-torch[lab]'") from error
     # timm's default, given explicitly: without it, some versions carry options over from one string to the next.
     grey = {"img_mean": (128, 128, 128)}
     transform = rand_augment_transform(spec, hparams=grey)

@@ -29,7 +29,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError("images need Pillow, which is not installed: pip install 'papa-torch[vision]'") from error
+        raise ConfigError("images need Pillow, which is not installed: pip install 'papa-torch[lab]'") from error
     return Image
 
 

@@ -115,7 +115,7 @@ class Native:
             from torchvision import datasets
         except ImportError as error:
             raise ConfigError(
-                f"{self.name} needs torchvision, which is not installed: pip install 'papa-torch[vision]'"
+                f"{self.name} needs torchvision, which is not installed: pip install 'papa-torch[lab]'"
             ) from error
         return getattr(datasets, self.dataset)
 

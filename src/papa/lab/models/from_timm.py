@@ -51,7 +51,7 @@ def _timm() -> Any:
         import timm
     except ImportError as error:
         raise ConfigError(
-            "networks named timm:NAME need timm, which is not installed: pip install 'papa-torch[vision]'"
+            "networks named timm:NAME need timm, which is not installed: pip install 'papa-torch[lab]'"
         ) from error
     return timm
 

@@ -27,8 +27,7 @@ def _fixed_seed() -> None:
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the small config that nothing disturbed."""
-    from helpers import small_config
-    from papa.lab.launch import execute
+    from helpers import execute, small_config
 
     path = tmp_path_factory.mktemp("whole") / "run"
     execute(small_config(), path, workers=1)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import group_jobs
 from group_jobs import make_mlp, message_of, states_of
-from helpers import small_training
+from helpers import execute, small_training
 from papa import (
     AlignMerges,
     Averager,
@@ -389,16 +389,16 @@ def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
 
     def with_version() -> None:
         launch.__version__ = "0.0.0" if group.rank else version
-        launch.execute(config, Path(path) / "run")
+        execute(config, Path(path) / "run")
 
     (Path(path) / "rank-0").mkdir(exist_ok=True)
     calls = {
-        "seed": lambda: launch.execute(replace(config, seed=1 + group.rank), Path(path) / "run"),
-        "resume": lambda: launch.execute(config, Path(path) / "run", resume=bool(group.rank)),
+        "seed": lambda: execute(replace(config, seed=1 + group.rank), Path(path) / "run"),
+        "resume": lambda: execute(config, Path(path) / "run", resume=bool(group.rank)),
         "version": with_version,
-        "too many": lambda: launch.execute(replace(config, members=1), Path(path) / "run"),
-        "too many, fast": lambda: launch.execute(replace(config, members=1, average=fast), Path(path) / "run"),
-        "workers": lambda: launch.execute(config, Path(path) / "run", workers=2),
+        "too many": lambda: execute(replace(config, members=1), Path(path) / "run"),
+        "too many, fast": lambda: execute(replace(config, members=1, average=fast), Path(path) / "run"),
+        "workers": lambda: execute(config, Path(path) / "run", workers=2),
         "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
     }
     return {name: message_of(call) for name, call in calls.items()}

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from papa import layout
 from papa.data import Data, as_source
+from papa.lab import launch
 from papa.lab.config import Config
 from papa.lab.recipes import find
+from papa.lab.runs import RunDirectory
 from papa.population import Population
 from papa.rules import Independent, MergeAll, Rule
 from papa.task import Task
@@ -179,6 +182,30 @@ def small_config(**changes: object) -> Config:
         train=replace(config.train, epochs=3, batch_size=64),
         average=replace(config.average, repair=2, probes=True, probe_steps=2),
     )
+
+
+def execute(config: Config, path: Path, *, stop: Any = None, **options: Any) -> dict[str, Any]:
+    """Execute a run, with the options of a `RunSpec` as keywords."""
+    return launch.execute(launch.RunSpec(config=config, path=path, **options), stop=stop)
+
+
+def networks_of(path: Path) -> dict[str, torch.Tensor]:
+    files = [path / "soup.safetensors", path / "greedy.safetensors", *sorted((path / "members").iterdir())]
+    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def metrics_of(path: Path) -> list[dict[str, object]]:
+    """A run's metrics without what depends on how and where it ran."""
+    events = RunDirectory(path).read_metrics()
+    return [{key: value for key, value in event.items() if key not in ("bytes", "seconds")} for event in events]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    ours, theirs = networks_of(first), networks_of(second)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert metrics_of(first) == metrics_of(second)
 
 
 def small_data(num_examples: int = 240) -> Data:

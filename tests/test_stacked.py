@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers import make_training
+from helpers import execute, make_training
 from papa import Independent, MergeAll, Population, Push, train
 from papa.checkpoint import CheckpointWriter, Expected, load_checkpoint
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.lab.config import AverageConfig, Config
 from papa.lab.freezing import FrozenBody
-from papa.lab.launch import execute
 from papa.lab.recipes import find
 from papa.schedules import cosine
 from papa.training import Align, Callback, Numerics, Stacked, Training

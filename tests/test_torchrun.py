@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 import distributed_jobs
 import group_jobs
 import papa
+from helpers import execute
 from machines import Machines
 from papa.errors import ConfigError
 from papa.group import rank_of_torchrun, start_workers
 from papa.lab.config import Config
-from papa.lab.launch import execute
 from papa.lab.recipes import find
 from papa.lab.runs import RunDirectory
 

@@ -19,12 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import assert_same_bits, permissions_count, small_config
-from lab.test_launch import assert_same_run
+from helpers import assert_same_bits, assert_same_run, execute, permissions_count, small_config
 from papa.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, member_state
 from papa.errors import RunError
 from papa.group import LocalGroup
-from papa.lab.launch import execute
 from papa.lab.runs import RunDirectory
 from papa.training import Callback, EpochRecord, Training
 from test_checkpoint import expected_of, trained_member

@@ -12,45 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import papa.lab.launch
-from helpers import small_config
+from helpers import assert_same_run, execute, small_config
 from papa.checkpoint import checkpoints
 from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.lab.config import Config, TrajectoryConfig
-from papa.lab.launch import Saving, execute, useful_workers
+from papa.lab.launch import useful_workers
 from papa.lab.recipes import find
 from papa.lab.recorder import Recorder
 from papa.lab.runs import RunDirectory
 from papa.lab.signals import watching_signals
-from papa.training import Callback, Training
-
-
-def networks_of(path: Path) -> dict[str, torch.Tensor]:
-    files = [path / "soup.safetensors", path / "greedy.safetensors", *sorted((path / "members").iterdir())]
-    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def metrics_of(path: Path) -> list[dict[str, object]]:
-    """A run's metrics without what depends on how and where it ran."""
-    events = RunDirectory(path).read_metrics()
-    return [{key: value for key, value in event.items() if key not in ("bytes", "seconds")} for event in events]
-
-
-def assert_same_run(first: Path, second: Path) -> None:
-    ours, theirs = networks_of(first), networks_of(second)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-    assert metrics_of(first) == metrics_of(second)
+from papa.training import Callback, CheckpointOptions, Training
 
 
 def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path: Path) -> None:
     config = small_config()
     result = execute(config, tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
-    assert [file for file in run.files if not file.exists()] == [run.picture]  # which only segmentation makes
+    missing = [file for file in run.files if not file.exists()]
+    assert missing == [run.picture, run.best_soup]  # of segmentation, and only if asked for
     assert json.loads(run.result.read_text()) == json.loads(json.dumps(result))
     assert Config.from_json(json.loads(run.config.read_text())) == config
     for part in ("test", "validation"):
@@ -94,7 +75,7 @@ def test_two_workers_see_what_one_sees_in_independent_members(tmp_path: Path) ->
 
 
 class Patient(Callback):
-    """Lets every checkpoint be finished, and hears what is told."""
+    """Lets every checkpoint be finished, and records events."""
 
     def __init__(self) -> None:
         self.events: list[Mapping[str, Any]] = []
@@ -181,9 +162,9 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(tmp_path: P
     newest = run.latest_checkpoint()
     assert newest is not None
     (newest / "member-001.safetensors").write_bytes(b"damaged")
-    told = Patient()
-    execute(config, tmp_path / "broken", resume=True, make_callback=lambda: told)
-    assert [event["text"] for event in told.events] == [
+    listener = Patient()
+    execute(config, tmp_path / "broken", resume=True, make_callback=lambda: listener)
+    assert [event["text"] for event in listener.events] == [
         f"{newest}/member-001.safetensors has 7 bytes, its manifest says "
         f"{(newest / 'member-001.safetensors').stat().st_size:,}: it was altered or damaged; continuing from step 8"
     ]
@@ -198,7 +179,7 @@ def test_when_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path) -> No
     for _, path in checkpoints(run.checkpoints):
         (path / "manifest.json").write_text("{")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    with pytest.raises(RunError, match=r"no checkpoint of .* can be read; start anew with --overwrite"):
+    with pytest.raises(RunError, match=r"no checkpoint of .* can be read; start again with papa run"):
         execute(config, tmp_path, resume=True)
     assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
@@ -222,7 +203,7 @@ def test_altered_metrics_are_refused_and_missing_ones_are_begun_anew(tmp_path: P
     run.result.unlink()
     text = run.metrics.read_text()
     run.metrics.write_text(text.replace("0", "1", 1))
-    with pytest.raises(RunError, match="does not begin with the lines that the checkpoint recorded: restore it, or remove"):
+    with pytest.raises(RunError, match="does not begin with the lines that the checkpoint recorded: restore it, or"):
         execute(config, tmp_path, resume=True)
     run.metrics.write_text(text + '{"event": "average", "st')  # a line that was cut short
     execute(config, tmp_path, resume=True)
@@ -295,8 +276,8 @@ def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path) -> None:
 
 def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path) -> None:
     config = small_config()
-    often = Saving(minutes=1e-9, keep=100, background=False)
-    execute(config, tmp_path / "often", saving=often)
+    often = CheckpointOptions(minutes=1e-9, keep=100, background=False)
+    execute(config, tmp_path / "often", checkpoints=often)
     assert len(checkpoints(tmp_path / "often" / "checkpoint")) == 12
     run = RunDirectory(tmp_path / "often")
     for _, path in checkpoints(run.checkpoints)[6:]:
@@ -304,9 +285,9 @@ def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path
     run.result.unlink()
     execute(config, tmp_path / "often", resume=True)  # from the middle of an epoch
     assert_same_run(whole, tmp_path / "often")
-    for wrong in (Saving(minutes=0), Saving(keep=0)):
+    for wrong in (CheckpointOptions(minutes=0), CheckpointOptions(keep=0)):
         with pytest.raises(ConfigError, match=r"--(checkpoint-minutes|keep) is 0"):
-            execute(config, tmp_path / "no", saving=wrong)
+            execute(config, tmp_path / "no", checkpoints=wrong)
 
 
 def test_a_directory_in_use_is_refused_and_left_as_it_was(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers import execute
 from papa.errors import RunError
-from papa.lab.launch import execute
 from papa.lab.recipes import find, load
 from papa.lab.recipes.build import build, images_for
 from papa.lab.runs import RunDirectory

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from helpers import execute
 from papa.checkpoint import read_json
 from papa.cli import main
 from papa.errors import ConfigError, DataError
 from papa.lab.config import Config
-from papa.lab.launch import execute
 from papa.lab.recipes import find, paper_details, paper_scores
 from papa.lab.recipes.build import build, sizes
 from papa.lab.recipes.tables.segmentation import NUMBERS

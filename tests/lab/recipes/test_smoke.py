@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from helpers import write_images
+from helpers import execute, write_images
 from papa.lab.config import Config
-from papa.lab.launch import execute
 from papa.lab.models import head_of, make_model
 from papa.lab.recipes import RECIPES, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for

@@ -91,7 +91,7 @@ def matching_results(rounds: int) -> list[Result]:
 
     def by_layer() -> None:
         twin = copy.deepcopy(model)
-        for group in symmetries.groups:
+        for group in symmetries:
             papa.align_(twin, reference, batches, symmetries=replace(symmetries, groups=(group,)))
 
     names = ("ResNet-18 matched in one pass for each group", "ResNet-18 matched in one pass")

@@ -65,7 +65,7 @@ class Timed(Callback):
             optimizer.step = timed("optimizer", optimizer.step)  # type: ignore[method-assign]
         for callback in training._callbacks:
             if isinstance(callback, Recorder):
-                for name in ("on_averaging", "on_epoch", "after_step", "finish"):
+                for name in ("on_averaging", "on_epoch_end", "on_step_complete", "finish"):
                     setattr(callback, name, timed("metrics and checkpoints", getattr(callback, name)))
         self.start = time.perf_counter()
 

@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 import numpy.typing as npt
+
 from papa.lab.data import load_optdigits
 
 Floats = npt.NDArray[np.float32]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from papa.cli.arguments import take_budget

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from papa.data import Data, as_source
 from papa.lab import launch
 from papa.lab.config import Config
 from papa.lab.recipes import find
+from papa.lab.recorder import Recorder
 from papa.lab.runs import RunDirectory
 from papa.population import Population
 from papa.rules import Independent, MergeAll, Rule
@@ -206,6 +208,27 @@ def assert_same_run(first: Path, second: Path) -> None:
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
     assert metrics_of(first) == metrics_of(second)
+
+
+class Killed(Exception):  # noqa: N818
+    """Ends a run where it stands."""
+
+
+@contextlib.contextmanager
+def killed_after(step: int, *, settled: bool = False) -> Iterator[None]:
+    """Let a run in this process end right after a step; `settled`: once its last checkpoint is written."""
+    original = Recorder.on_step_complete
+
+    def on_step_complete(self: Recorder, training: Training) -> None:
+        original(self, training)
+        if training.step == step:
+            if settled:
+                self.writer.settle()
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Recorder, "on_step_complete", on_step_complete)
+        yield
 
 
 def small_data(num_examples: int = 240) -> Data:

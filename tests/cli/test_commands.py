@@ -69,9 +69,9 @@ def test_run_prints_a_table_and_the_files(tmp_path: Path, capsys: pytest.Capture
     assert "mean [min, max]" in capsys.readouterr().out
     usual = find("digits").config().members
     for options, difference in (
-        (["digits", "--members", "3"], "members is 2, asked for 3"),
-        (["digits", "--members", str(usual)], f"members is 2, asked for {usual}"),
-        (["cifar10-vgg11"], "recipe is 'digits', asked for 'cifar10-vgg11'"),
+        (["digits", "--members", "3"], "members is 2, expected 3"),
+        (["digits", "--members", str(usual)], f"members is 2, expected {usual}"),
+        (["cifar10-vgg11"], "recipe is 'digits', expected 'cifar10-vgg11'"),
     ):
         assert main(["run", *options, "--out", str(out), "--resume"]) == 2
         assert difference in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_a_comparison_refuses_runs_of_another_configuration(tmp_path: Path, caps
     assert main([*asked, "--members", "2"]) == 0
     assert main([*asked, "--members", "3", "--seeds", "2,1"]) == 2
     error = capsys.readouterr().err
-    assert "members is 2, asked for 3" in error
+    assert "members is 2, expected 3" in error
     assert "choose another --out, or replace all runs with --overwrite" in error
     assert not (tmp_path / "papa-seed2").exists()
 

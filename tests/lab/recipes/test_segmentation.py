@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from helpers import execute
+from helpers import execute, killed_after
 from papa.checkpoint import read_json
 from papa.cli import main
 from papa.errors import ConfigError, DataError
@@ -19,10 +19,8 @@ from papa.lab.config import Config
 from papa.lab.recipes import find, paper_details, paper_scores
 from papa.lab.recipes.build import build, sizes
 from papa.lab.recipes.tables.segmentation import NUMBERS
-from papa.lab.recorder import Recorder
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks import F1
-from papa.training import Training
 
 CLASSES = ["dark", "bright"]
 
@@ -72,20 +70,13 @@ class Killed(BaseException):
     pass
 
 
-def test_workers_and_interruptions_change_no_bit(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_interruptions_change_no_bit(root: Path, tmp_path: Path) -> None:
     config = small_config(root, method="papa-all")
     execute(config, tmp_path / "one", workers=1)
     execute(config, tmp_path / "two", workers=2)
     assert_same_run(tmp_path / "one", tmp_path / "two")
-
-    def kill(self: Recorder, training: Training) -> None:
-        if training.step == 4:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "after_step", kill)
-        with pytest.raises(Killed):
-            execute(config, tmp_path / "broken", workers=1)
+    with killed_after(4):
+        execute(config, tmp_path / "broken", workers=1)
     execute(config, tmp_path / "broken", workers=1, resume=True)
     assert_same_run(tmp_path / "one", tmp_path / "broken")
 

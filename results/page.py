@@ -66,7 +66,8 @@ def _headline_words(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
     seeds = _listed(run["seed"] for run in runs)
     return (
         f"{title} of width {train['model']['width']}, {train['data']['max_train']:,} training images, "
-        f"{train['train']['epochs']} epochs, {train['members']} members; seeds {seeds}, standard deviations in parentheses."
+        f"{train['train']['epochs']} epochs, {train['members']} members; seeds {seeds}, standard deviations in "
+        "parentheses."
     )
 
 

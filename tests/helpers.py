@@ -226,9 +226,11 @@ def killed_after(step: int, *, settled: bool = False) -> Iterator[None]:
                 self.writer.settle()
             raise Killed
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "on_step_complete", on_step_complete)
-        yield
+        with contextlib.suppress(Killed):
+            yield
+            pytest.fail(f"the run ended before step {step}")
 
 
 def small_data(num_examples: int = 240) -> Data:

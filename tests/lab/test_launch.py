@@ -267,9 +267,7 @@ def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path
     execute(config, tmp_path / "often", resume=True)  # from the middle of an epoch
     assert_same_run(whole, tmp_path / "often")
     for wrong in (CheckpointOptions(minutes=0), CheckpointOptions(keep=0)):
-        with pytest.raises(
-            ConfigError, match=r"the minutes between checkpoints are 0|the number of checkpoints to keep is 0"
-        ):
+        with pytest.raises(ConfigError, match=r"(minutes between checkpoints are|checkpoints to keep is) 0"):
             execute(config, tmp_path / "no", checkpoints=wrong)
 
 

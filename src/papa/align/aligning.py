@@ -202,7 +202,7 @@ class AlignMerges:
         by: as for `align_`.
         symmetries: as for `align_`.
         optimizers: one for each member on this process, to permute their state (such as momentum) with the parameters;
-            without them it stays in place, as in the paper, and belongs to other units than before.
+            without them it stays in place, as in the paper's published code, and belongs to other units than before.
         every_steps: align only at the first averaging of every `every_steps` steps; 1 for every averaging.
         seed: as for `align_`.
     """

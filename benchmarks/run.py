@@ -24,8 +24,8 @@ import torch
 
 from _bench import Result, positive
 from papa import __version__
-from papa.checkpoint import write_atomically
 from papa.errors import did_you_mean
+from papa.storage import write_atomically
 
 FOLDER = Path(__file__).parent
 PROSE = "where_time_goes.md"

@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from papa.checkpoint import json_text, read_json, write_atomically
 from papa.cli.compare import jobs_of, parse_options
 from papa.errors import RunError
 from papa.lab.config import Config, idle_options
 from papa.lab.recipes import find
 from papa.lab.report.fields import flat
 from papa.lab.report.reading import Run
+from papa.storage import json_text, read_json, write_atomically
 
 FOLDER = Path(__file__).parent / "records"
 LARGEST = 20_000

@@ -40,7 +40,6 @@ from papa import (
     repair_,
     symmetries,
 )
-from papa.checkpoint import read_json, write_json
 from papa.cli.main import main
 from papa.errors import LostError
 from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup, background
@@ -50,6 +49,7 @@ from papa.lab.outcome import finalize_run
 from papa.lab.recipes import find
 from papa.product import ALIGNMENT_BYTES
 from papa.repair import RepairMerges
+from papa.storage import read_json, write_json
 from papa.training import Align
 
 SIZE = 5

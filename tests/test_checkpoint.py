@@ -14,23 +14,17 @@ from papa import __version__
 from papa.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    DamagedError,
     Expected,
     Failure,
     checkpoints,
-    json_text,
     load_checkpoint,
     load_member_state_,
     member_state,
-    read_json,
-    save_network,
-    write_atomically,
-    write_json,
 )
 from papa.checkpoint.store import with_digest
 from papa.errors import RunError
 from papa.group import LocalGroup
-from papa.storage import TensorInfo
+from papa.storage import DamagedError, TensorInfo, json_text, read_json, save_network, write_atomically, write_json
 
 Member = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import tyro
 
-from papa.checkpoint import write_atomically
 from papa.cli.arguments import parse, split_names, split_numbers, take_recipe
 from papa.cli.execution import ParallelOptions, is_main_process, run_title
 from papa.cli.run import print_details
@@ -22,6 +21,7 @@ from papa.lab.recipes import Recipe
 from papa.lab.report import compare_page, compare_rows, paper_rows, with_gap_closed
 from papa.lab.report.reading import read_events
 from papa.lab.runs import RunDirectory
+from papa.storage import write_atomically
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 

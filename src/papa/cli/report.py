@@ -9,7 +9,6 @@ from typing import Annotated
 
 import tyro
 
-from papa.checkpoint import write_atomically
 from papa.errors import ConfigError, RunError
 from papa.lab.report import compare_page, run_page
 from papa.lab.report.draw import RENDERERS
@@ -17,6 +16,7 @@ from papa.lab.report.export import csv_text, json_report, latex_text
 from papa.lab.report.figures import compare_figures, run_figures
 from papa.lab.report.page import GENERATOR
 from papa.lab.report.reading import Run, is_run, read_runs
+from papa.storage import write_atomically
 
 USAGE = """usage: papa report DIR [DIR ...] [--csv | --json | --latex | --png | --pdf] [--out PATH] [--overwrite]
 

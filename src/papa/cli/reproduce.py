@@ -8,7 +8,6 @@ from pathlib import Path
 
 import tyro
 
-from papa.checkpoint import write_atomically
 from papa.cli.arguments import split_names, split_numbers
 from papa.cli.execution import ParallelOptions
 from papa.cli.tables import print_table
@@ -19,6 +18,7 @@ from papa.lab.recipes.tables import TABLES, Table, find_table
 from papa.lab.report import table_page
 from papa.lab.report.reading import read_events
 from papa.lab.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for
+from papa.storage import write_atomically
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from papa.checkpoint import json_text
 from papa.cli.arguments import take_budget, take_recipe
 from papa.errors import ConfigError
+from papa.storage import json_text
 
 USAGE = """usage: papa show RECIPE [--budget full|mini|smoke]
 

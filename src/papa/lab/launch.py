@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from papa._version import __version__
-from papa.checkpoint import CheckpointWriter, DamagedError, discard, read_object, write_atomically, write_json
+from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, idle_options
@@ -34,6 +34,7 @@ from papa.lab.report.fields import flat
 from papa.lab.runs import RunDirectory, fold_merges, is_metrics_state
 from papa.lab.signals import stop_flag
 from papa.process import find_device
+from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
 from papa.training.saving import resume_
 

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from papa.checkpoint import CheckpointWriter, DamagedError, Failure, checkpoints, discard, load_checkpoint
+from papa.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
 from papa.errors import ConfigError, RunError
 from papa.lock import Lock
+from papa.storage import DamagedError
 from papa.training.callbacks import Callback
 from papa.training.loop import Training
 from papa.training.state import expected_states, load_state_, member_states, shared_state

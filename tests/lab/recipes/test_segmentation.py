@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from helpers import execute, killed_after
-from papa.checkpoint import read_json
 from papa.cli import main
 from papa.errors import ConfigError, DataError
 from papa.lab.config import Config
@@ -21,6 +20,7 @@ from papa.lab.recipes.build import build, sizes
 from papa.lab.recipes.tables.segmentation import NUMBERS
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks import F1
+from papa.storage import read_json
 
 CLASSES = ["dark", "bright"]
 

@@ -10,12 +10,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 from papa._version import __version__
-from papa.checkpoint import json_text
 from papa.lab.report.fields import number, numbers, part, printable, text, total_seconds
 from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.reading import Run
 from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import COLUMNS, KEYS, SOUPS, compare_rows_with_paper, run_rows, scores_of
+from papa.storage import json_text
 
 CSV_COLUMNS = (
     *("run", "recipe", "method", "seed", "members", "finished", "data", "soups"),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from papa.checkpoint import read_json
 from papa.errors import RunError
 from papa.lab.config import METHODS
 from papa.lab.report.fields import number
 from papa.lab.runs import RunDirectory, fold_merges
+from papa.storage import read_json
 
 
 @dataclass(frozen=True)

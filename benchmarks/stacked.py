@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from _bench import Result, best_times, finish, parser
-from papa.evaluation import accuracy
 from papa.lab.models import make_model
 from papa.rules import MergeAll
 from papa.schedules import constant
-from papa.training import Numerics, Stacked, Training
+from papa.training import Settings, Stacked, Training, Transforms, start_training
 
 NUM_MEMBERS = 10
 LEAST_TIMES_FASTER = 4.0
@@ -29,25 +28,20 @@ def training_of(make: Callable[[], nn.Module], *, image_size: int, batch_size: i
     images = torch.randint(17, (num_images, channels, image_size, image_size), generator=generator, dtype=torch.uint8)
     targets = torch.randint(10, (num_images,), generator=generator)
     return [
-        Training(
+        start_training(
             make,
             (images, targets),
-            num_members=NUM_MEMBERS,
-            num_epochs=1000,
-            batch_size=batch_size,
-            rule=MergeAll(every_steps=num_steps),
-            loss=nn.functional.cross_entropy,
-            metric=accuracy,
-            make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-            schedule=constant(),
-            augment=None,
-            prepare=lambda images: images / 16.0,
-            seed=1,
-            device="cpu",
-            numerics=Numerics(),
-            eval_batch_size=512,
-            group=None,
-            engine=engine,
+            Settings(
+                num_members=NUM_MEMBERS,
+                num_epochs=1000,
+                batch_size=batch_size,
+                make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+                schedule=constant(),
+                transforms=Transforms(prepare=lambda images: images / 16.0),
+                device="cpu",
+                engine=engine,
+            ),
+            MergeAll(every_steps=num_steps),
         )
         for engine in (None, Stacked)
     ]
@@ -60,7 +54,7 @@ def steps_of(training: Training, num_steps: int) -> Callable[[], None]:
 
     def run() -> None:
         for _ in range(num_steps):
-            training._one_step(())
+            training._take_step()
 
     return run
 

@@ -22,15 +22,13 @@ from torch.nn import functional as F
 
 from _bench import Parts, Result, finish, parser, positive
 from papa.data import Arrays, Data
-from papa.evaluation import accuracy
 from papa.group import Group, start_workers
 from papa.lab.augment import DEFAULT_GRID, draw_policies
 from papa.lab.models import make_model
 from papa.lab.recipes.budgets import fast_precision
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.rules import Independent, Push, Rule
-from papa.schedules import cosine
-from papa.training import Callback, Numerics, Training, sgd
+from papa.training import Callback, Numerics, Settings, Training, Transforms, sgd, start_training
 from push import push_state_dicts_
 
 NUM_MEMBERS = 4
@@ -89,25 +87,22 @@ def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[st
         optimizer.step = watch.parts.timed("optimizer", optimizer.step)  # type: ignore[method-assign]
         return optimizer
 
-    training = Training(
-        partial(make_model, "resnet20", num_classes=10),
-        Data(train=source, validation=source),
+    settings = Settings(
         num_members=NUM_MEMBERS,
         num_epochs=1,
         batch_size=BATCH_SIZE,
-        rule=rule,
-        loss=F.cross_entropy,
-        metric=accuracy,
         make_optimizer=make_optimizer,
-        schedule=cosine(),
-        augment=[watch.parts.timed("augmentation", partial(pipeline.augment, policy=policy)) for policy in policies],
-        prepare=pipeline.prepare,
-        seed=1,
         device="cpu",
+        transforms=Transforms(
+            augment=[
+                watch.parts.timed("augmentation", partial(pipeline.augment, policy=policy)) for policy in policies
+            ],
+            prepare=pipeline.prepare,
+        ),
         numerics=Numerics(autocast=torch.bfloat16 if fast_precision() == "bfloat16" else None, channels_last=True),
-        eval_batch_size=512,
-        group=group,
     )
+    make, data = partial(make_model, "resnet20", num_classes=10), Data(train=source, validation=source)
+    training = start_training(make, data, settings, rule, group=group)
     try:
         training.run([watch])
     except Stopwatch.Done:

@@ -63,7 +63,7 @@ class Timed(Callback):
         training.evaluate = timed("evaluation", training.evaluate)  # type: ignore[method-assign]
         for optimizer in training.optimizers:
             optimizer.step = timed("optimizer", optimizer.step)  # type: ignore[method-assign]
-        for callback in training._callbacks:
+        for callback in training.callbacks:
             if isinstance(callback, Recorder):
                 for name in ("on_averaging", "on_epoch_end", "on_step_complete", "finish"):
                     setattr(callback, name, timed("metrics and checkpoints", getattr(callback, name)))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import papa
+from papa.training import Transforms
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -188,7 +189,7 @@ def test_where_time_goes_times_every_part() -> None:
             num_members=2,
             num_epochs=1,
             batch_size=20,
-            augment=lambda inputs, targets, generator: (inputs, targets),
+            transforms=Transforms(augment=lambda inputs, targets, generator: (inputs, targets)),
             callbacks=[timed],
         )
     finally:

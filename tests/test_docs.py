@@ -43,7 +43,7 @@ COMMAND_LINES = [
 @pytest.mark.parametrize("block", PYTHON)
 def test_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "<block>", "exec"), {"__name__": "block"})
+    exec(compile(block, "<block>", "exec", dont_inherit=True), {"__name__": "block"})
 
 
 def test_blocks_are_of_kinds_that_are_tested() -> None:

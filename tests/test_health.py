@@ -1,4 +1,4 @@
-"""Sick members: found, left out by index, and restarted or dropped, in one process and over several."""
+"""Non-finite members: found, skipped by index, and restarted or dropped, on one process and on several."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from papa.group import LocalGroup, start_workers
 from papa.product import is_finite
 from papa.training import Callback, Numerics, Training, finalize
 
-pytestmark = pytest.mark.filterwarnings("ignore:member .* its optimizer was not given:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:member .* the averager was not given its optimizer:UserWarning")
 BAD = [math.nan, math.inf, -math.inf]
 
 
@@ -63,7 +63,12 @@ def test_looking_changes_no_bit_of_the_healthy() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [Push(alpha=0.7, every_steps=1), MergeAll(every_steps=1), MergePairs(every_steps=1), Mix(mixing.merge_many(4))],
+    [
+        Push(alpha=0.7, every_steps=1),
+        MergeAll(every_steps=1),
+        MergePairs(every_steps=1),
+        Mix(mixing.merge_many(4), every_steps=1),
+    ],
 )
 def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
     population = poisoned(0, math.nan)
@@ -123,7 +128,7 @@ def test_a_restarted_member_whose_optimizer_is_unknown_is_reported() -> None:
     population = poisoned(1, math.nan)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
     averager = Averager(population, MergeAll(every_steps=1), [optimizers[0], *optimizers[2:]])
-    with pytest.warns(UserWarning, match="member 1 starts again, but its optimizer was not given to the averager"):
+    with pytest.warns(UserWarning, match="member 1 was restarted, but the averager was not given its optimizer"):
         averager.step()
 
 

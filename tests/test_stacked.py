@@ -336,7 +336,7 @@ def test_what_cannot_be_stacked_is_refused_before_training() -> None:
         build(linear, stacked=True, numerics=Numerics(autocast=torch.float16))
     with pytest.raises(ConfigError, match=r"cannot step LBFGS, expected one of SGD, Adam, AdamW, RMSprop"):
         build(linear, stacked=True, make_optimizer=lambda net: torch.optim.LBFGS(net.parameters()))
-    with pytest.raises(ConfigError, match="trains a tensor that is no parameter of the member"):
+    with pytest.raises(ConfigError, match="trains a tensor that is not a parameter of the member"):
         build(
             linear,
             stacked=True,

@@ -127,7 +127,9 @@ class Averager:
             )
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
         facts = {"num_steps": str(num_steps), "measure": str(measure), "on_nonfinite": str(on_nonfinite)}
-        population.group.check_same({**_plain_fields(rule), **facts}, cure="use the same rule and options everywhere")
+        population.group.check_same(
+            {**_plain_fields(rule), **facts}, cure="give every process the same rule and options"
+        )
 
     def step(self, lr_ratio: float | None = None) -> Averaging | None:
         """Count one optimizer step, and average if the rule is due.

@@ -97,7 +97,7 @@ def test_a_network_that_cannot_be_exported_is_compared_without_matching_and_a_wa
 
 
 def test_a_diverged_member_costs_the_comparison_and_not_the_result() -> None:
-    training = small_training(rule=Independent(), num_epochs=1, num_repair_batches=0)
+    training = small_training(rule=Independent(), num_epochs=1, repair=None)
     training.run()
     training.population[1].get_parameter("0.weight").data[0] = float("nan")
     with (

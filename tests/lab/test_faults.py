@@ -24,7 +24,7 @@ from papa.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, memb
 from papa.errors import RunError
 from papa.group import LocalGroup
 from papa.lab.runs import RunDirectory
-from papa.training import Callback, EpochRecord, Training
+from papa.training import Callback, Training
 from test_checkpoint import expected_of, trained_member
 
 CALLS = ("open", "write", "fsync", "replace", "mkdir", "close", "unlink")
@@ -96,10 +96,12 @@ class Disturbance(Callback):
     ) -> None:
         pass
 
-    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+    def on_step_complete(self, training: Training) -> None:
+        if training.step % training.length.steps_per_epoch:
+            return
         while any(self.run.glob("checkpoint/.step-*.partial")):
             time.sleep(0.001)  # else an epoch this short would not be saved at all
-        if record.epoch == 1:
+        if training.epoch == 1:
             self.do()
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
@@ -141,7 +143,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_good_checkpoint(
     small_disk: Path, whole: Path, tmp_path: Path
 ) -> None:
     config, run = small_config(), small_disk / "run"
-    with pytest.raises(RunError, match=r"twice in a row a checkpoint failed.*That of step 4 is whole"):
+    with pytest.raises(RunError, match=r"two checkpoints in a row failed.*That of step 4 is complete"):
         execute(config, run, make_callback=lambda: Disturbance(run, lambda: fill(small_disk), None))
     assert [step for step, _ in checkpoints(run / "checkpoint")] == [4]
     (small_disk / "ballast").unlink()
@@ -278,6 +280,6 @@ def test_a_run_without_checkpoints_says_so_and_starts_again(tmp_path: Path) -> N
             reported.append(event["text"])
 
     execute(config, tmp_path, workers=1, resume=True, make_callback=lambda: contextlib.nullcontext(Listening()))
-    assert reported == [f"there is no checkpoint in {run.checkpoints}: beginning with the first step"]
+    assert reported == [f"there is no checkpoint in {run.checkpoints}: starting with the first step"]
     assert_same_bits(load_file(run.average_soup), before)
     assert run.latest_checkpoint() is not None

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from papa.cli.progress import Progress
+from papa.errors import ConfigError
 from papa.group import rank_of_torchrun
 from papa.lab.config import Config
 from papa.lab.launch import RunSpec, execute
@@ -35,7 +36,11 @@ class TrainingOptions:
 
     @property
     def checkpoints(self) -> CheckpointOptions:
-        """The options of checkpoints."""
+        """The options of checkpoints, checked."""
+        if not self.checkpoint_minutes > 0:
+            raise ConfigError(f"--checkpoint-minutes is {self.checkpoint_minutes}, expected more than 0")
+        if self.keep < 1:
+            raise ConfigError(f"--keep is {self.keep}, expected at least 1")
         return CheckpointOptions(minutes=self.checkpoint_minutes, keep=self.keep, background=self.checkpoint_background)
 
     def spec(

@@ -182,12 +182,7 @@ class Training:
         for callback in self.callbacks:
             callback.on_step_begin(self)
         with self._timed("train"):
-            if self.engine is not None:
-                self.engine.step_()
-            else:
-                for index, member in enumerate(self.members):
-                    if member not in self.population.dropped:
-                        self._member_step(index)
+            self._step_members()
             self.step += 1
             self.set_lr_()
         with self._timed("average"):
@@ -196,6 +191,14 @@ class Training:
         if averaging is not None:
             for callback in self.callbacks:
                 callback.on_averaging(self, averaging)
+
+    def _step_members(self) -> None:
+        if self.engine is not None:
+            self.engine.step_()
+            return
+        for index, member in enumerate(self.members):
+            if member not in self.population.dropped:
+                self._member_step(index)
 
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""

@@ -122,7 +122,7 @@ def test_another_number_of_channels_raises(trained, tmp_path):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"the weights cannot be loaded: there is no checkpoint .*gone\.pt"):
+    with pytest.raises(ConfigError, match=r"the weights cannot be loaded: there is no file .*gone\.pt"):
         small(weights=tmp_path / "gone.pt")
 
 

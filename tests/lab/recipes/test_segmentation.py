@@ -16,7 +16,7 @@ from papa.cli import main
 from papa.errors import ConfigError, DataError
 from papa.lab.config import Config
 from papa.lab.recipes import find, paper_details, paper_scores
-from papa.lab.recipes.build import build, sizes
+from papa.lab.recipes.build import build
 from papa.lab.recipes.tables.segmentation import NUMBERS
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks import F1
@@ -148,10 +148,6 @@ def test_networks_for_whole_images_are_refused(root: Path) -> None:
     training = build(replace(config, model=replace(config.model, name="resnet18")))
     with pytest.raises(DataError, match="F1 got outputs of shape"):
         training.run()
-
-
-def test_every_pixel_of_a_patch_is_an_example(root: Path) -> None:
-    assert sizes(small_config(root))[1] == 6 * 32 * 32
 
 
 def test_the_papers_rows_average_their_classes() -> None:

@@ -12,7 +12,7 @@ from papa.averager import Averaging
 from papa.evaluation import Evaluation, accuracy
 from papa.lab.report.tensorboard import EventFiles
 from papa.schedules import cosine
-from papa.training import Callback, EpochRecord, Numerics, Training
+from papa.training import Callback, EpochRecord, EpochScores, Numerics, Training
 from papa.training.state import load_state_, member_states, shared_state
 
 event_files = pytest.importorskip(
@@ -61,8 +61,8 @@ def test_event_files_contain_the_values_of_training(tmp_path: Path) -> None:
     scalars = read(tmp_path)
     for tag, values in {
         "loss/member_1": [record.losses[1] for record in memory.epochs],
-        "validation_score/member_0": [record.validation[0].score for record in memory.epochs],
-        "validation_score/ensemble": [record.validation_ensemble.score for record in memory.epochs],
+        "validation_score/member_0": [record.validation.members[0].score for record in memory.epochs],
+        "validation_score/ensemble": [record.validation.ensemble.score for record in memory.epochs],
         "distance_to_mean/mean": [sum(record.distances) / 2 for record in memory.epochs],
         "learning_rate": [record.lr for record in memory.epochs],
     }.items():
@@ -83,10 +83,14 @@ def test_a_new_training_removes_older_events(tmp_path: Path) -> None:
 
 def test_soups_and_test_scores_are_written_if_they_were_evaluated(tmp_path: Path) -> None:
     score = Evaluation(loss=0.5, score=90.0)
-    record = SimpleNamespace(
-        **{"step": 3, "lr": 0.1, "losses": [1.0], "distances": [0.0], "validation": [score]},
-        **{"validation_ensemble": score, "validation_average_soup": score._replace(score=91.0)},
-        **{"test": [score], "test_ensemble": score, "test_average_soup": score._replace(score=92.0)},
+    record = EpochRecord(
+        epoch=1,
+        step=3,
+        lr=0.1,
+        losses=[1.0],
+        distances=[0.0],
+        validation=EpochScores([score], score, score._replace(score=91.0)),
+        test=EpochScores([score], score, score._replace(score=92.0)),
     )
     with EventFiles(tmp_path) as files:
         files.on_train_begin(SimpleNamespace(step=0))

@@ -222,7 +222,7 @@ def damage(path: Path, how: str) -> None:
         ('{"files": {"/etc/passwd": {"bytes": 1, "sha256": "x", "numbers": {}}}}', "its files are /etc/passwd"),
         ('{"files": {}}', "names 0 files, expected 1"),
         ('{"files": []}', r"files is \[\], expected an object"),
-        ('{"files": {"member-000.safetensors": {"bytes": "5"}}}', "bytes is '5', expected a whole number"),
+        ('{"files": {"member-000.safetensors": {"bytes": "5"}}}', "bytes is '5', expected an integer"),
         ('{"files": {"member-000.safetensors": {"bytes": 5}}}', "sha256 is missing"),
         (
             '{"files": {"member-000.safetensors": {"bytes": 5, "sha256": "x", "numbers": {}}}}',

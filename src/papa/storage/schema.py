@@ -81,6 +81,6 @@ def _below(name: str, key: str) -> str:
 
 
 def _described(kind: Any) -> str:
-    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false", list: "a list"}
+    names = {float: "a number", int: "an integer", str: "text", bool: "true or false", list: "a list"}
     kind = get_origin(kind) or kind
     return names.get(kind, "an object")

@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 
 from papa.data import Arrays
-from papa.errors import DataError, PapaError
+from papa.errors import DataError
 from papa.lab.data.decode import Pixels
 from papa.lock import waiting_lock
-from papa.storage import file_errors, read_json, validated, write_json
+from papa.storage import file_errors, json_text, read_json, validated, write_file
 
 FOLDER = ".papa-cache"
 """The folder next to the data that holds the cache; it may be deleted at any time."""
@@ -116,24 +116,21 @@ def cached_images(
 
 
 def write_cache(path: Path, digest: str, decoded: Decoded) -> None:
-    """Write a cache: the pixels under another name that is then changed, and then their description."""
-    # A random name, since other processes may do the same where the file system has no locks.
+    """Write a cache, both files under other names first: the pixels, and then their description."""
+    # Random names, since other processes may do the same where the file system has no locks.
     partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
-        checksum = _write_pixels(partial, decoded)
+        description: Description = {
+            "digest": digest,
+            "checksum": _write_pixels(partial, decoded),
+            "labels": decoded.labels.tolist(),
+            "classes": list(decoded.classes),
+        }
         os.replace(partial, path)
+        write_file(partial, [json_text(description).encode()])
+        os.replace(partial, path.with_suffix(".json"))
     finally:
         partial.unlink(missing_ok=True)
-    description: Description = {
-        "digest": digest,
-        "checksum": checksum,
-        "labels": decoded.labels.tolist(),
-        "classes": list(decoded.classes),
-    }
-    try:
-        write_json(path.with_suffix(".json"), description)
-    except PapaError as error:
-        raise OSError(str(error)) from error
 
 
 def _write_pixels(path: Path, decoded: Decoded) -> int:

@@ -136,8 +136,9 @@ def evaluate_together(
                 continue
             outputs = [_output(model, inputs, apply).float() for model in models]
             outputs.append(_mean_output(outputs, gather, ensemble_of))
-            losses = _added(losses, [loss(output, targets).double() * len(targets) for output in outputs])
+            # The metric first: its errors about shapes are clearer than the loss's.
             counts = _added(counts, [counting.counts(output, targets) for output in outputs])
+            losses = _added(losses, [loss(output, targets).double() * len(targets) for output in outputs])
             num_examples += len(targets)
     if not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -335,11 +333,3 @@ def test_rows_that_are_not_used_are_permuted_with_the_others(start: int) -> None
         ("head.weight", 1),
         ("positions", 2),
     }
-
-
-def test_scipy_is_imported_when_called_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys, papa; assert not any(name.split('.')[0] == 'scipy' for name in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    with pytest.raises(PapaError, match=r"alignment needs scipy, .* pip install 'papa-torch\[align\]'"):
-        symmetries(mlp(), torch.randn(2, 4))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from papa.align.grouping import require_scipy
 from papa.align.nesting import NestedGroup
 from papa.align.permute import permute_axis_
 from papa.align.unit_groups import Symmetries, TensorAxis
@@ -50,7 +49,9 @@ class Comparison(ABC):
 
 def assign(gain: Tensor) -> Tensor:
     """The permutation with the largest sum of `gain[i, permutation[i]]`."""
-    return torch.from_numpy(require_scipy("optimize").linear_sum_assignment(gain.numpy(), maximize=True)[1])
+    from scipy.optimize import linear_sum_assignment  # slow to import, and needed only by alignment
+
+    return torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
 
 
 def nested_similarity(

@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +17,6 @@ import torch
 from papa.align.propagation import AxisKey, LabelPropagation
 from papa.align.unit_groups import TensorAxis, UnitGroup
 from papa.align.unit_labels import FROZEN, Booleans, Constraints, Integers, hashed, rank_among_equal
-from papa.errors import PapaError
-
-
-def require_scipy(module: str) -> Any:
-    """A module of scipy, which is imported only when alignment calls it."""
-    try:
-        return importlib.import_module(f"scipy.{module}")
-    except ImportError as error:
-        raise PapaError("alignment needs scipy, which is not installed: pip install 'papa-torch[align]'") from error
 
 
 def unit_groups(graph: LabelPropagation) -> tuple[UnitGroup, ...]:
@@ -94,8 +83,10 @@ def _partition(constraints: Constraints) -> _Partition:
 def _components(count: int, edges: list[Integers]) -> Integers:
     """The connected component of each label, named by its smallest label."""
     first, second = np.concatenate([np.zeros((2, 0), dtype=np.int64), *edges], axis=1)
-    graph = require_scipy("sparse").coo_array((np.ones(len(first), dtype=np.int8), (first, second)), (count, count))
-    _, component = require_scipy("sparse.csgraph").connected_components(graph, directed=False)
+    from scipy.sparse import coo_array, csgraph  # slow to import, and needed only by alignment
+
+    graph = coo_array((np.ones(len(first), dtype=np.int8), (first, second)), (count, count))
+    _, component = csgraph.connected_components(graph, directed=False)
     smallest = np.full(count, count, dtype=np.int64)
     np.minimum.at(smallest, component, np.arange(count))
     found: Integers = smallest[component]

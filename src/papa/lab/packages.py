@@ -10,7 +10,6 @@ EXTRAS = {
     "rich": "cli",
     "tyro": "cli",
     "PIL": "lab",
-    "scipy": "align",
     "sklearn": "lab",
     "timm": "lab",
     "torchvision": "lab",

@@ -60,7 +60,7 @@ RULES = {
     name: functools.partial(lambda make, size, **cadence: make(size, **{"every_steps": 1, **cadence}), make)
     for name, make in MAKERS.items()
 }
-PUSHES = {name for name in RULES if name.startswith("Push")}
+PUSHES = {"Push", "Push by half-life", "Push unscaled"}
 
 
 def context(step: int = 10, size: int = 5, lr_ratio: float = 1.0) -> AveragingContext:
@@ -109,6 +109,14 @@ class TestEveryRule:
         assert rule.is_due(10, num_steps=10) == (name in PUSHES)
         assert rule.is_due(10, num_steps=15) == rule.is_due(10, num_steps=None) == (name != "Independent")
 
+    @pytest.mark.parametrize("lr_ratio", [1.0, 0.3, 0.0])
+    def test_says_what_members_keep_only_if_it_pushes_toward_the_mean(self, name: str, lr_ratio: float) -> None:
+        rule = RULES[name](5)
+        keep = rule.keep(lr_ratio)
+        assert (keep is not None) == (name in PUSHES)
+        if keep is not None:
+            assert torch.equal(rule.matrix(context(lr_ratio=lr_ratio)), mixing.push(5, keep))
+
     def test_is_frozen(self, name: str) -> None:
         rule = RULES[name](5)
         for field in dataclasses.fields(rule):
@@ -150,9 +158,13 @@ def test_merges_need_a_cadence(rule: type[Rule]) -> None:
         rule()  # type: ignore[call-arg]
 
 
+def subclasses_of(kind: type) -> list[type]:
+    return [found for one in kind.__subclasses__() for found in (one, *subclasses_of(one))]
+
+
 def test_every_rule_class_is_in_the_common_suite() -> None:
     tested = {type(make(2)) for make in RULES.values()}
-    assert tested == set(Rule.__subclasses__())
+    assert tested == set(subclasses_of(Rule))
 
 
 class TestPush:

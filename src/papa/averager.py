@@ -39,7 +39,7 @@ class Averaging:
     rule: str
     """The rule's name."""
     alpha: float | None
-    """For a push, the share of itself each member kept; None for merges."""
+    """For a push toward the mean, the share of itself each member kept; None for other rules."""
     distances_before: tuple[float, ...] | None
     """Each member's distance to the mean before; None if not measured."""
     distances_after: tuple[float, ...] | None
@@ -74,9 +74,9 @@ class Averager:
         optimizers: the members' optimizers (or one for all). The learning rate of the first parameter group scales
             `Push`. Without them, and without `lr_ratio` in `step`, a push is not scaled.
         num_steps: the number of steps of the whole training; merges then skip the last step.
+        measure: record distances to the mean, which reads the matrix once more (twice for a merge).
         merge_hooks: one or several hooks that run around each averaging, such as `papa.RepairMerges` or
             `papa.AlignMerges`. The first is the outermost: it begins first and ends last.
-        measure: record distances to the mean, which reads the matrix once more (twice for a merge).
         on_nonfinite: what to do with a member whose weights are not finite, before it reaches the mean: `restart` it
             from the mean of the healthy members with fresh optimizer state, `drop` it, or `stop` with an error; None
             to skip the check. Without averaging there is no mean to restart from: then `restart` drops.
@@ -138,7 +138,7 @@ class Averager:
             lr_ratio: the learning rate divided by its initial value; None to read it from the optimizers.
 
         Returns:
-            What happened, or None if nothing was due.
+            What happened, or None if nothing happened; a delayed push is reported when it takes effect.
         """
         self.num_steps_taken += 1
         if self.num_steps is not None and self.num_steps_taken == self.num_steps + 1:
@@ -178,7 +178,8 @@ class Averager:
         with contextlib.ExitStack() as stack:
             for hook in self.merge_hooks:
                 stack.enter_context(hook(self.population, matrix, context))
-            # The health check has synchronised all processes; since then only hooks and merges may have changed rows.
+            # The health check has synchronised all processes. Since then, hooks and the scoring of merges that select
+            # members may have taken longer in some of them.
             self.population.mix_(matrix, synchronised=not self.merge_hooks and not self.rule.is_merge)
         self.num_averagings += 1
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
@@ -319,7 +320,7 @@ def _check_kinds(population: object, rule: object) -> None:
         raise MixingError(f"an averager needs a papa.Population, got a {type(population).__name__}: make one first")
     if not isinstance(rule, Rule):
         found = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
-        raise MixingError(f"an averager needs a rule such as papa.Push(alpha=0.99, every_steps=10), got {found}")
+        raise MixingError(f"an averager needs a rule such as papa.Push(half_life=0.003 * num_steps), got {found}")
 
 
 def _plain_fields(rule: Rule) -> dict[str, str]:

@@ -54,6 +54,8 @@ class Population:
             raise MemberError(
                 f"`average` is {average!r}, expected patterns and whether to average: {{'head.*': False}}"
             )
+        if not isinstance(models, Iterable):
+            raise MemberError(f"a population is made of modules, got a {type(models).__name__}: pass a list of modules")
         self._models = list(models)
         self._average = dict(average or {})
         self.dropped: frozenset[int] = frozenset()

@@ -59,7 +59,7 @@ class Rule:
     is_merge: ClassVar[bool] = True
     """Whether members are replaced rather than pushed. A merge is never due on the last step of training."""
     is_for_any_size: ClassVar[bool] = False
-    """Whether `matrix` depends on members through `context.size` only, so that it also works for fewer members."""
+    """Whether `matrix` works for any `context.size`; otherwise the matrix of all members is reduced to active ones."""
 
     @property
     def uses_lr(self) -> bool:
@@ -94,11 +94,14 @@ class Rule:
         return step % self.every_steps == 0
 
     def previous(self, step: int) -> int:
-        """The last step before `step` at which the rule was due; 0 if it never was."""
+        """The step before `step` at which the rule was last due; 0 if it never was."""
         return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
 
     def keep(self, lr_ratio: float) -> float | None:
-        """For a push toward the mean, the share of itself each member keeps; None for every other rule."""
+        """The share `a` of itself each member keeps, if the matrix is `a I + (1 - a)/p`; None for every other rule.
+
+        Distances to the mean then shrink by exactly this factor, and are not measured again.
+        """
         return None
 
     def matrix(self, context: AveragingContext) -> Tensor:

@@ -65,8 +65,8 @@ class RunSpec:
     """Makes a callback for the leading process; must be picklable."""
 
     @property
-    def run(self) -> RunDirectory:
-        """The run directory."""
+    def directory(self) -> RunDirectory:
+        """The files in `path`."""
         return RunDirectory(self.path)
 
     def check(self) -> None:
@@ -93,11 +93,11 @@ def execute(spec: RunSpec, *, stop: Any = None) -> dict[str, Any]:
     if rank_of_torchrun() is not None:
         return _execute_under_torchrun(spec, stop)
     spec.check()
-    if spec.resume and spec.run.is_finished:
+    if spec.resume and spec.directory.is_finished:
         return _finished_result(spec)
-    with spec.run.lock():
+    with spec.directory.lock():
         if not spec.resume:
-            spec.run.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
+            spec.directory.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
         num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
         with stop_flag(stop) as flag:  # only now: before, a signal may end the process, since there is nothing to save
             if num_workers == 1:
@@ -107,15 +107,15 @@ def execute(spec: RunSpec, *, stop: Any = None) -> dict[str, Any]:
 
 
 def _finished_result(spec: RunSpec) -> dict[str, Any]:
-    _check_same(spec.config, Config.from_json(spec.run.read_config()), spec.path)
-    return spec.run.read_result()
+    _check_same(spec.config, Config.from_json(spec.directory.read_config()), spec.path)
+    return spec.directory.read_result()
 
 
 def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
     if spec.workers is not None:
         raise ConfigError(f"--workers is {spec.workers}, but torchrun sets the number of processes: leave it out")
     spec.check()
-    processes, run = Torchrun(spec.config.average.exchange), spec.run
+    processes, run = Torchrun(spec.config.average.exchange), spec.directory
     group = processes.group(spec.config.members)
     facts = {**dict(flat(spec.config.to_json())), "out": spec.path, "papa": __version__, "torch": torch.__version__}
     facts |= {"overwrite": spec.overwrite, "resume": spec.resume}
@@ -181,7 +181,7 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
         stop: the flag that signals set.
         on_begin: called by the leading process once the directory belongs to this run.
     """
-    config, run = spec.config, spec.run
+    config, run = spec.config, spec.directory
     continues = spec.resume and run.holds_run
     group.barrier()  # nobody writes before everybody has looked
     if continues:

@@ -28,7 +28,7 @@ from papa.training.callbacks import Callback, EpochRecord, EpochScores
 from papa.training.checks import check_callbacks, check_makers
 from papa.training.options import Length, Settings
 
-MAX_BAD_LOSSES = 3
+NUM_BAD_LOSSES = 3
 """A member whose loss was not finite for this many steps in a row is unhealthy, whatever its weights."""
 
 
@@ -73,7 +73,7 @@ class Training:
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self.loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
-        self.recent_losses = torch.zeros(len(self.members), MAX_BAD_LOSSES, device=self.device)
+        self.recent_losses = torch.zeros(len(self.members), NUM_BAD_LOSSES, device=self.device)
         self.nonfinite: list[dict[str, Any]] = []
         """Members that were found non-finite so far, as lines of the metrics."""
         self._is_stopped = False
@@ -103,7 +103,7 @@ class Training:
 
     @property
     def epoch(self) -> int:
-        """Complete epochs."""
+        """The number of complete epochs."""
         return self.step // self.length.steps_per_epoch
 
     def _make_member(self, make_model: Callable[[], nn.Module], member: int) -> nn.Module:
@@ -223,12 +223,12 @@ class Training:
             scaler.step(optimizer)
             scaler.update()
         self.loss_sums[index] += loss.detach()
-        self.recent_losses[index, self.step % MAX_BAD_LOSSES] = loss.detach()
+        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = loss.detach()
 
     def add_losses_(self, losses: Tensor) -> None:
         """Record every local member's loss of a step, for the epoch's mean and the health check."""
         self.loss_sums += losses.detach()
-        self.recent_losses[:, self.step % MAX_BAD_LOSSES] = losses.detach()
+        self.recent_losses[:, self.step % NUM_BAD_LOSSES] = losses.detach()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.settings.numerics.autocast is None:
@@ -243,10 +243,10 @@ class Training:
         self.seconds[what] += time.perf_counter() - start - within
 
     def _unhealthy_reason(self, index: int) -> str | None:
-        """Read only when members are averaged, so that no step waits for an accelerator."""
+        """Read only when members are averaged or an epoch ends, so that no other step waits for an accelerator."""
         if bool(torch.isfinite(self.recent_losses[index]).any()):
             return None
-        return f"its loss was not finite for {MAX_BAD_LOSSES} steps"
+        return f"its loss was not finite for {NUM_BAD_LOSSES} steps"
 
     def _handle_nonfinite(self, found: Sequence[NonFiniteMember]) -> None:
         for one in found:

@@ -12,7 +12,7 @@ from torch import Tensor
 from papa import checkpoint
 from papa.averager import PendingState
 from papa.errors import RunError
-from papa.training.loop import MAX_BAD_LOSSES, Training
+from papa.training.loop import NUM_BAD_LOSSES, Training
 
 
 def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
@@ -95,7 +95,7 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     if loss_sum is not None and not _is_number(loss_sum):
         raise RunError(f"the checkpoint has {loss_sum!r} as the loss of member {member}")
     bad = numbers.get("bad_losses")
-    if not isinstance(bad, list) or len(bad) != MAX_BAD_LOSSES or not all(type(one) is bool for one in bad):
+    if not isinstance(bad, list) or len(bad) != NUM_BAD_LOSSES or not all(type(one) is bool for one in bad):
         raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
     pending, push = _pending_state(tensors, numbers)
     is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})

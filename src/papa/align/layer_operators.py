@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from papa.align.propagation import Labelled, LabelPropagation, OperatorRule, StateTensor, is_parameter
-from papa.align.unit_labels import as_rows, compact, joint_shape, tidy, varies
+from papa.align.unit_labels import UncoveredError, as_rows, compact, joint_shape, tidy, varies
 
 
 def argument(args: list[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
@@ -20,7 +20,7 @@ def linear(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dict
     """Input units lie along dim 1 of the weight, output units along dim 0."""
     weight, bias = args[1], argument(args, kwargs, 2, "bias")
     if not is_parameter(weight):
-        raise NotImplementedError
+        raise UncoveredError
     labels = graph.labels(args[0])
     inputs, outputs = graph.axis(weight, 1), graph.axis(weight, 0)
     if bias is not None:
@@ -38,7 +38,7 @@ def convolution(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs:
     """As `linear`, with units along the channels; each group of a grouped convolution is a set of channels."""
     weight, bias = args[1], argument(args, kwargs, 2, "bias")
     if not is_parameter(weight):
-        raise NotImplementedError
+        raise UncoveredError
     is_transposed = "transpose" in str(node.target)
     groups = int(argument(args, kwargs, 6, "groups", 1))
     labels, output = graph.labels(args[0]), node.meta["val"]
@@ -74,7 +74,7 @@ def channel_norm(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs
         if leaf is None:
             continue
         if not isinstance(leaf, StateTensor):
-            raise NotImplementedError
+            raise UncoveredError
         graph.constraints.join(labels, graph.axis(leaf, 0).view(-1, *[1] * (labels.dim() - 2)))
     return Labelled(labels)
 
@@ -108,7 +108,7 @@ def group_norm(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: 
 def embedding(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Rows are looked up by index and frozen; columns are units."""
     if not is_parameter(args[0]):
-        raise NotImplementedError
+        raise UncoveredError
     graph.constraints.freeze(graph.axis(args[0], 0))
     return Labelled(tidy(graph.axis(args[0], 1).expand(node.meta["val"].shape)))
 
@@ -117,7 +117,7 @@ def matmul(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dict
     """A product of activations: for each index of the leading dimensions, the contracted units are a set."""
     first, second = graph.labels(args[0]), graph.labels(args[1])
     if first.dim() < 2 or second.dim() < 2 or is_parameter(args[0]) or is_parameter(args[1]):
-        raise NotImplementedError
+        raise UncoveredError
     return _product(graph, first, second, node.meta["val"].shape)
 
 
@@ -127,9 +127,9 @@ def _product(graph: LabelPropagation, first: Tensor, second: Tensor, shape: torc
     rows_vary, columns_vary = varies(first, -2), varies(second, -1)
     sums_vary = varies(first, -1) or varies(second, -2)
     if (rows_vary and columns_vary) or (sums_vary and (rows_vary or columns_vary)):
-        raise NotImplementedError
+        raise UncoveredError
     if bool((first < 0).any()) or bool((second < 0).any()):
-        raise NotImplementedError
+        raise UncoveredError
     left, right = first[..., :1, :], second[..., :, :1].transpose(-1, -2)
     if sums_vary:
         graph.constraints.join(left, right)
@@ -150,7 +150,7 @@ def attention(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: d
     query, key, value = (graph.labels(part) for part in args[:3])
     mask = argument(args, kwargs, 3, "attn_mask")
     if any(varies(part, -2) for part in (query, key, value)) or kwargs.get("enable_gqa"):
-        raise NotImplementedError
+        raise UncoveredError
     scores = _product(graph, query, key.transpose(-1, -2), torch.Size([*query.shape[:-1], key.shape[-2]]))
     if isinstance(mask, Labelled | StateTensor):
         graph.freeze(mask)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from papa.align.layer_operators import LAYERS
 from papa.align.propagation import Labelled, LabelPropagation, OperatorRule, StateTensor
-from papa.align.unit_labels import as_rows, compact, tidy, varies
+from papa.align.unit_labels import UncoveredError, as_rows, compact, tidy, varies
 
 MOVES = """view reshape _unsafe_view permute transpose t numpy_T mT adjoint cat concat stack chunk split
 split_with_sizes unbind slice select flatten unflatten expand expand_as squeeze unsqueeze pixel_shuffle
@@ -65,7 +65,7 @@ def pointwise(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: d
     """Labels stay; constants become other constants."""
     labels = graph.labels(args[0])
     if any(isinstance(value, Tensor | StateTensor) for value in args[1:]) and node.name.startswith(("clamp", "rsub")):
-        raise NotImplementedError
+        raise UncoveredError
     graph.constraints.mark(labels)
     return Labelled(_with_new_constants(graph, node, labels))
 
@@ -94,7 +94,7 @@ def spatial(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dic
     """Pooling, resizing and padding by reflection keep channels apart."""
     labels, output = graph.labels(args[0]), node.meta["val"]
     if not isinstance(output, Tensor):
-        raise NotImplementedError
+        raise UncoveredError
     num_spatial = next(int(letter) for letter in str(node.target) if letter in "123")
     first = labels
     for dim in range(-num_spatial, 0):
@@ -109,7 +109,7 @@ def reduction(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: d
     labels, output = graph.labels(args[0]), node.meta["val"]
     dims = _dims_of(node, args, kwargs, labels.dim())
     if dims is None or not isinstance(output, Tensor):
-        raise NotImplementedError
+        raise UncoveredError
     keeps = output.dim() == labels.dim()
     if not any(varies(labels, dim) for dim in dims):
         found = labels[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(labels.dim()))]
@@ -151,7 +151,7 @@ def pad(graph: LabelPropagation, node: fx.Node, args: list[Any], kwargs: dict[st
     """Padding with a constant."""
     mode = args[2] if len(args) > 2 and isinstance(args[2], str) else "constant"
     if mode != "constant":
-        raise NotImplementedError
+        raise UncoveredError
     value = next((part for part in args[2:] if isinstance(part, int | float)), kwargs.get("value") or 0.0)
     labels = graph.labels(args[0])
     padded = torch.constant_pad_nd(labels, list(args[1]), graph.constraints.constant(float(value)))

@@ -33,7 +33,7 @@ class Labelled:
 AxisKey = tuple[str, int, tuple[int, int] | None]
 """A tensor's name, a dimension, and the range of rows if not all (see `TensorAxis`)."""
 OperatorRule = Callable[["LabelPropagation", fx.Node, list[Any], dict[str, Any]], Any]
-"""Returns the labels of an operator's output and adds to the constraints, or raises `NotImplementedError`."""
+"""Returns the labels of an operator's output and adds to the constraints, or raises `UncoveredError`."""
 
 
 class LabelPropagation(fx.Interpreter):
@@ -97,7 +97,7 @@ class LabelPropagation(fx.Interpreter):
             try:
                 return self._rules[name](self, node, args, kwargs)
             except (RuntimeError, IndexError, TypeError):
-                pass  # NotImplementedError, or a form of the operator that its rule does not cover
+                pass  # UncoveredError, or an argument that the rule does not expect
         self.unsupported[name] = self.unsupported.get(name, 0) + 1
         for value in traced:
             self.freeze(value)

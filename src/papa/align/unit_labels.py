@@ -92,6 +92,10 @@ def rank_among_equal(keys: Integers) -> tuple[Integers, Integers]:
     return order, np.arange(len(keys)) - np.repeat(starts, lengths)
 
 
+class UncoveredError(Exception):
+    """A use of an operator that its rule does not cover: the units it touches stay in place."""
+
+
 class Constraints:
     """All labels of a network, and what its operators require of them."""
 
@@ -199,6 +203,6 @@ class Constraints:
     def _share(self, some: Tensor, others: Tensor, shared: list[list[int]]) -> None:
         """One number is broadcast to many units: together they are a set."""
         if (shared[0] and shared[1]) or bool((some < 0).any()) or bool((others < 0).any()):
-            raise NotImplementedError("an outer product of units, or constants among units that share a number")
+            raise UncoveredError("an outer product of units, or constants among units that share a number")
         few, many, dims = (some, others, shared[0]) if shared[0] else (others, some, shared[1])
         self.add_sets(torch.cat([as_rows(many, dims), as_rows(few, dims)[:, :1]], dim=1))

@@ -92,7 +92,7 @@ def rank_among_equal(keys: Integers) -> tuple[Integers, Integers]:
     return order, np.arange(len(keys)) - np.repeat(starts, lengths)
 
 
-class UncoveredError(Exception):
+class UncoveredError(RuntimeError):
     """A use of an operator that its rule does not cover: the units it touches stay in place."""
 
 

@@ -63,7 +63,7 @@ class SoupBuilder:
         *,
         dtype: torch.dtype | None = None,
         context: EvaluationContext | None = None,
-        steps: SoupSteps = SoupSteps(),  # noqa: B008
+        steps: SoupSteps = SoupSteps(),
     ) -> None:
         self.files, self.scratch, self._context, self.steps = list(files), scratch, context, steps
         if steps.align or steps.changes_average:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from papa.errors import PapaError
 from papa.lab.report.draw import standalone_svg
-from papa.lab.report.reading import is_run, read_run
-from papa.storage import write_atomically
+from papa.lab.runs import read_run
+from papa.storage import is_run, write_atomically
 from results.page import headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, record_of, runs_of, write_record
 from results.studies import STUDIES, Study

@@ -11,10 +11,9 @@ from typing import Any
 
 from papa.cli.compare import jobs_of, parse_options
 from papa.errors import RunError
-from papa.lab.config import Config, idle_options
+from papa.lab.config import Config, flat, idle_options
 from papa.lab.recipes import find
-from papa.lab.report.fields import flat
-from papa.lab.report.reading import Run
+from papa.lab.runs import Run
 from papa.storage import json_text, read_json, write_atomically
 
 FOLDER = Path(__file__).parent / "records"
@@ -70,7 +69,7 @@ def record_of(run: Run, config: Config) -> dict[str, Any]:
             "distance": _mean(event["distances"]),
         }
         for event in run.events
-        if event.get("event") == "epoch"
+        if event["event"] == "epoch"
     ]
     return {name: value if name == "config" else _rounded(value) for name, value in kept.items()}
 

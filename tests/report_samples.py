@@ -64,7 +64,9 @@ def make_full_result() -> dict[str, Any]:
             ],
         },
         "communication": {"bytes": 2_500_000, "seconds": 0.25},
-        "nonfinite": [{"step": 5, "member": 1, "reason": "loss is not finite", "action": "left out"}],
+        "nonfinite": [
+            {"event": "nonfinite", "step": 5, "member": 1, "reason": "loss is not finite", "action": "left out"}
+        ],
         "paper": {"ensemble": 93.5, "average_soup": 92.75},
     }
 

@@ -34,7 +34,7 @@ LIBRARY = [
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
 LAB = [
-    *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "runs", "report"),
+    *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
     *("selection", "candidates", "probes", "freezing", "analysis", "independent_soups", "trajectory_scores"),
     *("outcome", "recipes", "recorder", "launch", "launch_many", "reproduce"),
 ]

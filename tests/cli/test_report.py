@@ -133,8 +133,9 @@ def test_reporting_again_gives_the_same_page(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[1]", "contains list, expected an object"),
+        ("[1]", "holds a list, expected an object"),
         ("[" * 100_000, "nested too deeply"),
+        ("{}", "recipe is missing"),
     ],
 )
 def test_invalid_results_are_named(content: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,11 +147,21 @@ def test_invalid_results_are_named(content: str, message: str, run: Path, capsys
     assert not (run / "report.html").exists()
 
 
-def test_an_empty_result_still_has_a_page(run: Path) -> None:
-    (run / "result.json").write_text("{}")
-    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n[]\n3\n" + json.dumps(METRICS[1]).encode() + b"\n")
-    assert main(["report", str(run)]) == 0
-    assert '<figure id="validation-score">' in (run / "report.html").read_text()
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"[]", b"3", b'{"event": "epoch", "losses": 3}', b'{"step": 1}'])
+def test_a_line_that_is_no_event_is_named(line: bytes, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").write_bytes(json.dumps(METRICS[1]).encode() + b"\n" + line + b"\n")
+    assert main(["report", str(run)]) == 2
+    assert f"line 2 of {run / 'metrics.jsonl'} is no event of papa" in capsys.readouterr().err
+
+
+def test_one_unreadable_run_among_many_is_named_and_left_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "papa-seed1" / "result.json").write_text('{"recipe": "digits", "method": "papa", "seed": "one"}')
+    (runs / "papa-seed2" / "metrics.jsonl").write_text("[]\n")
+    assert main(["report", str(runs)]) == 0
+    shown = capsys.readouterr().err
+    assert "papa-seed1/result.json is not a valid result of papa: seed is 'one', expected an integer" in shown
+    assert "papa-seed2/metrics.jsonl is no event of papa" in shown
+    assert "digits: 4 runs compared" in (runs / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +190,8 @@ def test_wrong_arguments_get_one_readable_message(
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["report", "--help"])
     shown = capsys.readouterr().out
     for option in ("--csv", "--json", "--latex", "--png", "--pdf", "--out", "--overwrite"):
         assert option in shown

@@ -78,9 +78,9 @@ def test_a_rewound_file_is_read_again(run: RunDirectory) -> None:
 def test_invalid_lines_are_skipped(run: RunDirectory) -> None:
     follower = Follower(run)
     run.metrics.write_bytes(b'\xff\n[]\n{"event": "epoch", "epoch": "x", "losses": 3}\n{"step": null}\n')
-    append(run, {**make_epoch(3), "losses": [None, "a"]}, {"event": "checkpoint-failed", "step": 30, "error": "full"})
+    append(run, {**make_epoch(3), "losses": [None, 0.5]}, {"event": "checkpoint-failed", "step": 30, "error": "full"})
     follower.read()
-    assert (follower.status.epoch, follower.status.losses) == (3, [None, None])
+    assert (follower.status.epoch, follower.status.losses) == (3, [None, 0.5])
     assert follower.status.warnings == ["step 30: the checkpoint could not be written"]
 
 

@@ -9,7 +9,7 @@ from papa import Independent, MergeAll, Push, evaluate
 from papa.data import Data
 from papa.errors import ConfigError
 from papa.lab.probes import MergeProbes
-from papa.lab.runs import fold_merges
+from papa.lab.result import fold_merges
 from papa.training import Callback, EpochRecord, Training
 from papa.training.state import load_state_, member_states, shared_state
 

@@ -19,8 +19,7 @@ from papa.lab.launch import check_alike
 from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import Recipe
 from papa.lab.report import compare_page, compare_rows, paper_rows, with_gap_closed
-from papa.lab.report.reading import read_events
-from papa.lab.runs import RunDirectory
+from papa.lab.runs import RunDirectory, read_run
 from papa.storage import write_atomically
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
@@ -103,7 +102,7 @@ def _check_existing(jobs: Sequence[tuple[Config, Path]]) -> None:
 
 def _print_comparison(outcomes: Outcomes, out: Path) -> None:
     results = list(outcomes.results.values())
-    metrics = [read_events(path / "metrics.jsonl") for path in outcomes.results]
+    metrics = [read_run(path).events for path in outcomes.results]
     write_atomically(out / "report.html", compare_page(results, metrics))
     print_table(*with_gap_closed(results, [*compare_rows(results), *paper_rows(results)]))
     print_details(results)

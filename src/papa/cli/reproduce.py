@@ -16,8 +16,8 @@ from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import BUDGETS
 from papa.lab.recipes.tables import TABLES, Table, find_table
 from papa.lab.report import table_page
-from papa.lab.report.reading import read_events
 from papa.lab.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for
+from papa.lab.runs import read_run
 from papa.storage import write_atomically
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
@@ -112,7 +112,7 @@ def _print_table(request: Request, jobs: Sequence[Job], outcomes: Outcomes, out:
         rows,
         [(f"{job.row.title}, seed {job.config.seed}", str(job.path.relative_to(out))) for job in jobs],
         list(with_curves.values()),
-        [read_events(path / "metrics.jsonl") for path in with_curves],
+        [read_run(path).events for path in with_curves],
     )
     out.mkdir(parents=True, exist_ok=True)
     report = out / f"{table.kind}-{table.label}.html"

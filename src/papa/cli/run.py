@@ -14,11 +14,10 @@ from papa.cli.execution import OneRunOptions, is_main_process
 from papa.cli.progress import event_text
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.lab.config import Config
+from papa.lab.config import Config, flat
 from papa.lab.recipes import Recipe
 from papa.lab.recipes.change import changed
 from papa.lab.report import COLUMNS, details_table, run_rows
-from papa.lab.report.fields import flat
 from papa.lab.runs import RunDirectory
 
 USAGE = """usage: papa run RECIPE [OPTIONS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ from papa.cli.status import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.report import COLUMNS, run_rows
-from papa.lab.report.fields import number, numbers, part, printable, text
-from papa.lab.report.reading import is_run, parse_events, read_run
+from papa.lab.report.words import plain, printable
+from papa.lab.result import parsed_event
 from papa.lab.runs import RunDirectory
+from papa.storage import is_run
 
 DESCRIPTION = """Follows a run from another terminal until it has finished: losses, scores and distances of the members,
 scores of the ensemble and the average soup, and the remaining time. Waits for a directory that does not exist yet, and
@@ -84,8 +86,8 @@ def _watch(options: WatchOptions) -> None:
             time.sleep(options.every)
     finally:
         live.stop()
-    result = read_run(options.directory).result
-    print_table((text(result.get("method")), *COLUMNS), run_rows(result))
+    result = run.read_result()
+    print_table((result["method"], *COLUMNS), run_rows(result))
     print(f"report: {run.report}")
 
 
@@ -123,17 +125,17 @@ class Follower:
             return
         if not self.has_started:
             self._read_config()
-        for event in parse_events(self._new_lines()):
-            self._update(event)
+        for line in self._new_lines():
+            with contextlib.suppress(ValueError):  # what is no event cannot be shown; reports name the line
+                self._update(parsed_event(line))
         is_stopped = self.run.is_interrupted
         self.status.interruption = f"not running: continue it with papa resume {self.run.path}" if is_stopped else None
         self.status.seconds_left = None if is_stopped else self._clock.seconds_left(self.status.share)
 
     def _read_config(self) -> None:
-        config = read_run(self.run.path).result.get("config")
-        recipe, method, seed = (text(part(config, key)) for key in ("recipe", "method", "seed"))
-        self.status.title = printable(f"{recipe} {method} seed {seed}")
-        self.status.num_epochs = int(number(part(config, "train", "epochs")) or 0)
+        known = self.run.read_result_so_far()
+        self.status.title = printable(f"{known['recipe']} {known['method']} seed {known['seed']}")
+        self.status.num_epochs = (known["config"].get("train") or {}).get("epochs") or 0
 
     def _new_lines(self) -> list[bytes]:
         """The complete lines since the last call."""
@@ -154,17 +156,17 @@ class Follower:
         return lines.splitlines()
 
     def _update(self, event: Mapping[str, Any]) -> None:
-        status, kind, step = self.status, event.get("event"), number(event.get("step"))
-        status.step = status.step if step is None else max(status.step, int(step))
-        if kind == "epoch" and (epoch := number(event.get("epoch"))):
+        status, kind, step = self.status, event["event"], event.get("step", 0)
+        status.step = max(status.step, int(step))
+        if kind == "epoch" and (epoch := event.get("epoch")):
             status.epoch = int(epoch)
             if status.num_epochs and step:
                 status.num_steps = round(step / epoch * status.num_epochs)
-            status.losses, status.scores = numbers(event.get("losses")), numbers(event.get("validation"))
-            status.distances = numbers(event.get("distances"))
-            status.ensemble = number(event.get("validation_ensemble"))
-            status.average_soup = number(event.get("validation_average_soup"))
+            status.losses, status.scores = event.get("losses", ()), event.get("validation", ())
+            status.distances = event.get("distances", ())
+            status.ensemble = event.get("validation_ensemble")
+            status.average_soup = event.get("validation_average_soup")
         elif kind == "nonfinite":
-            status.warnings.append(f"step {text(event.get('step'))}: member {text(event.get('member'))} was unhealthy")
+            status.warnings.append(f"step {plain(step)}: member {plain(event.get('member'))} was unhealthy")
         elif kind == "checkpoint-failed":
-            status.warnings.append(f"step {text(event.get('step'))}: the checkpoint could not be written")
+            status.warnings.append(f"step {plain(step)}: the checkpoint could not be written")

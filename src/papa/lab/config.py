@@ -295,6 +295,15 @@ def idle_options(method: str) -> frozenset[str]:
     return pushes | merges
 
 
+def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested objects, such as a config's options, by their dotted names."""
+    if isinstance(value, Mapping) and depth < 8:
+        for key, entry in value.items():
+            yield from flat(entry, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    else:
+        yield prefix, value
+
+
 def _from_json(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is {value!r}, expected an object")

@@ -21,8 +21,8 @@ from papa._version import __version__
 from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
-from papa.lab.config import Config, idle_options
-from papa.lab.outcome import RunOutcome, finalize_run
+from papa.lab.config import Config, flat, idle_options
+from papa.lab.outcome import finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
@@ -30,8 +30,8 @@ from papa.lab.recipes.loading import card_for
 from papa.lab.recipes.picture import prediction_picture
 from papa.lab.recorder import Recorder
 from papa.lab.report import run_page
-from papa.lab.report.fields import flat
-from papa.lab.runs import RunDirectory, fold_merges, is_metrics_state
+from papa.lab.result import as_stored, fold_merges
+from papa.lab.runs import RunDirectory, is_metrics_state
 from papa.lab.signals import stop_flag
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
@@ -277,6 +277,7 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: dict[st
     for member, network in zip(training.members, training.population, strict=True):
         if member not in training.population.dropped:
             run.save_member(member, network)
+    events = list(run.read_metrics()) if training.group.is_leader else []
     result = {
         "recipe": config.recipe,
         "method": config.method,
@@ -286,28 +287,24 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: dict[st
         "environment": environment(training),
         **outcome.to_json(),
         "num_averagings": training.averager.num_averagings,
-        "communication": communication(run.read_metrics()) if training.group.is_leader else None,
+        "communication": communication(events),
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
         "paper_details": paper_details(config),
         "paper_soups": paper_soups(config),
+        "failed_checkpoints": sum(event["event"] == "checkpoint-failed" for event in events),
     }
     training.group.barrier()
     if training.group.is_leader:
-        _write_result(run, training, outcome, result)
-    return result
-
-
-def _write_result(run: RunDirectory, training: Training, outcome: RunOutcome, result: dict[str, Any]) -> None:
-    events, soups = list(run.read_metrics()), outcome.training
-    result["failed_checkpoints"] = sum(event["event"] == "checkpoint-failed" for event in events)
-    best = None if soups.best_soup is None else soups.best_soup.network
-    run.save_soups(soups.average_soup, soups.greedy.network, best)
-    picture = prediction_picture(training, soups.greedy.network)
-    if picture is not None:
-        write_atomically(run.picture, picture)
-    write_atomically(run.report, run_page(result, fold_merges(events)))
-    write_json(run.result, result)
+        soups = outcome.training
+        best = None if soups.best_soup is None else soups.best_soup.network
+        run.save_soups(soups.average_soup, soups.greedy.network, best)
+        picture = prediction_picture(training, soups.greedy.network)
+        if picture is not None:
+            write_atomically(run.picture, picture)
+        write_atomically(run.report, run_page(as_stored(result), fold_merges(events)))
+        write_json(run.result, result)
+    return as_stored(result)
 
 
 def communication(events: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class MergeProbes(Callback):
         {"event": "merge-later", "step", "merge_step", "data", "scores"}
 
     with one score per member; `after_unrepaired` is there if merge hooks change members after they are mixed.
-    `papa.lab.runs.fold_merges` joins both. Training itself is not changed.
+    `papa.lab.result.fold_merges` joins both. Training itself is not changed.
 
     Example:
         >>> from torch import nn

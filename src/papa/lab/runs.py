@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,107 +14,22 @@ from torch import nn
 
 from papa.checkpoint import checkpoints
 from papa.errors import RunError
+from papa.lab.config import METHODS
+from papa.lab.result import checked_result, fold_merges, parsed_event
 from papa.lock import Lock
 from papa.storage import (
     file_errors,
     is_run,
     json_text,
     matches,
-    parse_json,
     read_file,
     read_object,
     save_network,
-    validated,
     write_atomically,
     write_json,
 )
 
 MAX_METRICS_BYTES = 1 << 30
-
-
-class _Members(TypedDict):
-    members: list[float | None]
-
-
-class Scores(_Members, total=False):
-    """The scores of a run on one set of data; None where a network has no finite score."""
-
-    mean: float | None
-    min: float | None
-    max: float | None
-    ensemble: float | None
-    average_soup: float | None
-    greedy_soup: float | None
-    loss: dict[str, Any] | None
-    details: dict[str, Any] | None
-
-
-class SoupScores(TypedDict, total=False):
-    """The scores of soups of independent members on one set of data."""
-
-    average_soup: float | None
-    greedy_soup: float | None
-    details: dict[str, Any] | None
-
-
-class Soups(TypedDict, total=False):
-    """Soups of independent members that were repaired, or aligned and repaired."""
-
-    test: SoupScores | None
-    validation: SoupScores | None
-    greedy_members: list[int] | None
-
-
-class BestSoup(TypedDict):
-    """The best average soup by validation, and the epoch it is from."""
-
-    epoch: int
-    validation: dict[str, float | None]
-    test: dict[str, float | None] | None
-
-
-class NonFinite(TypedDict):
-    """A member that was not finite, and what was done about it."""
-
-    event: str
-    step: int
-    member: int
-    reason: str
-    action: str
-
-
-class _Known(TypedDict):
-    recipe: str
-    method: str
-    seed: int
-    config: dict[str, Any]
-
-
-class RunResult(_Known, total=False):
-    """What `result.json` holds. Of an unfinished or older run, what is not known is None."""
-
-    environment: dict[str, Any] | None
-    network: dict[str, Any] | None
-    test: Scores | None
-    validation: Scores | None
-    greedy_members: list[int] | None
-    greedy_trials: list[dict[str, Any]] | None
-    best_soup: BestSoup | None
-    num_averagings: int | None
-    nonfinite: list[NonFinite] | None
-    seconds: dict[str, float] | None
-    communication: dict[str, float] | None
-    failed_checkpoints: int | None
-    policies: list[dict[str, Any]] | None
-    repaired: Soups | None
-    aligned: Soups | None
-    repair: dict[str, Any] | None
-    similarity: dict[str, Any] | None
-    interpolation: dict[str, Any] | None
-    trajectory: dict[str, Any] | None
-    paper: dict[str, float | None] | None
-    paper_details: dict[str, Any] | None
-    paper_soups: str | None
 
 
 class MetricsState(TypedDict):
@@ -222,7 +138,7 @@ class RunDirectory:
 
     def read_result(self) -> dict[str, Any]:
         """The result of the finished run here, as `RunResult` describes it; missing optional parts are None."""
-        return _checked_result(self.result, read_object(self.result))
+        return self._read_result(self.result, read_object(self.result))
 
     def read_result_so_far(self) -> dict[str, Any]:
         """The result of the run here; of an unfinished run recipe, method, seed and config, everything else None."""
@@ -230,7 +146,11 @@ class RunDirectory:
             return self.read_result()
         config = self.read_config()
         known = {key: config.get(key) for key in ("recipe", "method", "seed")}
-        return _checked_result(self.config, {**known, "config": config})
+        return self._read_result(self.config, {**known, "config": config})
+
+    def _read_result(self, file: Path, value: dict[str, Any]) -> dict[str, Any]:
+        with file_errors(file, kind="a valid result of papa"):
+            return checked_result(value)
 
     def log(self, event: Mapping[str, Any]) -> str | None:
         """Add one line to the metrics; a line that cannot be written is kept and written with a later one.
@@ -296,12 +216,9 @@ class RunDirectory:
         lines = read_file(self.metrics, MAX_METRICS_BYTES).split(b"\n")
         for number, line in enumerate(lines[:-1], start=1):
             try:
-                event = parse_json(line)
+                yield parsed_event(line)
             except ValueError as error:
-                raise RunError(f"line {number} of {self.metrics} is not valid JSON: {error}") from error
-            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-                raise RunError(f"line {number} of {self.metrics} is no event: the file was altered")
-            yield event
+                raise RunError(f"line {number} of {self.metrics} is no event of papa: {error}") from error
 
     def latest_checkpoint(self) -> Path | None:
         """The newest checkpoint, or None."""
@@ -320,46 +237,56 @@ class RunDirectory:
             save_network(self.best_soup, best, {"role": "best average soup by validation"})
 
 
-def _checked_result(file: Path, value: dict[str, Any]) -> dict[str, Any]:
-    with file_errors(file, kind="a valid result of papa"):
-        result = validated(value, RunResult)
-        policies = result["policies"] or []
-        if any(policy.keys() != policies[0].keys() for policy in policies):
-            raise ValueError("its policies differ in their options")
-        return dict(result)
-
-
 def is_metrics_state(value: Any) -> bool:
     """Whether this is what `RunDirectory.metrics_state` gives."""
     return matches(value, MetricsState) and value["bytes"] >= 0
 
 
-def fold_merges(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics with one event for each merge that was scored.
+@dataclass(frozen=True)
+class Run:
+    """What a run has written, finished or not."""
 
-    A run logs scores as soon as they are known, so that it can be stopped in between: those before and after a merge at
-    the merge, those some steps later in a separate event. Readers want them together.
+    path: Path
+    result: dict[str, Any]
+    """The content of `result.json`; for an unfinished run only recipe, method, seed and config."""
+    events: list[dict[str, Any]]
+    """The events of `metrics.jsonl`, one for each merge."""
+    is_finished: bool
 
-    Example:
-        >>> merge = {"event": "merge", "step": 10, "epoch": 1, "data": "test", "before": [90.0], "after": [92.0]}
-        >>> later = {"event": "merge-later", "step": 12, "merge_step": 10, "data": "test", "scores": [91.0]}
-        >>> (event,) = fold_merges([merge, later])
-        >>> event["later"], event["steps_later"]
-        ([91.0], 2)
 
-    Returns:
-        All events in order; each `merge` has `later` and `steps_later`, both None if training ended before.
+def read_run(path: Path) -> Run:
+    """Read the run in a directory; a `RunError` if there is none, or if its files are not those of papa."""
+    run = RunDirectory(path)
+    return Run(path, run.read_result_so_far(), fold_merges(run.read_metrics()), run.is_finished)
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[RunError]]:
+    """The runs in some directories, sorted by recipe, method and seed, and an error for each that cannot be read.
+
+    Each directory is a run, or contains runs as `papa compare` writes them. If no run can be read, its error is raised.
     """
-    folded: list[dict[str, Any]] = []
-    merges: dict[int, dict[str, Any]] = {}
-    for event in events:
-        kind, step, merge_step = (event.get(key) for key in ("event", "step", "merge_step"))
-        if kind == "merge-later" and type(step) is type(merge_step) is int and merge_step in merges:
-            merges[merge_step].update(later=event.get("scores"), steps_later=step - merge_step)
-            continue
-        folded.append(dict(event))
-        if kind == "merge" and type(step) is int:
-            merges[step] = folded[-1]
-            folded[-1].setdefault("later", None)
-            folded[-1].setdefault("steps_later", None)
-    return folded
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise RunError(f"there is no directory {path}: give one that `papa run` or `papa compare` wrote")
+        inside = [path] if is_run(path) else [child for child in sorted(path.iterdir()) if is_run(child)]
+        if not inside:
+            raise RunError(
+                f"neither {path} nor a directory in it is a run of papa: config.json and result.json are missing"
+            )
+        found |= dict.fromkeys(path.resolve() for path in inside)
+    runs, errors = [], []
+    for path in found:
+        try:
+            runs.append(read_run(path))
+        except RunError as error:
+            errors.append(error)
+    if not runs:
+        raise errors[0]
+    order = {method: place for place, method in enumerate(METHODS)}
+
+    def key(run: Run) -> tuple[str, int, int]:
+        recipe, method, seed = (run.result[name] for name in ("recipe", "method", "seed"))
+        return recipe, order.get(method, len(order)), seed
+
+    return sorted(runs, key=key), errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -9,6 +10,9 @@ LARGEST = 1e100
 """Larger numbers are no score, loss, size or time, and would overflow what is computed from them."""
 
 T = TypeVar("T")
+
+_hints = functools.cache(get_type_hints)
+"""Cached, since a file of metrics has many lines."""
 
 
 def validated(value: Any, kind: type[T], *, name: str = "") -> T:
@@ -66,7 +70,7 @@ def _validated(value: Any, kind: Any, name: str) -> Any:
 
 def _validated_keys(value: dict[str, Any], kind: Any, name: str) -> dict[str, Any]:
     found = dict(value)
-    for key, hint in get_type_hints(kind).items():
+    for key, hint in _hints(kind).items():
         if key in value:
             found[key] = _validated(value[key], hint, _below(name, key))
         elif key in kind.__optional_keys__:

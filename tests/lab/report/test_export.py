@@ -8,7 +8,7 @@ import pytest
 from papa.lab.report.draw import pdf_bytes, png_bytes
 from papa.lab.report.export import CSV_COLUMNS, csv_text, json_report, latex_escaped, latex_text
 from papa.lab.report.figures import run_figures
-from papa.lab.report.reading import Run
+from papa.lab.runs import Run
 from report_samples import FULL_METRICS, HOSTILE, METRICS, make_full_result, make_result
 
 
@@ -34,7 +34,7 @@ def test_csv_has_a_line_for_each_run_data_and_kind_of_soups() -> None:
 
 
 def test_csv_names_runs_without_scores_and_hides_formulas() -> None:
-    unfinished = Run(Path("runs/b"), {"recipe": "=1+1", "method": 'a,"b"', "seed": -3}, [], False)
+    unfinished = Run(Path("runs/b"), {"recipe": "=1+1", "method": 'a,"b"', "seed": -3, "config": {}}, [], False)
     (row,) = csv.DictReader(io.StringIO(csv_text([unfinished])))
     assert (row["recipe"], row["method"], row["seed"], row["finished"]) == ("'=1+1", 'a,"b"', "-3", "no")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from papa.lab.report import compare_page, compare_rows, gap_closed, mean_gap_closed, with_gap_closed
 from papa.lab.report.export import latex_text
-from papa.lab.report.reading import Run
+from papa.lab.runs import Run
 from report_samples import make_result
 
 scores = st.floats(0, 100)

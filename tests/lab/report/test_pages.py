@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from papa.lab.report import compare_page, details_table, run_page
 from papa.lab.report.page import POLICY, summary
+from papa.lab.result import as_stored, parsed_event
+from papa.storage import json_text
 from report_samples import FULL_METRICS, HOSTILE, METRICS, make_averaging, make_epoch, make_full_result, make_result
 
 
@@ -194,10 +196,14 @@ json_values = st.recursive(
 
 
 def check_pages_with_a_replaced_value(data: st.DataObject) -> None:
-    """Some field of a result or of an event is replaced by any JSON value."""
-    result, events = json.loads(json.dumps([make_full_result(), FULL_METRICS]))
-    for value in (result, *events):
-        spoil(value, data)
+    """Some field of a result or of an event is replaced by any JSON value: the file is refused, or there is a page."""
+    result, *events = json.loads(json.dumps([make_full_result(), *FULL_METRICS]))
+    spoil(data.draw(st.sampled_from([result, *events])), data)
+    try:
+        result = as_stored(result)
+        events = [parsed_event(json_text(event).encode()) for event in events]
+    except ValueError:
+        return
     for page in (run_page(result, events), compare_page([result, make_result()], [events, METRICS])):
         assert page.encode()
         tags = tags_of(page)
@@ -287,9 +293,9 @@ def test_the_papers_details_follow_ours() -> None:
     assert rows["paper's independent: mean"] == ("", "88.80")
     assert rows["paper's independent: average soup, repaired"] == ("", "43.32")
     assert "paper&#39;s independent: mean" in run_page(result, METRICS)
-    result["paper_details"] = {"mean": {"F1 <road>": "high"}, "ensemble": 3}  # altered by hand
-    rows = {row[0]: row[1:] for row in details_table([result])[1]}
-    assert rows["paper's independent: mean"] == ("", "not finite")
+    result["paper_details"] = {"mean": {"F1 <road>": "high"}}  # altered by hand
+    with pytest.raises(ValueError, match=r"paper_details.mean.F1 <road> is 'high', expected a number"):
+        as_stored(result)
 
 
 def test_metrics_without_details_have_no_rows() -> None:

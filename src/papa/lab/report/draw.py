@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from papa.lab.packages import require
-from papa.lab.report.fields import plain, printable
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, evenly_spaced
+from papa.lab.report.words import plain, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from papa._version import __version__
-from papa.lab.report.fields import number, numbers, part, printable, text, total_seconds
 from papa.lab.report.gap import with_gap_closed
-from papa.lab.report.reading import Run
 from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import COLUMNS, KEYS, SOUPS, compare_rows_with_paper, run_rows, scores_of
+from papa.lab.report.words import printable, text
+from papa.lab.runs import Run
 from papa.storage import json_text
 
 CSV_COLUMNS = (
@@ -39,29 +39,30 @@ def csv_text(runs: Sequence[Run]) -> str:
     writer.writerow(CSV_COLUMNS)
     for run in runs:
         result = run.result
-        members = len(numbers(scores_of(result).get("members"))) or part(result, "config", "members")
-        about = (str(run.path), result.get("recipe"), result.get("method"), result.get("seed"), members)
+        members = len(scores_of(result).get("members", ())) or result["config"].get("members")
+        about = (str(run.path), result["recipe"], result["method"], result["seed"], members)
+        seconds = result.get("seconds")
         for data, soups, scores in list(_score_parts(result)) or [("", "", {})]:
-            cells = [number(scores.get(key)) for key in ("mean", "min", "max", *list(KEYS)[1:])]
+            cells = [scores.get(key) for key in ("mean", "min", "max", *list(KEYS)[1:])]
             finished = "yes" if run.is_finished else "no"
-            writer.writerow(map(_csv_cell, (*about, finished, data, soups, *cells, total_seconds(result))))
+            total = sum(seconds.values()) if seconds else None
+            writer.writerow(map(_csv_cell, (*about, finished, data, soups, *cells, total)))
     return printable(file.getvalue())
 
 
 def _score_parts(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Data, kind of soups and scores of each part of a result that has scores."""
     for soups in ("plain", *SOUPS):
+        part = result if soups == "plain" else result.get(soups) or {}
         for data in ("test", "validation"):
-            if isinstance(scores := part(result if soups == "plain" else result.get(soups), data), Mapping):
-                yield data, soups, scores
+            if part.get(data):
+                yield data, soups, part[data]
 
 
 def _csv_cell(value: Any) -> Any:
     """A cell that no spreadsheet reads as a formula."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return value
-    words = text(value)
-    return f"'{words}" if words[:1] in ("=", "+", "-", "@", "\t", "\r") else words
+    is_formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
+    return f"'{value}" if is_formula else value
 
 
 def json_report(runs: Sequence[Run]) -> str:
@@ -77,8 +78,8 @@ def json_report(runs: Sequence[Run]) -> str:
                 "path": str(run.path),
                 "finished": run.is_finished,
                 "result": run.result,
-                "epochs": [event for event in run.events if event.get("event") == "epoch"],
-                "merges": [event for event in run.events if event.get("event") == "merge"],
+                "epochs": [event for event in run.events if event["event"] == "epoch"],
+                "merges": [event for event in run.events if event["event"] == "merge"],
             }
             for run in runs
         ],
@@ -87,9 +88,9 @@ def json_report(runs: Sequence[Run]) -> str:
 
 
 def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    summary: dict[str, Any] = {"method": label, "seeds": [result.get("seed") for result in results]}
+    summary: dict[str, Any] = {"method": label, "seeds": [result["seed"] for result in results]}
     for key in KEYS:
-        values = [value for result in results if (value := number(scores_of(result).get(key))) is not None]
+        values = [value for result in results if (value := scores_of(result).get(key)) is not None]
         if values:
             summary[key] = {"mean": fmean(values), "deviation": stdev(values) if len(values) > 1 else None}
     return summary
@@ -102,7 +103,7 @@ def latex_text(runs: Sequence[Run]) -> str:
     rows = run_rows(results[0])
     if len(results) > 1:
         head, rows = with_gap_closed(results, compare_rows_with_paper(results))
-    name = ", ".join(dict.fromkeys(text(result.get("recipe")) for result in results))
+    name = ", ".join(dict.fromkeys(text(result["recipe"]) for result in results))
     body = [" & ".join(map(latex_escaped, row)) + r" \\" for row in rows]
     body = ["{}" * line.startswith("[") + line for line in body]  # otherwise the \\ above takes the [ as its argument
     lines = [
@@ -124,9 +125,9 @@ def latex_text(runs: Sequence[Run]) -> str:
 
 def _caption(results: Sequence[Mapping[str, Any]]) -> str:
     if len(results) == 1:
-        return latex_escaped(f"{text(results[0].get('method'))}, seed {text(results[0].get('seed'))}.")
-    data = "test" if all(isinstance(result.get("test"), Mapping) for result in results) else "validation"
-    seeds = dict.fromkeys(text(result.get("seed")) for result in results)
+        return latex_escaped(f"{text(results[0]['method'])}, seed {results[0]['seed']}.")
+    data = "test" if all(result.get("test") for result in results) else "validation"
+    seeds = dict.fromkeys(str(result["seed"]) for result in results)
     return latex_escaped(f"{data} scores, mean (standard deviation) over seeds {', '.join(seeds)}.")
 
 

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import Any
 
 from papa.lab.report.draw import SERIES_COLORS
-from papa.lab.report.fields import entries, number, numbers, part
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
 from papa.lab.report.settings import Settings, runs_by_setting
 from papa.lab.report.table import KEYS, metric_of, scores_of
@@ -22,10 +21,9 @@ FIGURE_2 = "The mean of members compared with just before the merge (the paper's
 def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str, list[AnyPlot]]:
     """The plots of one run, by the section of its page."""
     epochs, merges = (
-        [event for event in events if event.get("event") == kind and number(event.get("epoch")) is not None]
-        for kind in ("epoch", "merge")
+        [event for event in events if event["event"] == kind and "epoch" in event] for kind in ("epoch", "merge")
     )
-    averagings = [event for event in events if event.get("event") == "average"]
+    averagings = [event for event in events if event["event"] == "average"]
     metric = metric_of([result])
     sections: dict[str, list[AnyPlot | None]] = {
         "training": [*_training(epochs, metric), _around_averagings(averagings)],
@@ -41,12 +39,7 @@ def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
 def compare_figures(
     results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Event]] = ()
 ) -> dict[str, list[AnyPlot]]:
-    """The plots that compare methods, by the section of the page.
-
-    Args:
-        results: the `result.json` of each run.
-        metrics: the events of each run's `metrics.jsonl`, for the curves.
-    """
+    """The plots that compare methods, by the section of the page; curves need the events of each run."""
     story = members_to_soup(results)
     curves = _method_curves(runs_by_setting(results), metrics, metric_of(results)) if metrics else []
     return {"scores": [story] if story else [], "curves": [plot for plot in curves if plot is not None]}
@@ -60,7 +53,7 @@ def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From sin
         row = {
             name: values
             for key, name in KEYS.items()
-            if (values := [v for _, run in settings[label] if (v := number(scores_of(run).get(key))) is not None])
+            if (values := [v for _, run in settings[label] if (v := scores_of(run).get(key)) is not None])
         }
         if row:
             rows[label] = row
@@ -86,7 +79,7 @@ def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From sin
 
 def data_of(results: Sequence[Mapping[str, Any]]) -> str:
     """Which data the scores of some runs are from: test, validation, or both."""
-    kinds = ["test" if isinstance(one.get("test"), Mapping) else "validation" for one in results if scores_of(one)]
+    kinds = ["test" if one.get("test") else "validation" for one in results if scores_of(one)]
     return " or ".join(dict.fromkeys(kinds)) or "test"
 
 
@@ -123,8 +116,8 @@ def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot | None]:
             ("epoch", f"{metric}, %"),
             [
                 *_members(epochs, data),
-                Line("ensemble", _curve(epochs, partial(_value, f"{data}_ensemble")), "c0"),
-                Line("average soup", _curve(epochs, partial(_value, f"{data}_average_soup")), "c1"),
+                Line("ensemble", _curve(epochs, f"{data}_ensemble"), "c0"),
+                Line("average soup", _curve(epochs, f"{data}_average_soup"), "c1"),
             ],
             hides_far=True,
         )
@@ -145,13 +138,16 @@ def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot | None]:
     ]
 
 
-def _curve(events: Sequence[Event], value_of: Callable[[Event], float | None]) -> list[Point]:
-    return points((number(event.get("epoch")), value_of(event)) for event in events)
+def _curve(events: Sequence[Event], value_of: str | Callable[[Event], float | None], x: str = "epoch") -> list[Point]:
+    """A value of each event, given by its key or a function, over the epoch or step."""
+    return points(
+        (event.get(x), event.get(value_of) if isinstance(value_of, str) else value_of(event)) for event in events
+    )
 
 
 def _members(epochs: Sequence[Event], key: str) -> list[Line]:
     """A thin line for each member, and a strong one for their mean."""
-    size = max((len(numbers(event.get(key))) for event in epochs), default=0)
+    size = max((len(event.get(key, ())) for event in epochs), default=0)
     members = [
         Line(f"member {index}", _curve(epochs, partial(_member_value, key, index)), "quiet", is_member=size > 1)
         for index in range(size)
@@ -163,26 +159,21 @@ def _mean_line(name: str, events: Sequence[Event], key: str, color: str) -> Line
     """The mean over members, with the range from the lowest to the highest of them."""
     band = []
     for event in events:
-        epoch, values = number(event.get("epoch")), [v for v in numbers(event.get(key)) if v is not None]
-        if epoch is not None and values:
-            band.append((epoch, min(values), max(values)))
+        values = [value for value in event.get(key) or () if value is not None]
+        if values:
+            band.append((event["epoch"], min(values), max(values)))
     return Line(name, _curve(events, partial(_mean_of, key)), color, band=band)
 
 
-def _value(key: str, event: Event) -> float | None:
-    return number(event.get(key))
-
-
 def _member_value(key: str, index: int, event: Event) -> float | None:
-    values = numbers(event.get(key))
+    values = event.get(key, ())
     return values[index] if index < len(values) else None
 
 
 def _mean_of(key: str, event: Event) -> float | None:
     """The mean over members, if each of them has a number."""
-    values = numbers(event.get(key))
-    found = [value for value in values if value is not None]
-    return fmean(found) if found and len(found) == len(values) else None
+    values = event.get(key)
+    return fmean(values) if values and None not in values else None
 
 
 def _change(key: str, event: Event) -> float | None:
@@ -193,7 +184,7 @@ def _change(key: str, event: Event) -> float | None:
 
 def _around_averagings(averagings: Sequence[Event]) -> LinePlot | None:
     lines = [
-        Line(name, points((number(event.get("step")), number(event.get(key))) for event in averagings), color)
+        Line(name, _curve(averagings, key, x="step"), color)
         for name, key, color in (("before", "distance_before", "c0"), ("after", "distance_after", "c1"))
     ]
     caption = "Training moves members apart, averaging brings them back together."
@@ -203,11 +194,11 @@ def _around_averagings(averagings: Sequence[Event]) -> LinePlot | None:
 
 def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
     """Members' scores around each merge, and the change."""
-    steps = next((count for event in merges if (count := number(event.get("steps_later"))) is not None), None)
+    steps = next((count for event in merges if (count := event.get("steps_later")) is not None), None)
     later = {} if steps is None else {"later": f"{steps:.0f} step{'s' * (steps != 1)} later"}
     names = {**MERGE_NAMES, **later}
     colors = dict(zip(names, ("quiet", "c3", "c0", "c1"), strict=True))
-    data = next((event["data"] for event in merges if event.get("data") in ("test", "validation")), "test")
+    data = next((event["data"] for event in merges if "data" in event), "test")
     changes = [Line(names[key], _curve(merges, partial(_change, key)), colors[key]) for key in list(names)[1:]]
     return [
         _plot(
@@ -228,12 +219,10 @@ def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
 def _greedy(result: Mapping[str, Any], metric: str) -> DotPlot | None:
     rows: dict[str, dict[str, list[float]]] = {}
     first = ""
-    for trial in entries(result.get("greedy_trials")):
-        score, members = number(trial.get("score")), numbers(trial.get("members"))
-        if score is None or not members or members[0] is None or members[-1] is None:
-            continue
-        first = first or f"The soup starts with the best member, {members[0]:.0f}. "
-        rows[f"+ member {members[-1]:.0f}"] = {"kept" if trial.get("kept") is True else "left out": [score]}
+    for trial in result.get("greedy_trials") or ():
+        if trial["members"] and trial["score"] is not None:
+            first = first or f"The soup starts with the best member, {trial['members'][0]}. "
+            rows[f"+ member {trial['members'][-1]}"] = {"kept" if trial["kept"] else "left out": [trial["score"]]}
     if not rows:
         return None
     return DotPlot(
@@ -246,16 +235,12 @@ def _greedy(result: Mapping[str, Any], metric: str) -> DotPlot | None:
 
 
 def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
-    found = part(result, "similarity")
-    layers = part(found, "layers")
-    if not isinstance(layers, list):
-        return None
-    series = {"two members": numbers(part(found, "members")), "member and soup": numbers(part(found, "soup"))}
-    rows = {
-        str(layer): row
-        for place, layer in enumerate(layers)
-        if (row := {k: [v] for k, values in series.items() if (v := dict(enumerate(values)).get(place)) is not None})
-    }
+    found = result.get("similarity") or {"layers": (), "members": (), "soup": ()}
+    rows: dict[str, dict[str, list[float]]] = {}
+    for layer, *pair in zip(found["layers"], found["members"], found["soup"], strict=False):
+        series = zip(("two members", "member and soup"), pair, strict=True)
+        if row := {name: [value] for name, value in series if value is not None}:
+            rows[layer] = row
     if not rows:
         return None
     return DotPlot(
@@ -268,19 +253,18 @@ def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
 
 
 def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | None]:
-    curves = entries(part(result, "interpolation", "curves"))
-    pair = [member for member in numbers(part(result, "interpolation", "pair")) if member is not None]
-    between = " between members " + " and ".join(f"{member:.0f}" for member in pair) if len(pair) == 2 else ""
+    found = result.get("interpolation") or {"pair": (), "curves": ()}
+    between = f" between members {' and '.join(map(str, found['pair']))}"
     caption = "Networks on the straight line from one member to the other. Without a barrier the line is flat."
 
     def lines(key: str) -> list[Line]:
         return [
             Line(
-                str(curve.get("name", "curve")),
-                points(zip(numbers(curve.get("coefficients")), numbers(curve.get(key)), strict=False)),
+                curve["name"],
+                points(zip(curve["coefficients"], curve[key], strict=False)),
                 SERIES_COLORS[place % len(SERIES_COLORS)],
             )
-            for place, curve in enumerate(curves)
+            for place, curve in enumerate(found["curves"])
         ]
 
     return [
@@ -290,9 +274,8 @@ def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | Non
 
 
 def _communication(averagings: Sequence[Event]) -> LinePlot | None:
-    steps = points((number(event.get("step")), number(event.get("seconds"))) for event in averagings)
     words = ("seconds-per-averaging", "Time of each averaging", "Includes waiting for other processes.")
-    return _plot(*words, ("step", "seconds"), [Line("seconds", steps, "c0")])
+    return _plot(*words, ("step", "seconds"), [Line("seconds", _curve(averagings, "seconds", x="step"), "c0")])
 
 
 def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot | None]:
@@ -300,12 +283,12 @@ def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metri
     colors = _colors(settings)
     over_seeds = "The mean over the runs of a method, and the range over its seeds."
 
-    def lines(kind: str, value_of: Callable[[Event], float | None]) -> list[Line]:
+    def lines(kind: str, value_of: str | Callable[[Event], float | None]) -> list[Line]:
         found = []
         for label, runs in settings.items():
             by_epoch: dict[float, list[float]] = {}
             for index, _ in runs:
-                for epoch, value in _curve([e for e in metrics[index] if e.get("event") == kind], value_of):
+                for epoch, value in _curve([event for event in metrics[index] if event["event"] == kind], value_of):
                     by_epoch.setdefault(epoch, []).append(value)
             ordered = sorted(by_epoch.items())
             band = [(epoch, min(values), max(values)) for epoch, values in ordered] if len(runs) > 1 else []
@@ -315,7 +298,7 @@ def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metri
     scores = [
         _plot(
             *(f"compare-{data}-{name}", f"{title} on {data} data", over_seeds, ("epoch", f"{metric}, %")),
-            lines=lines("epoch", partial(_mean_of, data) if name == "members" else partial(_value, data + key)),
+            lines=lines("epoch", partial(_mean_of, data) if name == "members" else data + key),
             hides_far=True,
         )
         for data in ("validation", "test")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from papa.lab.report.fields import flat, number
+from papa.lab.config import flat
 from papa.lab.report.settings import NOT_COMPARED, runs_by_setting
 from papa.lab.report.table import COLUMNS, SOUPS, scores_of, with_soups
 
@@ -26,11 +26,6 @@ def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
         >>> gap_closed(79.0, mean=75.0, ensemble=80.0)
         80.0
         >>> gap_closed(79.0, mean=75.0, ensemble=75.0)
-
-    Args:
-        soup: the score of the soup.
-        mean: the mean score of independent members.
-        ensemble: the score of their ensemble.
     """
     return 100.0 * (soup - mean) / (ensemble - mean) if ensemble > mean else None
 
@@ -52,22 +47,16 @@ def mean_gap_closed(
 ) -> float | None:
     """The share of the gap that the average soups of some runs close, from means over their seeds.
 
-    Args:
-        runs: results that differ only in the seed.
-        results: results that include the independent runs of the same seeds; runs without one are left out.
-        soups: the kind of soups, a key of `SOUPS`; None for plain averages.
-
-    Returns:
-        A percentage; None if no run has an independent counterpart, or there is no gap.
+    The independent runs of the same seeds are among `results`; runs without one are left out. `soups` is a key of
+    `SOUPS`, or None for plain averages. None if no run has an independent counterpart, or there is no gap.
     """
     found = []
     for run in runs:
         independent = scores_of(_independent_counterpart(run, results))
-        own = run if soups is None else run.get(soups)
-        soup = number(scores_of(own).get("average_soup")) if isinstance(own, Mapping) else None
-        mean, ensemble = number(independent.get("mean")), number(independent.get("ensemble"))
-        if soup is not None and mean is not None and ensemble is not None:
-            found.append((soup, mean, ensemble))
+        own = run if soups is None else run.get(soups) or {}
+        scores = (scores_of(own).get("average_soup"), independent.get("mean"), independent.get("ensemble"))
+        if None not in scores:
+            found.append(scores)
     return gap_closed(*map(fmean, zip(*found, strict=True))) if found else None
 
 
@@ -76,9 +65,7 @@ def with_gap_closed(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Head and rows of a comparison, with the gap closed if there are independent members among the runs.
 
-    Args:
-        results: the results that are compared.
-        rows: the rows of `compare_rows` for them, and perhaps the paper's, which get an empty cell.
+    The rows are those of `compare_rows`, and perhaps the paper's, which get an empty cell.
     """
     head = ("method", *COLUMNS)
     if not any(result.get("method") == "independent" for result in results):

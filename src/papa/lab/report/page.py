@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from papa._version import __version__
-from papa.lab.config import METHODS
+from papa.lab.config import METHODS, flat
 from papa.lab.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
-from papa.lab.report.fields import entries, flat, number, numbers, part, plain, printable, text, total_seconds
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.plot import AnyPlot, evenly_spaced
@@ -29,6 +29,7 @@ from papa.lab.report.table import (
     run_rows,
     scores_of,
 )
+from papa.lab.report.words import printable, text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,49 +40,32 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 MAX_ROWS, MAX_NUMBERS, MAX_WARNINGS = 1000, 100, 20
 
 
-def run_page(result: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> str:
-    """The page of one run; parts that are missing or invalid are left out.
-
-    Args:
-        result: the content of `result.json`; without scores, the page says that the run is not finished.
-        metrics: the events of `metrics.jsonl`.
-    """
-    events = [event for event in metrics if isinstance(event, Mapping)]
-    members = len(numbers(scores_of(result).get("members"))) or number(part(result, "config", "members"))
-    title = ", ".join(
-        [
-            f"{text(result.get('recipe')) or 'a run'}: {text(result.get('method'))}",
-            *([f"{plain(members)} members"] if members else []),
-            f"seed {text(result.get('seed'))}",
-        ]
-    )
+def run_page(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
+    """The page of one run, without the parts that its result lacks; without scores it says that it is not finished."""
+    members = len(scores_of(result).get("members", ())) or result["config"].get("members")
+    counted = f", {members} members" if members else ""
     return _rendered(
         "run.html.j2",
-        title=title,
+        title=f"{text(result['recipe'])}: {text(result['method'])}{counted}, seed {result['seed']}",
         words=_about(result),
         notes=[*_unfinished(result, events), *_warnings(result, events)],
         tiles=_tiles(result),
         scores=(("data", *COLUMNS), run_rows(result)),
         details=details_table([result]),
         plots=_drawn(run_figures(result, events)),
-        greedy_members=", ".join(filter(None, map(plain, numbers(result.get("greedy_members"))))),
+        greedy_members=", ".join(map(str, result.get("greedy_members") or ())),
         policies=_policies(result),
         seconds=_seconds(result),
-        averagings=number(result.get("num_averagings")),
-        communication={key: number(part(result, "communication", key)) for key in ("bytes", "seconds")},
+        averagings=result.get("num_averagings"),
+        communication=result.get("communication") or {},
         **_provenance(result),
     )
 
 
 def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Mapping[str, Any]]] = ()) -> str:
-    """The page that compares methods: means over seeds, then every single run.
-
-    Args:
-        results: the `result.json` of each run.
-        metrics: the events of each run's `metrics.jsonl`, for curves over epochs.
-    """
-    recipes = list(dict.fromkeys(text(result.get("recipe")) for result in results))
-    seeds = list(dict.fromkeys(text(result.get("seed")) for result in results))
+    """The page that compares methods: means over seeds, curves if there are metrics, and every single run."""
+    recipes = list(dict.fromkeys(text(result["recipe"]) for result in results))
+    seeds = list(dict.fromkeys(str(result["seed"]) for result in results))
     unfinished = [_name(result) for result in results if not scores_of(result)]
     notes = [f"Not finished, and therefore without scores: {'; '.join(unfinished)}."] if unfinished else []
     if " or " in data_of(results):
@@ -98,7 +82,7 @@ def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequenc
         notes=notes,
         plots=_drawn(compare_figures(results, metrics)),
         scores=with_gap_closed(results, compare_rows_with_paper(results)),
-        has_independent=any(result.get("method") == "independent" for result in results),
+        has_independent=any(result["method"] == "independent" for result in results),
         has_paper=bool(paper_rows(results)),
         details=details_table(results),
         runs=(("run", *COLUMNS, "seconds"), [_single(result) for result in results]),
@@ -115,16 +99,9 @@ def table_page(
     results: Sequence[Mapping[str, Any]] = (),
     metrics: Sequence[Sequence[Mapping[str, Any]]] = (),
 ) -> str:
-    """The page of a table of the paper: its numbers and ours, and the directories of the runs.
+    """The page of a table of the paper: its numbers and ours, and the name and directory of each run.
 
-    Args:
-        title: what the table shows.
-        words: the setting of our runs.
-        head: the names of the columns.
-        rows: the cells.
-        runs: each row's name and the directory of one of its runs.
-        results: for a figure of the paper, the `result.json` of each run.
-        metrics: and the events of its `metrics.jsonl`, which the figure is drawn from.
+    For a figure of the paper, it is drawn from the results and metrics of the runs.
     """
     plots = _drawn(compare_figures(results, metrics))
     return _rendered(
@@ -141,7 +118,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
         return ""
     best = max(soups, key=lambda label: soups[label])
     reference = plot.reference or best
-    networks = {len(numbers(scores_of(result).get("members"))) for result in results} - {0}
+    networks = {len(scores_of(result).get("members", ())) for result in results} - {0}
     count = f"{networks.pop()} " if len(networks) == 1 else ""
     ensemble = f"{count}independent networks" if plot.reference else f"the same {count}networks"
     sentence = f"Average soup of {best}: {soups[best]:.1f}% {metric_of(results)} with one network"
@@ -190,18 +167,19 @@ def _counted(count: int, thing: str) -> str:
 
 
 def _name(result: Mapping[str, Any]) -> str:
-    return f"{text(result.get('method'))}, seed {text(result.get('seed'))}"
+    return f"{text(result['method'])}, seed {result['seed']}"
 
 
 def _single(result: Mapping[str, Any]) -> tuple[str, ...]:
     cells = cells_of(scores_of(result)) if scores_of(result) else NOT_FINISHED
-    seconds = total_seconds(result)
-    return (_name(result), *cells, "" if seconds is None else f"{seconds:.1f}")
+    seconds = result.get("seconds")
+    return (_name(result), *cells, f"{sum(seconds.values()):.1f}" if seconds else "")
 
 
 def _about(result: Mapping[str, Any]) -> str:
-    method, data = METHODS.get(text(result.get("method"))), text(part(result, "config", "data", "name"))
-    model, finished = text(part(result, "config", "model", "name")), text(part(result, "environment", "finished"))
+    options, method = dict(flat(result["config"])), METHODS.get(result["method"])
+    model, data = text(options.get("model.name")), text(options.get("data.name"))
+    finished = text((result.get("environment") or {}).get("finished"))
     sentences = [f"Method: {method}." if method else "", f"{model} on {data}." if model and data else ""]
     return " ".join(filter(None, [*sentences, f"Finished {finished}." if finished else ""]))
 
@@ -209,63 +187,60 @@ def _about(result: Mapping[str, Any]) -> str:
 def _unfinished(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
     if scores_of(result):
         return []
-    logged = [number(event.get("epoch")) for event in events if event.get("event") == "epoch"]
-    epochs = [epoch for epoch in logged if epoch is not None]
-    total = number(part(result, "config", "train", "epochs"))
+    epochs = [event["epoch"] for event in events if event["event"] == "epoch" and "epoch" in event]
+    total = (result["config"].get("train") or {}).get("epochs")
     done = f"{max(epochs):.0f}" if epochs else "none"
-    return [f"This run is not finished: {done}{f' of {total:.0f}' if total else ''} epochs are done."]
+    return [f"This run is not finished: {done}{f' of {total}' if total else ''} epochs are done."]
 
 
 def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
     """What went wrong during the run."""
     found = []
-    for event in [*entries(result.get("nonfinite")), *(event for event in events if event.get("event") == "nonfinite")]:
+    for event in [*(result.get("nonfinite") or ()), *(event for event in events if event["event"] == "nonfinite")]:
         step, member, reason, action = (text(event.get(key)) for key in ("step", "member", "reason", "action"))
         found.append(f"Step {step}: member {member} became non-finite ({reason}); {action}.")
     for event in events:
-        if event.get("event") == "checkpoint-failed":
+        if event["event"] == "checkpoint-failed":
             found.append(f"Step {text(event.get('step'))}: writing a checkpoint failed: {text(event.get('error'))}.")
-    if number(result.get("num_averagings")) == 0 and result.get("method") != "independent":
+    if result.get("num_averagings") == 0 and result["method"] != "independent":
         found.append("Training ended before the first averaging: these members were never averaged.")
     return list(dict.fromkeys(found))[:MAX_WARNINGS]
 
 
 def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value and remark of the numbers at the top."""
-    scores, data = scores_of(result), data_of([result])
+    scores, data, papers = scores_of(result), data_of([result]), result.get("paper") or {}
     tiles = []
     for key in ("average_soup", "greedy_soup", "mean", "ensemble"):
-        value, paper = number(scores.get(key)), number(part(result, "paper", key))
-        if value is not None:
-            remark = f"; paper, full setting: {paper:.2f}" if paper is not None and data == "test" else ""
+        if (value := scores.get(key)) is not None:
+            paper = papers.get(key) if data == "test" else None
+            remark = "" if paper is None else f"; paper, full setting: {paper:.2f}"
             tiles.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + remark))
     return tiles
 
 
 def _policies(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    policies = entries(result.get("policies"))
-    names = list(dict.fromkeys(name for policy in policies for name in policy))
+    policies = result.get("policies") or []
     rows = [
-        (f"member {member}", *(text(policy.get(name)) or "none" for name in names))
+        (f"member {member}", *(text(value) or "none" for value in policy.values()))
         for member, policy in enumerate(policies[:MAX_ROWS])
+        if policy
     ]
-    return ("", *names), rows if names else []
+    return ("", *(policies[0] if policies else ())), rows
 
 
-def _seconds(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    total = total_seconds(result) or 0.0
-    rows: list[tuple[str, ...]] = [
-        (name, f"{value:.2f}", f"{100 * value / total:.1f}%" if total > 0 else "")
-        for name, entry in flat(result.get("seconds"))
-        if name and (value := number(entry)) is not None
-    ]
+def _seconds(result: Mapping[str, Any]) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]]]:
+    seconds = result.get("seconds") or {}
+    total = sum(seconds.values()) or math.inf
+    rows = [(name, f"{value:.2f}", f"{100 * value / total:.1f}%") for name, value in seconds.items()]
     return ("part", "seconds", "share"), rows
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:
     """Command, configuration and environment of a run."""
     config, environment = (
-        [(key, text(value) or "none") for key, value in flat(result.get(name)) if key and key != "command"][:MAX_ROWS]
+        [(key, text(value) or "none") for key, value in flat(result.get(name) or {}) if key != "command"][:MAX_ROWS]
         for name in ("config", "environment")
     )
-    return {"command": text(part(result, "environment", "command")), "config": config, "environment": environment}
+    command = text((result.get("environment") or {}).get("command"))
+    return {"command": command, "config": config, "environment": environment}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias, TypeVar
 
-from papa.lab.report.fields import plain
+from papa.lab.report.words import plain
 
 Item = TypeVar("Item")
 Point: TypeAlias = tuple[float, float]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from papa.lab.config import idle_options
-from papa.lab.report.fields import flat, text
+from papa.lab.config import flat, idle_options
+from papa.lab.report.words import text
 
 Settings: TypeAlias = dict[str, list[tuple[int, Mapping[str, Any]]]]
 """Runs with their index, by the label of their setting."""

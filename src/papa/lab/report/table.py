@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from papa.lab.report.fields import number, part, plain
+from papa.lab.config import flat
 from papa.lab.report.settings import runs_by_setting
 
 PAPER_ROW = "paper's test, in its full setting"
@@ -32,69 +32,55 @@ SOUPS = {"repaired": "repaired", "aligned": "aligned and repaired"}
 
 def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
     """The test scores of a result, or its validation scores if it has no test data."""
-    for name in ("test", "validation"):
-        if isinstance(scores := result.get(name), Mapping):
-            return scores
-    return {}
+    return result.get("test") or result.get("validation") or {}
 
 
 def metric_of(results: Sequence[Mapping[str, Any]]) -> str:
     """The name of the score: F1 for segmentation, otherwise accuracy."""
-    kinds = {part(result, "config", "data", "name") == "tiles" for result in results}
+    kinds = {dict(flat(result.get("config"))).get("data.name") == "tiles" for result in results}
     return "accuracy" if kinds <= {False} else "F1" if kinds == {True} else "score"
 
 
 def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of one run under `COLUMNS`, from its test or validation scores."""
-    mean, *rest = (_cell(scores, key) for key in KEYS)
-    low, high = _cell(scores, "min"), _cell(scores, "max")
+    """The cells of one run under `COLUMNS`, from its test or validation scores; empty for what was not scored."""
+    mean, *rest = (_cell([scores[key]]) if key in scores else "" for key in KEYS)
+    low, high = (_cell([scores[key]]) if key in scores else "" for key in ("min", "max"))
     return (f"{mean} [{low}, {high}]" if low and high else mean, *rest)
 
 
 def paper_cells(scores: Mapping[str, Any]) -> tuple[str, ...]:
     """The paper's cells under `COLUMNS`; empty if it gives no number."""
-    return tuple("" if number(scores.get(key)) is None else f"{scores[key]:.2f}" for key in KEYS)
+    return tuple("" if scores.get(key) is None else f"{scores[key]:.2f}" for key in KEYS)
 
 
 def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The rows of one run, named and under `COLUMNS`: test, validation, its other soups, the paper's test."""
-    rows: list[tuple[str, ...]] = []
-    for name in ("test", "validation"):
-        if isinstance(result.get(name), Mapping):
-            rows.append((name, *cells_of(result[name])))
+    data = ("test", "validation")
+    rows = [(name, *cells_of(result[name])) for name in data if result.get(name)]
     for kind in SOUPS:
-        for name in ("test", "validation"):
-            if isinstance(scores := part(result, kind, name), Mapping):
-                rows.append((with_soups(name, kind), *paper_cells(scores)))
-    rows += _best_soup_rows(result.get("best_soup"))
-    if isinstance(paper := result.get("paper"), Mapping):
-        rows.append((with_soups(PAPER_ROW, result.get("paper_soups")), *paper_cells(paper)))
+        soups = result.get(kind) or {}
+        rows += [(with_soups(name, kind), *paper_cells(soups[name])) for name in data if soups.get(name)]
+    best = result.get("best_soup") or {}
+    for name in data:
+        if (score := (best.get(name) or {}).get("score")) is not None:
+            rows.append((f"{name}, best average soup (epoch {best['epoch']})", "", "", f"{score:.2f}", ""))
+    if result.get("paper"):
+        rows.append((with_soups(PAPER_ROW, result.get("paper_soups")), *paper_cells(result["paper"])))
     return rows
 
 
-def _best_soup_rows(best: Any) -> list[tuple[str, ...]]:
-    """The average soup of the epoch at which it was best on validation data."""
-    rows: list[tuple[str, ...]] = []
-    for name in ("test", "validation"):
-        found = part(best, name)
-        score = next((v for key in ("average_soup", "score") if (v := number(part(found, key))) is not None), None)
-        if score is not None:
-            rows.append((f"{name}, best average soup (epoch {plain(part(best, 'epoch'))})", "", "", f"{score:.2f}", ""))
-    return rows
-
-
-def with_soups(name: str, kind: Any) -> str:
+def with_soups(name: str, kind: str | None) -> str:
     """The name of a row, with the kind of its soups if they are not plain averages."""
-    return f"{name}, {SOUPS[kind]}" if isinstance(kind, str) and kind in SOUPS else name
+    return f"{name}, {SOUPS[kind]}" if kind in SOUPS else name
 
 
 def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The paper's rows for the methods of some runs, as far as it has them."""
     firsts = {label: runs[0][1] for label, runs in runs_by_setting(results).items()}
     return [
-        (with_soups(f"paper's {label}", first.get("paper_soups")), *paper_cells(paper))
+        (with_soups(f"paper's {label}", first.get("paper_soups")), *paper_cells(first["paper"]))
         for label, first in firsts.items()
-        if isinstance(paper := first.get("paper"), Mapping)
+        if first.get("paper")
     ]
 
 
@@ -103,30 +89,23 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
     With several seeds each cell is `mean (standard deviation)` over runs; the range in the first column is over all
     members of all runs. Runs of one method that differ in more than the seed get separate rows. Unfinished runs are
-    left out of the means.
+    left out of the means. Other kinds of soup that all runs of a method have get a row of their own.
     """
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for label, group in runs_by_setting(results).items():
         runs = [scores for _, result in group if (scores := scores_of(result))]
         if len(runs) <= 1:
             rows.append((label, *(cells_of(runs[0]) if runs else NOT_FINISHED)))
         else:
-            mean, *rest = (_mean_and_deviation([number(run.get(key)) for run in runs]) for key in KEYS)
-            lows, highs = ([v for run in runs if (v := number(run.get(key))) is not None] for key in ("min", "max"))
+            mean, *rest = (_cell([run.get(key) for run in runs]) for key in KEYS)
+            lows, highs = ([run[key] for run in runs if run.get(key) is not None] for key in ("min", "max"))
             spread = f" [{min(lows):.2f}, {max(highs):.2f}]" if lows and highs else ""
             rows.append((label, mean + spread, *rest))
-        rows += _soup_rows(label, [result for _, result in group])
-    return rows
-
-
-def _soup_rows(label: str, results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """One row for each other kind of soup that all of some runs have."""
-    rows: list[tuple[str, ...]] = []
-    for kind in SOUPS:
-        found = [result[kind] for result in results if isinstance(result.get(kind), Mapping)]
-        if found and len(found) == len(results):
-            cells = (_mean_of([scores_of(one).get(key) for one in found]) for key in ("average_soup", "greedy_soup"))
-            rows.append((with_soups(label, kind), "", "", *cells))
+        for kind in SOUPS:
+            found = [scores_of(result[kind]) for _, result in group if result.get(kind)]
+            if len(found) == len(group):
+                cells = (_cell([one.get(key) for one in found]) for key in ("average_soup", "greedy_soup"))
+                rows.append((with_soups(label, kind), "", "", *cells))
     return rows
 
 
@@ -146,36 +125,28 @@ def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...]
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for label, group in runs_by_setting(results).items():
+        first = group[0][1]
         for key in KEYS:
-            details = [part(scores_of(result), "details", key) for _, result in group]
-            if given := [one for one in details if isinstance(one, Mapping)]:
+            details = [(scores_of(result).get("details") or {}).get(key) for _, result in group]
+            if any(details):
                 name = f"{label}: {key.replace('_', ' ')}"
-                found[name] = given
-                if isinstance(paper := part(group[0][1], "paper_details", key), Mapping):
-                    soups = part(group[0][1], "paper_soups") if key.endswith("_soup") else None
+                found[name] = [one for one in details if one]
+                if paper := (first.get("paper_details") or {}).get(key):
+                    soups = first.get("paper_soups") if key.endswith("_soup") else None
                     found[with_soups(f"paper's {name}", soups)] = [paper]
     names = list(dict.fromkeys(name for given in found.values() for one in given for name in one))
     rows = [
-        (label, *(_mean_of([one[name] for one in given if name in one]) for name in names))
+        (label, *(_cell([one[name] for one in given if name in one]) for name in names))
         for label, given in found.items()
     ]
-    return ("", *map(str, names)), rows
+    return ("", *names), rows
 
 
-def _cell(scores: Mapping[str, Any], key: str) -> str:
-    if key not in scores:
-        return ""
-    value = number(scores[key])
-    return "not finite" if value is None else f"{value:.2f}"
-
-
-def _mean_of(values: Sequence[Any]) -> str:
-    found = [number(value) for value in values]
-    return _mean_and_deviation(found) if len(found) > 1 else "" if not found else _cell({"": found[0]}, "")
-
-
-def _mean_and_deviation(values: Sequence[float | None]) -> str:
+def _cell(values: Sequence[float | None]) -> str:
+    """A number, or the mean and standard deviation of several."""
     found = [value for value in values if value is not None]
-    if len(found) < len(values) or not found:
+    if len(found) < len(values):
         return "not finite"
-    return f"{statistics.mean(found):.2f} ({statistics.stdev(found):.2f})"
+    if len(found) > 1:
+        return f"{statistics.mean(found):.2f} ({statistics.stdev(found):.2f})"
+    return f"{found[0]:.2f}" if found else ""

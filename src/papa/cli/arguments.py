@@ -60,12 +60,6 @@ def parse(
 ) -> tuple[Options, str]:
     """The options of a command, parsed by tyro, which exits with code 2 and a message when they are wrong.
 
-    Args:
-        make_options: makes the default options from the config of the recipe.
-        recipe: the recipe.
-        arguments: what follows the recipe.
-        command: for the help.
-
     Returns:
         The options, and a name for the run: that of the recipe, followed by the budget if there is one.
     """

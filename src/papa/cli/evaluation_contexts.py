@@ -34,12 +34,6 @@ Options = TypeVar("Options", bound=ContextOptions)
 def parse(options: type[Options], arguments: Sequence[str], *, prog: str, description: str) -> tuple[Options, Any]:
     """Parse the options of a command, and the config of the recipe it names, if any.
 
-    Args:
-        options: the class of the command's options.
-        arguments: the arguments after the command.
-        prog: for the help.
-        description: for the help.
-
     Returns:
         The options, and a config or None. A recipe adds all its options, such as --data.root.
     """

@@ -21,13 +21,7 @@ NUM_LINES = 10
 
 
 class Progress(Callback):
-    """Shows a training while it runs: a display on a terminal, a few lines elsewhere.
-
-    Args:
-        title: the name of the training.
-        display: False to print lines on a terminal too, for trainings in parallel.
-        tensorboard: optional directory for TensorBoard event files.
-    """
+    """Shows a training while it runs: a display on a terminal, a few lines elsewhere."""
 
     def __init__(self, title: str, *, display: bool = True, tensorboard: Path | None = None) -> None:
         self._console = Console(stderr=True, highlight=False)

@@ -127,11 +127,7 @@ class Clock:
         self._first: tuple[float, float] | None = None
 
     def seconds_left(self, share: float) -> float | None:
-        """The remaining time at the pace so far; None before there was progress.
-
-        Args:
-            share: the share of training that is done, 0 to 1.
-        """
+        """The remaining time at the pace so far; None before there was progress."""
         now = time.monotonic()
         if self._first is None or share < self._first[1]:
             self._first = (now, share)

@@ -102,9 +102,6 @@ class Follower:
     """Reads the lines that a run appends to its metrics, and keeps its status.
 
     An incomplete line is read when it is complete. A file that was replaced, as by a resumed run, is read again.
-
-    Args:
-        run: the directory of the run, which may not exist yet.
     """
 
     def __init__(self, run: RunDirectory) -> None:

@@ -80,10 +80,7 @@ def analyse(training: Training, *, num_members: int = 5, num_align_batches: int 
     Members stay on their process; their units are permuted while this runs and restored exactly. Processes exchange
     features, not networks. All processes must call this.
 
-    Args:
-        training: the training of the population.
-        num_members: the largest number of members to compare.
-        num_align_batches: the number of batches of training data on which units are matched; None for all.
+    Units are matched on `num_align_batches` batches of training data, all if None.
 
     Returns:
         The comparison; None for fewer than two members.

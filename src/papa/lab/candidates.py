@@ -21,10 +21,6 @@ class CandidateScorer:
 
     With REPAIR, children are scored after REPAIR on data without augmentation; with mutation, with the noise they
     would get.
-
-    Args:
-        training: whose members are scored.
-        mutation: what members get after averaging, if anything.
     """
 
     def __init__(self, training: Training, mutation: Mutation | None = None) -> None:

@@ -86,10 +86,6 @@ def cost_of(plan: Plan, exchange: str) -> Cost:
         >>> plan = Plan(params=1e6, members=4, ranks=2, bandwidth=8e6, step_time=1.0)
         >>> cost_of(plan, "fast").bytes_per_push, round(cost_of(plan, "exact").seconds_per_push)
         (4000000.0, 8)
-
-    Args:
-        plan: what to compute the cost of.
-        exchange: `exact`, `fast` or `bfloat16`.
     """
     plan.check()
     ranks, local_members = plan.num_ranks, math.ceil(plan.members / plan.num_ranks)

@@ -66,11 +66,6 @@ def aligned_and_repaired_soups(
 
     The paper does this for VGG and ResNet-18 on CIFAR. All processes must call it.
 
-    Args:
-        training: provides the data and the scores.
-        num_align_batches: the number of batches of training data on which units are matched; None for all.
-        population: the members; None for those of the training.
-
     Returns:
         The soups; None, with a warning, if the symmetries cannot be derived.
     """

@@ -86,9 +86,7 @@ def execute(spec: RunSpec, *, stop: Any = None) -> dict[str, Any]:
 
     On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second signal ends it at once.
 
-    Args:
-        spec: the run.
-        stop: if the caller handles signals, the flag it sets: a number in shared memory, see `watching_signals`.
+    A caller that handles signals gives the flag that it sets, a number in shared memory, as `stop`.
     """
     if rank_of_torchrun() is not None:
         return _execute_under_torchrun(spec, stop)
@@ -175,11 +173,7 @@ def usable_cores() -> int:
 def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], None] | None = None) -> dict[str, Any]:
     """What every process of a run does; all return the result.
 
-    Args:
-        group: the processes of the run.
-        spec: the run.
-        stop: the flag that signals set.
-        on_begin: called by the leading process once the directory belongs to this run.
+    The leading process calls `on_begin` once the directory belongs to this run.
     """
     config, run = spec.config, spec.directory
     continues = spec.resume and run.holds_run

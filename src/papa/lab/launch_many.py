@@ -50,10 +50,6 @@ def execute_all(specs: Sequence[RunSpec], *, num_parallel: int = 1) -> Outcomes:
 
     A run that fails does not stop the others. On SIGINT or SIGTERM the active runs save, no other run starts, and
     `StoppedError` is raised; with `resume=True` in the specs, a second call continues.
-
-    Args:
-        specs: the runs.
-        num_parallel: the number of processes, each with one thread and one run at a time; 1 for this process.
     """
     unique: dict[Path, RunSpec] = {}
     for spec in specs:

@@ -43,10 +43,7 @@ class MergeProbes(Callback):
         >>> [event["event"] for event in events]
         ['merge', 'merge-later']
 
-    Args:
-        log: given every event, in the leading process.
-        steps_later: how many optimizer steps later members are scored again; fewer than from one merge to the next.
-        num_examples: the largest number of examples to score.
+    The number of steps after a merge must be smaller than from one merge to the next.
     """
 
     def __init__(self, log: Callable[[Event], object], *, steps_later: int = 10, num_examples: int = 1000) -> None:

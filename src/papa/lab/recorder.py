@@ -15,16 +15,7 @@ from papa.training.saving import Saver, describe_failure
 
 
 class Recorder(Saver):
-    """Writes a run's metrics and checkpoints, and stops it when it is asked to.
-
-    Args:
-        run: the run directory.
-        writer: writes the checkpoints.
-        config: saved in each of them.
-        minutes: how long the run may go without one.
-        stop: its `value` is the signal that asked the run to stop, or 0.
-        notices: what to report at the start.
-    """
+    """Writes a run's metrics and checkpoints, and stops it when it is asked to."""
 
     def __init__(
         self,

@@ -41,11 +41,7 @@ class MetricsState(TypedDict):
 
 
 class RunDirectory:
-    """The files of one run: config, metrics, result, networks, checkpoints.
-
-    Args:
-        path: the directory; made when missing.
-    """
+    """The files of one run: config, metrics, result, networks, checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -30,9 +30,6 @@ class MergeGreedy(Rule):
         >>> def choose():
         ...     return greedy_soup(population, score=lambda net: net.bias.sum().item()).members
         >>> rule = MergeGreedy(choose, every_steps=100)
-
-    Args:
-        choose: returns the members to average.
     """
 
     choose: Callable[[], Sequence[int]]
@@ -47,12 +44,7 @@ class MergeGreedy(Rule):
 
 @dataclass(frozen=True, eq=False)
 class MergeTournament(Rule):
-    """PAPA-2 with tournament selection: parents are drawn with probability proportional to `1/loss`.
-
-    Args:
-        losses: returns every member's validation loss.
-        seed: of the random stream; the pairs are a function of seed, step and losses.
-    """
+    """PAPA-2 with tournament selection: parents are drawn with probability proportional to `1/loss`."""
 
     losses: Callable[[], Sequence[float]]
     _: KW_ONLY
@@ -145,11 +137,8 @@ class Mutation:
         >>> bool(population.distances().min() > 0)
         True
 
-    Args:
-        scale: the standard deviation in the first generation; the paper's is 0.01.
-        seed: of the random streams; a member's noise is a function of seed, step and member.
-        every_steps: mutate only at the first averaging in this number of steps, for pushes, which are frequent; None
-            for every averaging.
+    Pushes are frequent: with `every_steps`, only the first averaging in this number of steps is followed by noise. The
+    paper's scale is 0.01.
     """
 
     scale: float = 0.01

@@ -45,14 +45,7 @@ class TrajectoryOutcome:
 def score_trajectory_averages(
     training: Training, num_batches: int, *, align_soups: bool = False, num_align_batches: int | None = 10
 ) -> TrajectoryOutcome | None:
-    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None if there are none.
-
-    Args:
-        training: a training that has run.
-        num_batches: the number of batches of training data BatchNorm is re-estimated on, without augmentation.
-        align_soups: also make aligned and repaired soups.
-        num_align_batches: the number of batches of training data units are matched on; None for all.
-    """
+    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None if there are none."""
     averages = next((callback for callback in training.callbacks if isinstance(callback, TrajectoryAverage)), None)
     if averages is None:
         return None

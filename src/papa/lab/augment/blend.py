@@ -52,12 +52,7 @@ def draw_blend(
         >>> blend.share == 1 - (blend.box.bottom - blend.box.top) * (blend.box.right - blend.box.left) / 32**2
         True
 
-    Args:
-        mixup: alpha of Mixup, 0 for off.
-        cutmix: alpha of CutMix, 0 for off.
-        height: the height of the images.
-        width: the width of the images.
-        generator: the generator to draw from.
+    An alpha of 0 turns `mixup` or `cutmix` off.
     """
     if not mixup and not cutmix:
         return None
@@ -89,11 +84,8 @@ def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0, i
         >>> soft_targets(torch.tensor([1]), 4, smoothing=0.2)
         tensor([[0.0500, 0.8500, 0.0500, 0.0500]])
 
-    Args:
-        targets: integers of shape (N,), or (N, H, W) for one class per pixel.
-        num_classes: K; labels go from 0 to K - 1.
-        smoothing: s.
-        ignore: the label for "no class", for which all probabilities are 0; None if there is no such label.
+    For labels (N,) or (N, H, W), the result has shape (N, K) or (N, K, H, W). All probabilities of the label `ignore`
+    are 0.
 
     Returns:
         float32 of shape (N, K) or (N, K, H, W).

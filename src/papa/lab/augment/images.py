@@ -13,13 +13,7 @@ from papa.errors import DataError
 
 
 def random_crop(images: Tensor, *, padding: int, generator: torch.Generator) -> Tensor:
-    """Pad every image with zeros and crop it to its old size at a random offset.
-
-    Args:
-        images: a batch of any dtype.
-        padding: the number of zeros added on each side; with 0 the images are returned unchanged.
-        generator: the generator to draw from.
-    """
+    """Pad every image with zeros and crop it to its old size at a random offset."""
     _check_padding(padding)
     if padding == 0:
         check_images(images, "random_crop")
@@ -88,13 +82,6 @@ def normalize(
         >>> images = torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)
         >>> normalize(images, mean=[0.5], std=[0.25]).unique()
         tensor([2.])
-
-    Args:
-        images: uint8 images of shape (N, C, H, W).
-        mean: the mean of each channel, of pixels scaled to [0, 1].
-        std: the standard deviation of each channel, likewise.
-        dtype: the dtype of the result.
-        memory_format: the memory format of the result; that of `images` by default.
     """
     check_images(images, "normalize")
     if images.dtype != torch.uint8:

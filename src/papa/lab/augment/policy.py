@@ -100,12 +100,8 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """Augment a batch after normalisation: erasing, Cutout, then Mixup or CutMix, and label smoothing.
 
-        Args:
-            inputs: normalised images of shape (N, C, H, W).
-            targets: class labels of shape (N,), or (N, H, W) for one class per pixel.
-            num_classes: the number of classes.
-            generator: the generator to draw from.
-            ignore: the label for "no class", as in `soft_targets`.
+        Inputs are of shape (N, C, H, W), targets are class labels (N,), or (N, H, W) for one class per pixel, with the
+        label `ignore` for "no class".
 
         Returns:
             Inputs and targets; targets are float32 class probabilities of shape (N, num_classes, ...) if

@@ -28,11 +28,8 @@ def rand_augment(images: Tensor, spec: str, *, generator: torch.Generator) -> Te
     timm draws from the global state of `random` and numpy, which is seeded from `generator` and restored afterwards.
     So this must not run in several threads at once.
 
-    Args:
-        images: uint8 images of shape (N, 3, H, W), before normalisation.
-        spec: timm's string: `m` is the magnitude, `n` the number of operations per image, `p` the probability of each,
-            `mstd` the standard deviation of the magnitude.
-        generator: the generator that the seed is drawn from.
+    In timm's string, `m` is the magnitude, `n` the number of operations per image, `p` the probability of each, and
+    `mstd` the standard deviation of the magnitude.
     """
     check_images(images, "RandAugment")
     if images.dtype != torch.uint8 or images.shape[1] != 3:

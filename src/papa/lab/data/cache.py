@@ -49,12 +49,7 @@ class Description(TypedDict):
 
 
 class MappedImages(Arrays):
-    """Cached images, mapped into memory: a batch copies its images, and no process holds all of them.
-
-    Args:
-        path: the `.npy` file of a cache that `write_cache` wrote.
-        digest: what it must have been made of.
-    """
+    """Cached images, mapped into memory: a batch copies its images, and no process holds all of them."""
 
     def __init__(self, path: str | Path, digest: str) -> None:
         self.path, self.digest = Path(path), digest
@@ -87,11 +82,7 @@ def cached_images(
     The cache is next to the data; if that cannot be written, in the user's cache folder; if that cannot be written
     either, the images are kept in memory.
 
-    Args:
-        name: of the cache, such as `cifar100-train-32`.
-        folder: where the data is.
-        digest: of everything the pixels depend on.
-        decode: decodes the images.
+    The digest is of everything the pixels depend on.
 
     Returns:
         The images, and the names of their classes.

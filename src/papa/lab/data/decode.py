@@ -90,10 +90,8 @@ def to_pixels(image: Image.Image, out: Pixels) -> None:
 def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixels]:
     """Decode images to squares of one size, in chunks, in order.
 
-    Args:
-        paths: the image files.
-        image_size: resize the shorter side to this (bicubic) and crop the middle; None for images that are all squares
-            of one size already.
+    The shorter side is resized to `image_size` (bicubic) and the middle cropped; None for images that are all squares
+    of one size already.
     """
     width, height = read_size(paths[0])
     if image_size is None and width != height:

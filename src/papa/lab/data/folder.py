@@ -44,13 +44,8 @@ def load_folder(
 ) -> FolderSet:
     """Load images in `root/train/CLASS` and `root/test/CLASS` (or `val`), or in `root/CLASS` with a test share.
 
-    Args:
-        name: the name of the data set in its cache files.
-        root: the folder.
-        image_size: height and width of the images; None for those of the files, or 224 if these are large.
-        test_share: the share of each class to use for testing, for a folder without test images.
-        test_folders: possible names of the folder of test images; the first that exists is used.
-        largest_cached: images with larger sides are decoded when needed.
+    `image_size` None keeps the size of the files, or 224 if these are large. The first of `test_folders` that exists is
+    used. Images with sides above `largest_cached` are decoded when needed.
     """
     train_folder, test_folder = _find_folders(root, test_share, test_folders)
     files = scan_classes(train_folder)

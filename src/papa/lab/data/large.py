@@ -43,10 +43,8 @@ class DecodedFolder:
     `stream` is for training: a random crop of each image, resized, and mirrored with probability 1/2, decoded in
     advance by threads.
 
-    Args:
-        files: the images and their classes. A sample of them is opened now, to report damaged files before training.
-        image_size: the side of the decoded squares.
-        num_workers: the number of threads that decode in advance; by default one per core, at most 8.
+    A sample of the files is opened at once, to report damaged files before training. By default one thread per core
+    decodes in advance, at most 8.
     """
 
     def __init__(self, files: ImageFiles, *, image_size: int, num_workers: int | None = None) -> None:
@@ -77,13 +75,7 @@ class DecodedFolder:
         return torch.from_numpy(pixels), self.targets[indices]
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random crops of images, batch by batch; a crop depends only on the seed and the number of its batch.
-
-        Args:
-            index_batches: the indices of each batch; read lazily, a few batches in advance.
-            seed: of the random crops and flips.
-            start: the number of the first batch, to continue a stream.
-        """
+        """Random crops of images, batch by batch; a crop depends only on the seed and the number of its batch."""
         requests = enumerate(index_batches, start=start)
 
         def decoded(request: tuple[int, Tensor]) -> tuple[Tensor, Tensor]:
@@ -128,10 +120,8 @@ class DecodedFolder:
 def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[int, int, int, int]:
     """A box of 8% to 100% of an image, its sides in a ratio between 3:4 and 4:3, as `RandomResizedCrop` draws it.
 
-    Args:
-        size: the image's width and height.
-        draws: (tries, 4) numbers in [0, 1): area, ratio, top, left. The first box that fits into the image is used;
-            if none does, the largest box in the middle with an allowed ratio.
+    `draws` are (tries, 4) numbers in [0, 1): area, ratio, top, left. The first box that fits into the image is used; if
+    none does, the largest box in the middle with an allowed ratio.
 
     Returns:
         left, top, right, bottom.

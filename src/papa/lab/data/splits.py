@@ -40,11 +40,6 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
         >>> few = limit(Arrays(torch.arange(8), torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])), 4, part="train")
         >>> targets_of(few).sort().values
         tensor([0, 0, 1, 1])
-
-    Args:
-        source: a source with `targets`.
-        maximum: the largest number of examples; None for all.
-        part: `train` or `test`, which select independently.
     """
     if maximum is None:
         return source

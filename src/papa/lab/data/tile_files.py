@@ -119,11 +119,6 @@ def split_tiles(root: Path, tiles: Sequence[TileFile], *, is_needed: bool = Fals
     As `root/splits.json` says, `{"train": [...], "validation": [...], "test": [...]}`, each a list of names of images
     or of areas (the name before `_part`); tiles that are in none are left out. Without the file, areas are drawn: a
     fifth for validation, a fifth for testing, the rest for training, the same on every run.
-
-    Args:
-        root: the folder.
-        tiles: from `scan_tiles`.
-        is_needed: whether the file must exist.
     """
     path = root / "splits.json"
     if path.exists():
@@ -150,11 +145,8 @@ def split_tiles(root: Path, tiles: Sequence[TileFile], *, is_needed: bool = Fals
 def decode_tile(tile: TileFile, classes: Classes, shrink: int = 1) -> Pixels:
     """Red, green, blue and the label of every pixel, of shape (4, height, width).
 
-    Args:
-        tile: the image and its labels.
-        classes: the meaning of its labels.
-        shrink: the number of pixels, across and down, that become one: the mean of their colours, and the label in
-            their middle.
+    With `shrink`, this number of pixels across and down become one: the mean of their colours, and the label in their
+    middle.
     """
     image, labels = read_image(tile.image), _labels_of(tile, classes)
     width, height = (side // shrink for side in image.size)

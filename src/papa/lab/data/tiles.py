@@ -34,9 +34,7 @@ BATCH_SEED = 0
 class Tiles:
     """A source of whole tiles, read one at a time if they differ in size.
 
-    Args:
-        planes: one uint8 tensor (4, height, width) per tile: red, green, blue and label.
-        names: the names of the tiles.
+    A tile is a uint8 tensor (4, height, width) of red, green, blue and label.
     """
 
     def __init__(self, planes: Sequence[Tensor], names: Sequence[str] = ()) -> None:
@@ -68,12 +66,6 @@ class Patches:
         >>> images, labels = patches.batch(torch.arange(8))
         >>> images.shape, labels.shape
         (torch.Size([8, 3, 32, 32]), torch.Size([8, 32, 32]))
-
-    Args:
-        planes: the tiles, as for `Tiles`.
-        patch_size: height and width of a patch.
-        num_patches: the number of patches per epoch.
-        names: the names of the tiles.
     """
 
     def __init__(

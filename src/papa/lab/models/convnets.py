@@ -16,11 +16,7 @@ _WIDENING = (1, 2, 4, 8, 8)
 
 
 class ConvNet(nn.Module):
-    """Convolutional features, averaged over pixels, and a linear head.
-
-    Args:
-        features: the layers before the average; the last has `num_features` channels.
-    """
+    """Convolutional features, averaged over pixels, and a linear head."""
 
     def __init__(self, features: list[nn.Module], num_features: int, num_classes: int) -> None:
         super().__init__()
@@ -41,9 +37,6 @@ class DigitsCNN(ConvNet):
         >>> import torch
         >>> DigitsCNN()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
-
-    Args:
-        width: channels of the first convolution; the other two have twice as many.
     """
 
     def __init__(self, *, num_classes: int = 10, in_channels: int = 1, width: int = 16) -> None:
@@ -66,10 +59,6 @@ class VGG(ConvNet):
 
     Each of five stages halves the image, so images must be at least 32x32. Convolutions have biases, as published,
     although BatchNorm cancels them.
-
-    Args:
-        depth: 11, 13, 16 or 19, which counts three linear layers, as in the original.
-        width: channels of the first stage; the published networks have 64.
     """
 
     def __init__(self, depth: int, *, num_classes: int = 10, in_channels: int = 3, width: int = 64) -> None:

@@ -17,9 +17,6 @@ def head_of(model: nn.Module) -> nn.Module:
         >>> head_of(make_model("digits-cnn", num_classes=10, in_channels=1, image_size=8))
         Linear(in_features=32, out_features=10, bias=True)
 
-    Args:
-        model: a module with `get_classifier()`, as timm's have, or with a `head`.
-
     Returns:
         The layer; a `ModuleList` for networks with several (distilled transformers).
     """

@@ -19,9 +19,6 @@ def resnet18(*, num_classes: int = 10, in_channels: int = 3, width: int = 64) ->
         >>> import torch
         >>> resnet18(num_classes=100, width=8)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
-
-    Args:
-        width: channels of the first of four stages; the published network has 64.
     """
     return ResNet(
         (2, 2, 2, 2), num_classes=num_classes, in_channels=in_channels, width=width, shortcut=projection_shortcut
@@ -35,9 +32,6 @@ def resnet20(*, num_classes: int = 10, in_channels: int = 3, width: int = 16) ->
         >>> import torch
         >>> resnet20()(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
-
-    Args:
-        width: channels of the first of three stages; the published network has 16.
     """
     return ResNet((3, 3, 3), num_classes=num_classes, in_channels=in_channels, width=width, shortcut=ZeroPadShortcut)
 
@@ -46,11 +40,6 @@ class ResNet(nn.Module):
     """Stages of basic blocks; each stage after the first halves the image and doubles the channels.
 
     Convolutions are initialised by `kaiming_normal_` (fan out).
-
-    Args:
-        num_blocks: the number of basic blocks in each stage.
-        width: channels of the first stage.
-        shortcut: makes the shortcut of a block that changes the shape.
     """
 
     def __init__(

@@ -21,11 +21,6 @@ class UNet(nn.Module):
 
     Four times max pooling halves the image and the channels double; four times a transposed convolution doubles the
     image, which is concatenated with the features before pooling. Each stage is two 3x3 convolutions.
-
-    Args:
-        num_classes: the number of classes.
-        in_channels: the number of image channels.
-        width: channels of the first stage; the published network has 64.
     """
 
     multiple = 2**_NUM_LEVELS

@@ -30,13 +30,8 @@ def mini(
     Cadences in epochs and the half-life of the push keep their share of training: with its half-life of 690 steps, the
     paper's push would not bring members together in 3,000 steps, nor would four merges.
 
-    Args:
-        config: the full setting.
-        width: of the network; None for unchanged.
-        epochs: the number of epochs.
-        max_train: the number of images, at most.
-        half_life: of the push, as a share of training.
-        lr_divisor: divides the full setting's learning rate.
+    `half_life` is a share of training, `width` None leaves the network unchanged, `lr_divisor` divides the learning
+    rate.
     """
     shorter = epochs / config.train.epochs
     cadences: dict[str, Any] = {name: getattr(config.average, name) * shorter for name in CADENCES}
@@ -57,15 +52,7 @@ def mini(
 
 
 def with_budget(config: Config, budget: str, *, mini_width: int | None, smoke_width: int, **options: Any) -> Config:
-    """A configuration under a budget.
-
-    Args:
-        config: the full setting.
-        budget: full, mini or smoke.
-        mini_width: the width of the network under mini; None for unchanged.
-        smoke_width: the same under smoke.
-        options: others of `mini`.
-    """
+    """A configuration under a budget."""
     if budget == "mini":
         return mini(config, width=mini_width, **options)
     return smoke(config, width=smoke_width) if budget == "smoke" else config

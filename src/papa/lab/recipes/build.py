@@ -72,13 +72,7 @@ TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": l
 
 
 def build(config: Config, group: Group | None = None, images: ImageSet | None = None) -> Training:
-    """A training that is ready to run.
-
-    Args:
-        config: what to train; checked first.
-        group: the processes that hold the population; None for this process alone.
-        images: the data set of the config, if it was loaded already.
-    """
+    """A training that is ready to run."""
     config.check()
     device = (group or LocalGroup()).local_device(find_device(config.device, option="--device"))
     if device.type == "cuda":
@@ -161,12 +155,7 @@ def mutation_for(config: Config, training: Training) -> Mutation | None:
 
 
 def callbacks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> list[Callback]:
-    """What the config asks for besides training and averaging.
-
-    Args:
-        config: what is trained.
-        log: takes a line of metrics.
-    """
+    """What the config asks for besides training and averaging."""
     average = config.average
     callbacks: list[Callback] = [FrozenBody(config.model.frozen)] if config.model.frozen else []
     if average.probes:
@@ -320,10 +309,7 @@ def make_schedule(config: Config) -> schedules.Schedule:
 def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = None) -> Rule:
     """The averaging rule of a config, with epochs converted to steps.
 
-    Args:
-        config: what is trained.
-        length: the length of the training.
-        scorer: scores members for rules that select; only those need it.
+    Rules that select members need a `scorer`.
     """
     average = config.average
     start, stop = round(average.start * length.steps_per_epoch), None

@@ -53,11 +53,6 @@ def translated(changes: Mapping[str, Any], full: Config, small: Config) -> dict[
 
     Epochs keep their share of training. A cadence of merges, and the half-life of a push, keep their ratio to the
     recipe's own. Under the smoke budget the population is no larger than the recipe's. Other changes stay the same.
-
-    Args:
-        changes: by dotted names.
-        full: the full setting, without the changes.
-        small: its smaller version, without the changes.
     """
     result = dict(changes)
     shorter = small.train.epochs / full.train.epochs

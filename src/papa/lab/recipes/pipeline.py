@@ -56,14 +56,7 @@ class ImagePipeline:
 
 
 def prepared(images: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], resize: int | None) -> Tensor:
-    """Images with pixels from 0 to 255, resized if `resize` is given, and normalised.
-
-    Args:
-        images: uint8, `(N, channels, height, width)`.
-        mean: of each channel, for pixels scaled to [0, 1].
-        std: likewise.
-        resize: the new height and width; None to leave them.
-    """
+    """Images with pixels from 0 to 255, resized if `resize` is given, and normalised."""
     if resize is not None:
         size = (resize, resize)
         resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)

@@ -20,9 +20,7 @@ def check_tensorboard() -> None:
 class EventFiles(Callback):
     """Writes losses, scores, distances and learning rate for TensorBoard.
 
-    Args:
-        directory: where the event files go. A new training removes older event files there; a resumed one adds to
-            them.
+    A new training removes older event files in the directory; a resumed one adds to them.
     """
 
     def __init__(self, directory: Path) -> None:

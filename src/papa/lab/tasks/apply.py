@@ -16,10 +16,6 @@ def apply_whole(model: nn.Module, images: Tensor) -> Tensor:
         >>> from papa.lab.models import UNet
         >>> apply_whole(UNet(num_classes=6, width=2).eval(), torch.zeros(1, 3, 20, 33)).shape
         torch.Size([1, 6, 20, 33])
-
-    Args:
-        model: maps (N, channels, height, width) to (N, classes, height, width).
-        images: a batch of any height and width.
     """
     height, width = images.shape[-2:]
     multiple = int(getattr(model, "multiple", 1))
@@ -36,12 +32,6 @@ def apply_in_windows(model: nn.Module, images: Tensor, *, window: int, overlap: 
 
     Windows form a grid with a step of `window - overlap`; the last ones end at the border. Scores are averaged where
     windows overlap.
-
-    Args:
-        model: as in `apply_whole`.
-        images: a batch of any height and width.
-        window: height and width of a window.
-        overlap: the least number of pixels that neighbouring windows share.
     """
     height, width = images.shape[-2:]
     total: Tensor | None = None

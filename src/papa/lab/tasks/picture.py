@@ -24,12 +24,6 @@ def side_by_side(image: Tensor, labels: Tensor, prediction: Tensor, *, classes: 
     """A PNG with an image, its labels and a prediction side by side, and a legend of the classes.
 
     Pixels without a class are black, in the prediction too.
-
-    Args:
-        image: uint8, of shape (3, height, width).
-        labels: of shape (height, width); pixels with any other value have no class.
-        prediction: of shape (height, width).
-        classes: the names of the classes.
     """
     module = pillow()
     panels = module.fromarray(panels_of(image, labels, prediction, len(classes)).numpy())

@@ -22,11 +22,7 @@ def segmentation(classes: Sequence[str], *, ignore: int = 255, window: int | Non
         >>> task.eval_batch_size
         1
 
-    Args:
-        classes: the class names, in the order of their labels.
-        ignore: the label of pixels without a class.
-        window: apply networks to overlapping windows of this side; None to apply them to whole images.
-        overlap: the number of pixels that neighbouring windows share.
+    Networks are applied to overlapping windows of side `window`, or to whole images if it is None.
     """
     if window is not None and not 0 <= overlap < window:
         raise ConfigError(f"the overlap of windows is {overlap}, expected 0 to below the window's side of {window}")
@@ -40,11 +36,8 @@ def pixel_cross_entropy(outputs: Tensor, targets: Tensor, *, ignore: int = 255) 
 
         loss = - sum_pixels sum_classes t log softmax(outputs) / sum_pixels sum_classes t
 
-    Args:
-        outputs: scores of shape (N, classes, height, width).
-        targets: labels of shape (N, height, width), or soft targets (Mixup, smoothing) of the outputs' shape. Soft
-            targets of pixels without a class sum to 0, and of pixels blended with such pixels to less than 1.
-        ignore: the label of pixels without a class.
+    Targets are labels of shape (N, height, width), or soft targets (Mixup, smoothing) of the outputs' shape. Soft
+    targets of pixels without a class sum to 0, and of pixels blended with such pixels to less than 1.
     """
     if targets.is_floating_point():
         total, mass = F.cross_entropy(outputs, targets, reduction="sum"), targets.sum()
@@ -68,10 +61,6 @@ class F1:
         >>> counts = metric.counts(outputs, torch.tensor([[[0, 1, 1, 255]]]))
         >>> {name: round(value, 2) for name, value in metric.details(counts).items()}
         {'accuracy': 66.67, 'average F1': 66.67, 'F1 road': 66.67, 'F1 tree': 66.67}
-
-    Args:
-        classes: the class names, in the order of their labels.
-        ignore: the label of pixels without a class, which are not counted.
     """
 
     def __init__(self, classes: Sequence[str], *, ignore: int = 255) -> None:

@@ -15,7 +15,8 @@ from helpers import write_images
 from lab.recipes.test_smoke import write_optdigits, write_tiles
 from papa.errors import DataError
 from papa.lab.config import Config
-from papa.lab.launch import RunSpec, usable_cores
+from papa.lab.data.decode import num_cores
+from papa.lab.launch import RunSpec
 from papa.lab.launch_many import execute_all
 from papa.lab.recipes.build import images_for
 from papa.lab.recipes.tables import TABLES
@@ -63,7 +64,7 @@ def main(data_root: str, out: Path) -> int:
         )
         for path, config in configs.items()
     ]
-    outcomes = execute_all(runs, num_parallel=usable_cores())
+    outcomes = execute_all(runs, num_parallel=num_cores())
     num_rows = num_quoted = num_failed = 0
     for request in requests:
         found = [(job, outcomes.results[job.path]) for job in jobs[request.table.name] if job.path in outcomes.results]

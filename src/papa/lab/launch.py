@@ -22,11 +22,12 @@ from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, flat, idle_options
+from papa.lab.data.decode import num_cores
 from papa.lab.outcome import finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
-from papa.lab.recipes.loading import card_for
+from papa.lab.recipes.loading import Card, card_for
 from papa.lab.recipes.picture import prediction_picture
 from papa.lab.recorder import Recorder
 from papa.lab.report import run_page
@@ -162,12 +163,7 @@ def useful_workers(config: Config) -> int:
     num_devices = torch.cuda.device_count() if device.type == "cuda" and device.index is None else 1
     num_seen = (config.data.max_train or math.inf) * config.train.epochs * config.members
     is_little = config.data.name in SMALL_DATA_SETS or num_seen < FEW_EXAMPLES or config.train.engine == "stacked"
-    return 1 if is_little else min(config.members, usable_cores() if device.type == "cpu" else num_devices)
-
-
-def usable_cores() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if is_little else min(config.members, num_cores() if device.type == "cpu" else num_devices)
 
 
 def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -262,7 +258,7 @@ def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
     _check_same(config, Config.from_json(found), path)
 
 
-def _finish(config: Config, run: RunDirectory, training: Training, card: dict[str, Any]) -> dict[str, Any]:
+def _finish(config: Config, run: RunDirectory, training: Training, card: Card) -> dict[str, Any]:
     """Make soups, score everything, and write networks, result and report."""
     outcome = finalize_run(training, config)
     if outcome.analysis is not None and training.group.is_leader:

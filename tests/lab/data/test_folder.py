@@ -289,7 +289,7 @@ def test_unknown_names_and_sizes() -> None:
 
 def test_without_pillow(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"images need Pillow, which is not installed: pip install 'papa-torch\[lab"):
+    with pytest.raises(ConfigError, match=r"the package PIL is not installed: pip install 'papa-torch\[lab"):
         load_images("folder", root=split_folder)
     assert load_images("digits").image_size == 8
 

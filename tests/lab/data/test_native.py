@@ -208,5 +208,5 @@ def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(ConfigError, match=r"cifar10 needs torchvision, .*: pip install 'papa-torch\[lab\]'"):
+    with pytest.raises(ConfigError, match=r"the package torchvision is not installed: pip install 'papa-torch\[lab\]'"):
         load_images("cifar10", root=tmp_path)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
+from papa.lab.packages import require
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,10 +27,9 @@ _MIN_THREADED_PIXELS = 96 * 96  # for smaller images most of the work holds the 
 
 def pillow() -> Any:
     """The module `PIL.Image`."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError("images need Pillow, which is not installed: pip install 'papa-torch[lab]'") from error
+    require("PIL")
+    from PIL import Image
+
     return Image
 
 
@@ -98,61 +98,47 @@ def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixel
         raise DataError(
             f"the image {paths[0]} is {width} x {height}, expected a square: set image_size to resize all images"
         )
-    chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
-    native = None if image_size is not None else (paths[0], width)
+    side, bicubic = image_size or width, pillow().BICUBIC
 
-    def decode(chunk: Sequence[str]) -> Pixels:
-        return _decode_chunk(chunk, image_size, native)
+    def decode(path: str, out: Pixels) -> None:
+        image = read_image(path)
+        if image_size is None and image.size != (side, side):
+            found = f"{paths[0]} is {side} x {side}, {path} is {image.size[0]} x {image.size[1]}"
+            raise DataError(
+                f"the images differ in size: {found}. Expected one size: set image_size to resize all images"
+            )
+        to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
 
-    if len(chunks) == 1 or width * height < _MIN_THREADED_PIXELS:
-        yield from map(decode, chunks)
-        return
-    # Threads suffice, since Pillow releases the GIL.
-    pool = ThreadPoolExecutor(min(num_cores(), MAX_THREADS))
-    try:
-        yield from pool.map(decode, chunks)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for start in range(0, len(paths), CHUNK):
+        chunk = paths[start : start + CHUNK]
+        pixels = np.empty((len(chunk), 3, side, side), dtype=np.uint8)
+        if width * height < _MIN_THREADED_PIXELS:
+            for path, out in zip(chunk, pixels, strict=True):
+                decode(path, out)
+        else:
+            in_threads(decode, chunk, pixels)
+        yield pixels
 
 
 def resize_arrays(images: npt.NDArray[np.uint8], image_size: int | None) -> Iterator[Pixels]:
     """Resize images in memory, (N, height, width) or (N, height, width, channels), as `decode_files` does."""
     planar = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     for start in range(0, len(images), CHUNK):
+        chunk = slice(start, start + CHUNK)
         if image_size is None or image_size == images.shape[1] == images.shape[2]:
-            yield np.ascontiguousarray(planar[start : start + CHUNK])
+            yield np.ascontiguousarray(planar[chunk])
             continue
         module = pillow()
-        chunk = images[start : start + CHUNK]
-        resized = np.empty((len(chunk), planar.shape[1], image_size, image_size), dtype=np.uint8)
-        for array, out in zip(chunk, resized, strict=True):
+        resized = np.empty((len(images[chunk]), planar.shape[1], image_size, image_size), dtype=np.uint8)
+        for array, out in zip(images[chunk], resized, strict=True):
             image = module.fromarray(array)
             to_pixels(resize_and_crop(image, shorter_side=image_size, size=image_size, resample=module.BICUBIC), out)
         yield resized
 
 
-def in_threads(function: Callable[[int], object], count: int) -> None:
-    """Call a function with 0 to `count` - 1 in threads, and raise its first error."""
-    if count == 1:
-        function(0)
-        return
-    with ThreadPoolExecutor(min(count, num_cores(), MAX_THREADS)) as pool:
-        for _ in pool.map(function, range(count)):
+def in_threads(function: Callable[..., object], *arguments: Iterable[Any]) -> None:
+    """Call a function with the arguments of each row, as `map` does, in threads, and raise its first error."""
+    # Threads suffice, since Pillow releases the GIL.
+    with ThreadPoolExecutor(min(num_cores(), MAX_THREADS)) as pool:
+        for _ in pool.map(function, *arguments):
             pass
-
-
-def _decode_chunk(paths: Sequence[str], image_size: int | None, native: tuple[str, int] | None) -> Pixels:
-    bicubic = pillow().BICUBIC
-    side = image_size if native is None else native[1]
-    assert side is not None
-    pixels = np.empty((len(paths), 3, side, side), dtype=np.uint8)
-    for path, out in zip(paths, pixels, strict=True):
-        image = read_image(path)
-        if native is not None and image.size != (side, side):
-            width, height = image.size
-            raise DataError(
-                f"the images differ in size: {native[0]} is {side} x {side}, {path} is {width} x {height}. "
-                "Expected one size: set image_size to resize all images"
-            )
-        to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
-    return pixels

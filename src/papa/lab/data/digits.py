@@ -12,7 +12,7 @@ import torch
 from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data.splits import check_labels
-from papa.lab.packages import missing_package
+from papa.lab.packages import require
 from papa.streams import stream
 
 NUM_TRAIN = 300
@@ -24,10 +24,9 @@ TEXT_FILES, NPZ_FILE = ("optdigits.tra", "optdigits.tes"), "optdigits.npz"
 
 def load_digits() -> tuple[Arrays, Arrays]:
     """300 training and 1497 test images as uint8 from 0 to 255; the split is always the same."""
-    try:
-        import sklearn.datasets  # slow to import, and needed only here
-    except ModuleNotFoundError as error:
-        raise missing_package(error) or error from error
+    require("sklearn")
+    import sklearn.datasets  # slow to import, and needed only here
+
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     pixels = torch.from_numpy(np.rint(images * (255.0 / 16.0)).astype(np.uint8)).reshape(-1, 1, 8, 8)
     targets = torch.from_numpy(labels.astype(np.int64))

@@ -54,7 +54,7 @@ class DecodedFolder:
         self.num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
         self.targets = torch.from_numpy(files.labels)
         checked = np.linspace(0, len(files) - 1, num=min(len(files), _NUM_CHECKED), dtype=np.int64)
-        in_threads(lambda place: read_size(files.path(int(checked[place]))), len(checked))
+        in_threads(read_size, [files.path(place) for place in checked.tolist()])
 
     def __len__(self) -> int:
         return len(self.files)
@@ -65,13 +65,13 @@ class DecodedFolder:
         pixels = self._empty(len(places))
         bilinear = pillow().BILINEAR
 
-        def decode(row: int) -> None:
-            image = read_image(self.files.path(places[row]))
+        def decode(place: int, out: Pixels) -> None:
+            image = read_image(self.files.path(place))
             shorter_side = int(self.image_size / CROP_SHARE)
             middle = resize_and_crop(image, shorter_side=shorter_side, size=self.image_size, resample=bilinear)
-            to_pixels(middle, pixels[row])
+            to_pixels(middle, out)
 
-        in_threads(decode, len(places))
+        in_threads(decode, places, pixels)
         return torch.from_numpy(pixels), self.targets[indices]
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

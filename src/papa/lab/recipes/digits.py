@@ -19,9 +19,5 @@ def digits(budget: str) -> Config:
 
 
 RECIPES = (
-    Recipe(
-        name="digits",
-        summary="scikit-learn's handwritten digits, a small convolutional network, seconds on a CPU",
-        make=digits,
-    ),
+    Recipe("digits", "scikit-learn's handwritten digits, a small convolutional network, seconds on a CPU", digits),
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from papa.lab.models import make_model
 from papa.lab.recipes.build import pipeline_for, wanted_image_size
 from papa.lab.recipes.pipeline import prepared
 from papa.lab.runs import RunDirectory
+from papa.storage import validated
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,20 @@ class LoadedNetwork:
     """The names of the classes, in the order of the network's outputs; empty when the data set has none."""
 
 
-def card_for(config: Config, images: ImageSet) -> dict[str, Any]:
-    """What `load` needs to know about the data to build a run's network without it, as a JSON value."""
+class Card(TypedDict):
+    """What `load` needs to know about the data to build a run's network without it; a part of `result.json`."""
+
+    num_classes: int
+    in_channels: int
+    image_size: int
+    mean: list[float]
+    std: list[float]
+    resize: int | None
+    classes: list[str]
+
+
+def card_for(config: Config, images: ImageSet) -> Card:
+    """The card of a run's network."""
     pipeline = pipeline_for(config, images)
     return {
         "num_classes": images.num_classes,
@@ -51,34 +64,30 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
 
     Args:
         run: the run's directory.
-        which: `soup` for the average soup, `greedy` for the greedy soup, or the index of a member.
+        which: `soup` for the average soup, `greedy` for the greedy soup, `best` for the best average soup by validation
+            if it was kept, or the index of a member.
     """
     directory = RunDirectory(Path(run))
     config = Config.from_json(directory.read_config())
     if not directory.is_finished:
         raise RunError(f"{run} holds an unfinished run: finish it with papa resume {run}")
-    card: Any = directory.read_result().get("network")
     try:
-        num_classes, in_channels, image_size = (
-            int(card[name]) for name in ("num_classes", "in_channels", "image_size")
-        )
-        mean, std = (tuple(map(float, card[name])) for name in ("mean", "std"))
-        resize = None if card["resize"] is None else int(card["resize"])
-        classes = tuple(map(str, card["classes"]))
-    except (KeyError, TypeError, ValueError) as error:
+        card = validated(directory.read_result()["network"], Card)
+    except ValueError as error:
         raise RunError(
             f"{directory.result} does not describe its network: it was edited, or written by an older version"
         ) from error
     file = _file_of(directory, which)
     network = make_model(
         config.model.name,
-        num_classes=num_classes,
-        in_channels=in_channels,
-        image_size=image_size,
+        num_classes=card["num_classes"],
+        in_channels=card["in_channels"],
+        image_size=card["image_size"],
         width=config.model.width,
         weights=file,
     ).eval()
-    return LoadedNetwork(network, partial(prepared, mean=mean, std=std, resize=resize), classes)
+    prepare = partial(prepared, mean=tuple(card["mean"]), std=tuple(card["std"]), resize=card["resize"])
+    return LoadedNetwork(network, prepare, tuple(card["classes"]))
 
 
 def _file_of(run: RunDirectory, which: str | int) -> Path:

@@ -15,17 +15,17 @@ BUDGETS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """A named configuration."""
 
     name: str
     summary: str
     """One line for listings."""
-    table: str = ""
-    """The labels of the paper's tables that it belongs to, separated by commas."""
     make: Callable[[str], Config]
     """From a budget to the configuration."""
+    table: str = ""
+    """The labels of the paper's tables that it belongs to, separated by commas."""
     default_budget: str = "full"
 
     def config(self, budget: str | None = None) -> Config:

@@ -35,8 +35,8 @@ LIBRARY = [
 
 LAB = [
     *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
-    *("selection", "candidates", "probes", "freezing", "analysis", "independent_soups", "trajectory_scores"),
-    *("outcome", "recipes", "recorder", "launch", "launch_many", "reproduce"),
+    *("selection", "probes", "freezing", "analysis", "candidates", "outcome"),
+    *("recipes", "recorder", "launch", "launch_many", "reproduce"),
 ]
 """The modules of `papa.lab`, in the same order; each may import the whole library."""
 

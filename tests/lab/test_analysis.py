@@ -9,9 +9,8 @@ from papa import Independent, MergeAll, aligned_soups, average_soup, feature_sim
 from papa.align import align_
 from papa.lab.analysis import analyse, layers_to_compare
 from papa.lab.config import AverageConfig, Config
-from papa.lab.independent_soups import aligned_and_repaired_soups
 from papa.lab.models import make_model
-from papa.lab.outcome import finalize_run
+from papa.lab.outcome import aligned_and_repaired_soups, finalize_run
 from papa.repair import repair_
 from papa.training import Training
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from papa import layout
+from papa.lab.analysis import repair_toward_members
 from papa.lab.selection import Mutation
-from papa.repair import goals_of, layer_statistics, repair_toward_
-from papa.repair.statistics import ChannelStatistics
-from papa.soup import greedy_soup
+from papa.soup import After, greedy_soup
 from papa.training import Training
 
 
@@ -27,7 +26,7 @@ class CandidateScorer:
         self.training, self.mutation = training, mutation
         self.repairs = training.batches.num_repair_batches > 0
         self._buffer: nn.Module | None = None
-        self._statistics: tuple[int, list[dict[str, ChannelStatistics]]] = (-1, [])
+        self._repair: tuple[int, After | None] = (-1, None)
 
     def losses(self) -> list[float]:
         """Every member's loss."""
@@ -45,11 +44,11 @@ class CandidateScorer:
         """The losses of the networks that rows of weights would make; each process scores its share."""
         population, group = self.training.population, self.training.group
         mine, losses = group.local_range(len(rows)), []
-        statistics = self._parent_statistics() if self.repairs else []
+        repair = self._repair_now() if self.repairs else None
         for number, (row, candidate) in enumerate(zip(rows, candidates, strict=True)):
             tensors = population._combined(row)
             if number in mine:
-                network = self._make_child(tensors, row, candidate, statistics)
+                network = self._make_child(tensors, row, candidate, repair)
                 losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
         return group.all_gather(losses)
 
@@ -58,32 +57,24 @@ class CandidateScorer:
         if self.mutation is not None:
             self.mutation.keys = dict(enumerate(children))
 
-    def _parent_statistics(self) -> list[dict[str, ChannelStatistics]]:
-        """Every member's activation statistics, computed once per averaging."""
-        step, statistics = self._statistics
-        now = self.training.averager.num_steps_taken
-        if step != now:
-            batches = self.training.batches.plain_repair()
-            local = [layer_statistics(model, batches) for model in self.training.population]
-            self._statistics = now, statistics = now, self.training.group.all_gather(local)
-        return statistics
+    def _repair_now(self) -> After | None:
+        """Repairs a child toward its parents; every member's statistics are computed once per averaging."""
+        now, training = self.training.averager.num_steps_taken, self.training
+        if self._repair[0] != now:
+            members, scope = range(training.population.size), training.settings.averaging.repaired_layers
+            batches = training.batches.plain_repair()
+            self._repair = now, repair_toward_members(training.population, members, batches, scope=scope)
+        return self._repair[1]
 
     @torch.no_grad()
-    def _make_child(
-        self,
-        tensors: dict[str, Tensor],
-        row: Tensor,
-        candidate: int,
-        statistics: Sequence[dict[str, ChannelStatistics]],
-    ) -> nn.Module:
+    def _make_child(self, tensors: dict[str, Tensor], row: Tensor, candidate: int, repair: After | None) -> nn.Module:
         if self._buffer is None:
             self._buffer = copy.deepcopy(self.training.population[0])
         for name, tensor in layout.named_tensors(self._buffer, tensors).items():
             tensor.copy_(tensors[name])
         is_child = int((row != 0).sum()) > 1
-        if is_child and self.repairs:
-            scope, batches = self.training.settings.averaging.repaired_layers, self.training.batches.plain_repair()
-            repair_toward_(self._buffer, goals_of(statistics, row), batches, scope=scope)
+        if is_child and repair is not None:
+            repair(self._buffer, row)
         if is_child and self.mutation is not None:
             averager = self.training.averager
             self.mutation.mutate_(

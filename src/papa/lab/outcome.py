@@ -3,16 +3,75 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+
+from papa.align import aligned_soups
+from papa.data import Source
 from papa.errors import PapaError
-from papa.lab.analysis import Analysis, analyse
+from papa.evaluation import Evaluation
+from papa.lab.analysis import Analysis, analyse, derive_symmetries, repair_toward_members
 from papa.lab.config import Config
-from papa.lab.independent_soups import Soups, aligned_and_repaired_soups, repaired_soups
-from papa.lab.trajectory_scores import TrajectoryOutcome, score_trajectory_averages
-from papa.repair import RepairReport, repair_plan
-from papa.training import Outcome, Training, finalize
+from papa.population import Population
+from papa.repair import RepairReport, repair_plan, reset_batch_norm_
+from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.training import Outcome, Scores, Training, TrajectoryAverage, finalize
+
+
+@dataclass(frozen=True)
+class Soups:
+    """The scores of an average soup and a greedy soup; the networks themselves are not kept."""
+
+    greedy_members: tuple[int, ...]
+    """The members of the greedy soup, in the order in which they were added."""
+    greedy_score: float
+    """The greedy soup's score when its members were chosen; a soup of one is that member, unchanged."""
+    validation: tuple[Evaluation, Evaluation]
+    """The average soup and the greedy soup on the validation data."""
+    test: tuple[Evaluation, Evaluation] | None
+    """The same on the test data."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of `result.json`."""
+        parts = {"validation": self.validation, "test": self.test}
+        scores = {part: _pair_to_json(*pair) for part, pair in parts.items() if pair is not None}
+        return {**scores, "greedy_members": sorted(self.greedy_members)}
+
+
+def _pair_to_json(average: Evaluation, greedy: Evaluation) -> dict[str, Any]:
+    scores: dict[str, Any] = {"average_soup": average.score, "greedy_soup": greedy.score}
+    if average.details:
+        scores["details"] = {"average_soup": average.details, "greedy_soup": greedy.details}
+    return scores
+
+
+@dataclass(frozen=True)
+class TrajectoryOutcome:
+    """The scores of each member's average along its trajectory (SWA, EMA), and of soups of these."""
+
+    greedy_members: tuple[int, ...]
+    """The members of the greedy soup, in the order in which they were added."""
+    validation: Scores
+    test: Scores | None
+    greedy_without_reset: tuple[tuple[int, ...], Evaluation | None]
+    """The greedy soup if BatchNorm is never re-estimated, so that averages keep their member's statistics: its members
+    and its test score. The paper's numbers look like this."""
+    aligned: Soups | None = None
+    """For independent members, optional: aligned and repaired soups of the averages."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `result.json`."""
+        members, score = self.greedy_without_reset
+        return {
+            "validation": self.validation.to_json(),
+            "test": None if self.test is None else self.test.to_json(),
+            "greedy_members": sorted(self.greedy_members),
+            "greedy_as_it_is": {"test": None if score is None else score.score, "members": sorted(members)},
+            "aligned": None if self.aligned is None else self.aligned.to_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -24,21 +83,16 @@ class RunOutcome:
     """For independent members, with REPAIR: the scores of repaired soups."""
     aligned: Soups | None
     """For independent members, with alignment: the scores of aligned and repaired soups."""
-    analysis: Analysis | None
-    """How similar members are, if the config asks for it."""
     repair: RepairReport | None
     """What REPAIR does to each layer, if it is used."""
     trajectory: TrajectoryOutcome | None
     """Averages along each member's trajectory (SWA, EMA) and their soups, if there are any."""
+    analysis: Analysis | None
+    """How similar members are, if the config asks for it."""
 
     def to_json(self) -> dict[str, Any]:
         """The part of `result.json` that training knows."""
-        parts = {
-            "repaired": self.repaired,
-            "aligned": self.aligned,
-            "repair": self.repair,
-            "trajectory": self.trajectory,
-        }
+        parts = {name: getattr(self, name) for name in ("repaired", "aligned", "repair", "trajectory")}
         return {
             **self.training.to_json(),
             **{name: None if part is None else part.to_json() for name, part in parts.items()},
@@ -52,23 +106,101 @@ def finalize_run(training: Training, config: Config) -> RunOutcome:
     wants_repaired = bool(training.batches.num_repair_batches) and not training.averager.rule.averages
     wants_aligned = wants_repaired and config.average.align_soups
     # Before there are soups to keep: a process holds at most two networks besides its members.
-    repaired = repaired_soups(training) if wants_repaired else None
+    repaired = _repaired_soups(training) if wants_repaired else None
     aligned = aligned_and_repaired_soups(training, num_align_batches) if wants_aligned else None
     analysis = _analysis(training, num_align_batches) if config.analysis else None
-    trajectory = score_trajectory_averages(
+    trajectory = _score_trajectory_averages(
         training,
         config.trajectory.batch_norm_batches,
         align_soups=wants_aligned,
         num_align_batches=num_align_batches,
     )
-    return RunOutcome(
-        training=finalize(training),
-        repaired=repaired,
-        aligned=aligned,
-        analysis=analysis,
-        repair=_repair_report(training),
-        trajectory=trajectory,
+    return RunOutcome(finalize(training), repaired, aligned, _repair_report(training), trajectory, analysis)
+
+
+def _repaired_soups(training: Training) -> Soups:
+    """The average and the greedy soup, each average repaired before it is scored."""
+    population, scope = training.population, training.settings.averaging.repaired_layers
+    batches = training.batches.plain_repair()
+    repair = repair_toward_members(population, range(population.size), batches, scope=scope)
+    average = average_soup(population, after=repair)
+    return _scored(training, average, greedy_soup(population, _scorer(training), after=repair))
+
+
+def aligned_and_repaired_soups(
+    training: Training, num_align_batches: int | None = 10, population: Population | None = None
+) -> Soups | None:
+    """The average and the greedy soup of members that are aligned to the growing soup, best first, and repaired.
+
+    The paper does this for VGG and ResNet-18 on CIFAR. The members are those of the training, or of another population.
+    All processes must call it. None, with a warning, if the symmetries cannot be derived.
+    """
+    population = training.population if population is None else population
+    inputs = training.batches.plain(num_align_batches)
+    symmetries = derive_symmetries(population[0], inputs[0])
+    if symmetries is None:
+        return None
+    soups = aligned_soups(
+        population,
+        _scorer(training),
+        inputs,
+        by="activations",
+        symmetries=symmetries,
+        repair_batches=training.batches.plain_repair(),
     )
+    return _scored(training, soups.average, soups.greedy)
+
+
+def _score_trajectory_averages(
+    training: Training, num_batches: int, *, align_soups: bool, num_align_batches: int | None
+) -> TrajectoryOutcome | None:
+    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None if there are none."""
+    averages = next((callback for callback in training.callbacks if isinstance(callback, TrajectoryAverage)), None)
+    if averages is None:
+        return None
+    population = Population(averages.networks, training.group)
+    population.dropped = training.population.dropped
+
+    def reset(network: nn.Module, row: Tensor | None = None) -> None:
+        reset_batch_norm_(network, training.batches.stream_plain(num_batches))
+
+    score, test = _scorer(training), training.data.test
+    without_reset = greedy_soup(population, score)
+    members_without_reset = without_reset.members
+    test_without_reset = None if test is None else training.evaluate([without_reset.network], test)[0][0]
+    del without_reset
+    for network in population:
+        reset(network)
+    aligned = aligned_and_repaired_soups(training, num_align_batches, population) if align_soups else None
+    average = average_soup(population, after=reset)
+    greedy = greedy_soup(population, score, after=reset)
+
+    def scores_on(source: Source) -> Scores:
+        members, ensemble = training.evaluate_population(source, population)
+        first, second = training.evaluate([average, greedy.network], source)[0]
+        return Scores(members, ensemble, first, second, dropped=population.dropped)
+
+    return TrajectoryOutcome(
+        greedy_members=greedy.members,
+        validation=scores_on(training.data.validation),
+        test=None if test is None else scores_on(test),
+        greedy_without_reset=(members_without_reset, test_without_reset),
+        aligned=aligned,
+    )
+
+
+def _scorer(training: Training) -> Callable[[nn.Module], Evaluation]:
+    """Scores a network on the validation data."""
+    return lambda network: training.evaluate([network], training.data.validation)[0][0]
+
+
+def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module]) -> Soups:
+    def pair_on(source: Source) -> tuple[Evaluation, Evaluation]:
+        first, second = training.evaluate([average, greedy.network], source)[0]
+        return first, second
+
+    validation, test = training.data.validation, training.data.test
+    return Soups(greedy.members, greedy.score, pair_on(validation), None if test is None else pair_on(test))
 
 
 def _analysis(training: Training, num_align_batches: int | None) -> Analysis | None:

@@ -1,13 +1,11 @@
 """Every table and figure of the paper by its name."""
 
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.recipes.tables import ablations, comparisons, logistic, main, segmentation
+from papa.lab.recipes.tables import ablations, comparisons, main, segmentation
 from papa.lab.recipes.tables.table import Row, Table, number
 
-MODULES = (main, ablations, comparisons, segmentation, logistic)
-"""The modules with tables, in the order of listings."""
-
-TABLES: dict[str, Table] = {table.name: table for module in MODULES for table in module.TABLES}
+ORDERED = (*main.TABLES, *ablations.TABLES, *comparisons.TABLES, *segmentation.TABLES, *main.LOGISTIC_TABLES)
+TABLES: dict[str, Table] = {table.name: table for table in ORDERED}
 
 
 def find_table(name: str) -> Table:

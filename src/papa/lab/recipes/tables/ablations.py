@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from papa.lab.recipes.tables.table import Row, Table
+from papa.lab.recipes.tables.table import Row, Table, named
 
 RECIPE = "cifar100-resnet18-ablation"
 COLUMNS = ("mean", "min", "max", "average_soup", "greedy_soup")
@@ -15,8 +15,7 @@ Cells = tuple[float, float, float, float, float]
 
 
 def _row(name: str, title: str, change: Mapping[str, Any], cells: Cells, *, part: str = "test") -> Row:
-    paper = dict(zip(COLUMNS, cells, strict=True))
-    return Row(name=name, title=title, recipe=RECIPE, change=change, paper=paper, part=part)
+    return Row(name=name, title=title, recipe=RECIPE, change=change, paper=named(COLUMNS, cells), part=part)
 
 
 def _window_rows(method: str, cells: tuple[Cells, ...]) -> list[Row]:
@@ -158,24 +157,20 @@ STRENGTHS: dict[tuple[int, float], Cells] = {
     (50, 0.1): (78.67, 77.41, 79.15, 79.03, 79.03),
 }
 
+PAPA = {"method": "papa"}
 ABLATION_GRADUAL = (
-    _row("papa", "PAPA", {"method": "papa"}, (79.85, 78.71, 80.46, 80.30, 80.20)),
-    _row(
-        "same-init",
-        "same initial weights",
-        {"method": "papa", "diversity.same_init": True},
-        (79.81, 78.63, 80.33, 80.37, 80.57),
-    ),
+    _row("papa", "PAPA", PAPA, (79.85, 78.71, 80.46, 80.30, 80.20)),
+    _row("same-init", "same initial weights", {**PAPA, **CHANGES["same-init"][1]}, (79.81, 78.63, 80.33, 80.37, 80.57)),
     _row(
         "aligned",
         "aligned by activations every 5 epochs",
-        {"method": "papa", "average.align": "activations"},
+        {**PAPA, **CHANGES["aligned"][1]},
         (79.12, 78.17, 79.59, 79.78, 79.82),
     ),
     _row(
         "mutations",
         "mutations every 5 epochs",
-        {"method": "papa", "average.mutation": 0.01},
+        {**PAPA, **CHANGES["mutations"][1]},
         (79.70, 78.43, 80.26, 80.40, 79.84),
     ),
     *_window_rows(
@@ -201,8 +196,8 @@ ABLATION_GRADUAL = (
 )
 
 TABLES = (
-    Table(label="ablation", title="ways to average", columns=COLUMNS, rows=ABLATION),
-    Table(label="ablation1", title="changes to PAPA-all", columns=COLUMNS, rows=ABLATION_1),
-    Table(label="ablation2", title="changes to PAPA-2", columns=COLUMNS, rows=ABLATION_2),
-    Table(label="ablation_gradual", title="changes to PAPA", columns=COLUMNS, rows=ABLATION_GRADUAL),
+    Table("ablation", "ways to average", COLUMNS, ABLATION),
+    Table("ablation1", "changes to PAPA-all", COLUMNS, ABLATION_1),
+    Table("ablation2", "changes to PAPA-2", COLUMNS, ABLATION_2),
+    Table("ablation_gradual", "changes to PAPA", COLUMNS, ABLATION_GRADUAL),
 )

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from papa.lab.recipes.tables.table import Row, Table
+from papa.lab.recipes.tables.table import Row, Table, named
 
-DART_NUMBERS: dict[str, dict[str, tuple[float, float]]] = {
-    "cifar10": {
-        "quoted-erm": (97.08, 0.05),
-        "quoted-dart": (97.14, 0.08),
-        "papa-all": (97.10, 0.15),
-        "no-repair": (97.20, 0.06),
-        "late": (97.12, 0.09),
-        "dart": (97.12, 0.13),
-        "papa": (97.15, 0.09),
-    },
-    "cifar100": {
-        "quoted-erm": (82.25, 0.29),
-        "quoted-dart": (82.89, 0.07),
-        "papa-all": (82.59, 0.24),
-        "no-repair": (82.29, 0.42),
-        "late": (82.26, 0.18),
-        "dart": (82.30, 0.19),
-        "papa": (82.45, 0.16),
-    },
+# Average soup and standard deviation on CIFAR-10, then on CIFAR-100.
+DART_NUMBERS: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "quoted-erm": ((97.08, 0.05), (82.25, 0.29)),
+    "quoted-dart": ((97.14, 0.08), (82.89, 0.07)),
+    "papa-all": ((97.10, 0.15), (82.59, 0.24)),
+    "no-repair": ((97.20, 0.06), (82.29, 0.42)),
+    "late": ((97.12, 0.09), (82.26, 0.18)),
+    "dart": ((97.12, 0.13), (82.30, 0.19)),
+    "papa": ((97.15, 0.09), (82.45, 0.16)),
 }
-DART_CADENCE = {"cifar10": 40.0, "cifar100": 50.0}
 
 
-def _dart_rows(data: str) -> list[Row]:
+def _dart_rows(place: int, data: str, cadence: float) -> list[Row]:
     no_repair = {"method": "papa-all", "average.repair": 0}
     late = {**no_repair, "average.start": 300.0}
     kinds: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -38,7 +27,7 @@ def _dart_rows(data: str) -> list[Row]:
         "papa-all": ("PAPA-all", {"method": "papa-all"}),
         "no-repair": ("PAPA-all without REPAIR", no_repair),
         "late": ("the same from half of training on", late),
-        "dart": ("DART: the same, rarely", {**late, "average.every_epochs": DART_CADENCE[data]}),
+        "dart": ("DART: the same, rarely", {**late, "average.every_epochs": cadence}),
         "papa": ("PAPA", {"method": "papa"}),
     }
     return [
@@ -47,8 +36,8 @@ def _dart_rows(data: str) -> list[Row]:
             title=f"{data}, {title}",
             recipe=None if change is None else f"{data}-resnet18-dart",
             change=change or {},
-            paper={"average_soup": DART_NUMBERS[data][kind][0]},
-            spread={"average_soup": DART_NUMBERS[data][kind][1]},
+            paper={"average_soup": DART_NUMBERS[kind][place][0]},
+            spread={"average_soup": DART_NUMBERS[kind][place][1]},
         )
         for kind, (title, change) in kinds.items()
     ]
@@ -67,27 +56,23 @@ SWA_COLUMNS = ("mean", "average_soup", "greedy_soup", "greedy_as_it_is")
 SWA_START = 225.0
 
 
-def _swa_rows() -> list[Row]:
-    rows = []
-    for (shape, level), numbers in SWA_NUMBERS.items():
-        anneal = {"trajectory.lr": level, "trajectory.linear": shape == "linear"}
-        kinds: dict[str, tuple[str, dict[str, Any]]] = {
-            "never": ("independent", {"method": "independent"}),
-            "before": ("PAPA-all before SWA", {"method": "papa-all", "average.stop": SWA_START}),
-            "during": ("PAPA-all before and during SWA", {"method": "papa-all"}),
-        }
-        for (kind, (title, change)), cells in zip(kinds.items(), numbers, strict=True):
-            rows.append(
-                Row(
-                    name=f"{shape}-{level}-{kind}",
-                    title=f"{title}; {shape} to {level}",
-                    recipe="cifar100-resnet18-swa",
-                    change={**anneal, **change},
-                    paper=dict(zip(SWA_COLUMNS, (*cells, cells[-1]), strict=True)),
-                    part="trajectory.aligned" if kind == "never" else "trajectory",
-                )
-            )
-    return rows
+SWA_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "never": ("independent", {"method": "independent"}),
+    "before": ("PAPA-all before SWA", {"method": "papa-all", "average.stop": SWA_START}),
+    "during": ("PAPA-all before and during SWA", {"method": "papa-all"}),
+}
+
+
+def _swa_row(shape: str, level: float, kind: str, cells: tuple[float, float, float]) -> Row:
+    title, change = SWA_KINDS[kind]
+    return Row(
+        name=f"{shape}-{level}-{kind}",
+        title=f"{title}; {shape} to {level}",
+        recipe="cifar100-resnet18-swa",
+        change={"trajectory.lr": level, "trajectory.linear": shape == "linear", **change},
+        paper=named(SWA_COLUMNS, (*cells, cells[-1])),
+        part="trajectory.aligned" if kind == "never" else "trajectory",
+    )
 
 
 ESGD_COLUMNS = ("mean", "min", "max")
@@ -113,7 +98,7 @@ def _esgd_rows() -> list[Row]:
         "quoted-esgd": ("ESGD with 128 members, as its authors report", (92.48, 91.90, 92.57)),
     }
     rows = [
-        Row(name=name, title=title, recipe=None, paper=dict(zip(ESGD_COLUMNS, cells, strict=True)))
+        Row(name=name, title=title, recipe=None, paper=named(ESGD_COLUMNS, cells))
         for name, (title, cells) in quoted.items()
     ]
     # The paper does not say whether members were augmented differently here: both are run, and labelled.
@@ -124,7 +109,7 @@ def _esgd_rows() -> list[Row]:
                 title=f"{method}, p = {members}, {label}",
                 recipe="cifar10-resnet20-esgd",
                 change={"method": method, "members": members, "diversity.grid": grid},
-                paper=dict(zip(ESGD_COLUMNS, cells, strict=True)),
+                paper=named(ESGD_COLUMNS, cells),
             )
             for (method, members), cells in ESGD_NUMBERS.items()
         ]
@@ -151,7 +136,7 @@ def _cosine_rows() -> list[Row]:
             title=f"{method}{', as in the ablations' if ending else ''}",
             recipe=recipe,
             change={"method": method, "members": 5},
-            paper=dict(zip(COSINE_COLUMNS, (*between, *with_soup), strict=True)),
+            paper=named(COSINE_COLUMNS, (*between, *with_soup)),
             part="test" if method == "independent" else "plain",
         )
         for ending, recipe in COSINE_RECIPES.items()
@@ -161,36 +146,34 @@ def _cosine_rows() -> list[Row]:
 
 TABLES = (
     Table(
-        label="dart_replication",
-        title="average soups of PAPA and PAPA-all, step by step toward DART",
-        columns=("average_soup",),
-        rows=(*_dart_rows("cifar10"), *_dart_rows("cifar100")),
+        "dart_replication",
+        "average soups of PAPA and PAPA-all, step by step toward DART",
+        ("average_soup",),
+        (*_dart_rows(0, "cifar10", cadence=40.0), *_dart_rows(1, "cifar100", cadence=50.0)),
     ),
     Table(
-        label="cifar100_swa",
-        title="averages along each member's trajectory (SWA), with and without averaging the population",
-        columns=SWA_COLUMNS,
-        rows=tuple(_swa_rows()),
+        "cifar100_swa",
+        "averages along each member's trajectory (SWA), with and without averaging the population",
+        SWA_COLUMNS,
+        [
+            _swa_row(shape, level, kind, cells)
+            for (shape, level), numbers in SWA_NUMBERS.items()
+            for kind, cells in zip(SWA_KINDS, numbers, strict=True)
+        ],
     ),
+    Table("comparing2", "members in ESGD's setting", ESGD_COLUMNS, _esgd_rows()),
     Table(
-        label="comparing2",
-        title="members in ESGD's setting",
-        columns=ESGD_COLUMNS,
-        rows=tuple(_esgd_rows()),
-    ),
-    Table(
-        label="cosine",
-        title="cosine similarity of features between members, and with the soup",
-        columns=COSINE_COLUMNS,
-        rows=tuple(_cosine_rows()),
+        "cosine",
+        "cosine similarity of features between members, and with the soup",
+        COSINE_COLUMNS,
+        _cosine_rows(),
         options={"analysis": True},
     ),
     Table(
-        label="papa_acc1",
-        kind="figure",
-        title="accuracy of members over epochs, and its change at each merge",
-        columns=("mean", "average_soup"),
-        rows=tuple(
+        "papa_acc1",
+        "accuracy of members over epochs, and its change at each merge",
+        ("mean", "average_soup"),
+        [
             Row(name=name, title=title, recipe="cifar100-resnet18", change={"members": 5, **change})
             for name, title, change in (
                 ("independent", "independent", {"method": "independent"}),
@@ -199,7 +182,8 @@ TABLES = (
                 ("papa-all-no-repair", "PAPA-all without REPAIR", {"method": "papa-all", "average.repair": 0}),
                 ("papa-2", "PAPA-2", {"method": "papa-2"}),
             )
-        ),
+        ],
+        kind="figure",
         options={"average.probes": True},
     ),
 )

@@ -68,12 +68,9 @@ def _row(label: str, method: str) -> Row:
 
 def _table(label: str) -> Table:
     what = "without augmentation" if GRIDS[label] == "none" else "with Mixup and label smoothing"
-    return Table(
-        label=label,
-        title=f"F1 of each class on Vaihingen, {what}",
-        columns=tuple(f"details.{kind}.{name}" for kind in KINDS for name in NAMES),
-        rows=tuple(_row(label, method) for method in ("independent", "papa-all", "papa-2", "papa")),
-    )
+    columns = tuple(f"details.{kind}.{name}" for kind in KINDS for name in NAMES)
+    rows = [_row(label, method) for method in ("independent", "papa-all", "papa-2", "papa")]
+    return Table(label, f"F1 of each class on Vaihingen, {what}", columns, rows)
 
 
 TABLES = (_table("image_seg1"), _table("image_seg2"))

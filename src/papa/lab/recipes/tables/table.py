@@ -37,7 +37,7 @@ class Row:
         return tuple(range(1, 1 + (self.num_runs or (3 if self.spread else 1))))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """A table or figure of the paper."""
 
@@ -47,7 +47,7 @@ class Table:
     """One line for listings."""
     columns: tuple[str, ...]
     """The numbers of a result that it compares; see `number`."""
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     kind: str = "table"
     """table or figure."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -61,12 +61,17 @@ class Table:
     def pick(self, names: Sequence[str] | None) -> tuple[Row, ...]:
         """Some of its rows, in the table's order; all when None."""
         if names is None:
-            return self.rows
+            return tuple(self.rows)
         known = [row.name for row in self.rows]
         for name in names:
             if name not in known:
                 raise ConfigError(f"{self.name} has no row {name}: {did_you_mean(name, known)}")
         return tuple(row for row in self.rows if row.name in names)
+
+
+def named(columns: Sequence[str], cells: Sequence[float]) -> dict[str, float]:
+    """Numbers by their column."""
+    return dict(zip(columns, cells, strict=True))
 
 
 def number(result: Mapping[str, Any], row: Row, column: str) -> float | None:

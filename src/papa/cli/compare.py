@@ -54,7 +54,6 @@ class CompareOptions(ParallelOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train several methods and seeds and compare them."""
     recipe, rest = take_recipe(arguments, USAGE)
     options, out = parse_options(recipe, rest)
     if RunDirectory(out).config.exists():

@@ -46,7 +46,6 @@ class DiffOptions(ContextOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare two files of weights."""
     options, config = parse(DiffOptions, arguments, prog="papa diff", description=DESCRIPTION)
     if options.top < 0:
         raise ConfigError(f"--top is {options.top}, expected the number of tensors to list, or 0 for all")

@@ -16,7 +16,7 @@ from papa.group import rank_of_torchrun
 from papa.lab.config import Config
 from papa.lab.launch import RunSpec, execute
 from papa.lab.launch_many import Outcomes, check_parallel, execute_all
-from papa.lab.report.tensorboard import check_tensorboard
+from papa.lab.packages import require
 from papa.process import configure_process
 from papa.training import CheckpointOptions
 
@@ -68,7 +68,7 @@ class OneRunOptions(TrainingOptions):
     def execute(self, config: Config, path: Path, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
         """Execute a run with these options and return its result."""
         if self.tensorboard:
-            check_tensorboard()
+            require("tensorboard")
         configure_process()
         event_files = path / "tensorboard" if self.tensorboard else None
         spec = self.spec(run_title(config), config, path, overwrite=overwrite, resume=resume, tensorboard=event_files)

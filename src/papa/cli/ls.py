@@ -20,7 +20,6 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List the recipes."""
     if arguments:
         raise ConfigError(f"papa ls takes no arguments, found {' '.join(arguments)}: see papa ls --help")
     rows = [(recipe.name, recipe.table, recipe.summary) for recipe in RECIPES.values()]

@@ -19,7 +19,6 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the costs of each kind of exchange."""
     plan = tyro.cli(Plan, prog="papa plan", description=DESCRIPTION, args=list(arguments))
     costs = [cost_of(plan, exchange) for exchange in EXCHANGES]
     delayed = f"with a delay of {plan.num_delay_steps}"

@@ -58,7 +58,6 @@ class Progress(Callback):
             self._console.quiet = True
 
     def on_train_begin(self, training: Training) -> None:
-        """Read the length of the training."""
         self._status.num_steps, self._status.num_epochs = training.length.num_steps, training.settings.num_epochs
         self._status.epoch = training.epoch
         self.on_step_complete(training)
@@ -66,12 +65,10 @@ class Progress(Callback):
         self._event_files.on_train_begin(training)
 
     def on_step_complete(self, training: Training) -> None:
-        """Update the step and the remaining time."""
         self._status.step = training.step
         self._status.seconds_left = self._clock.seconds_left(self._status.share)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """Write the distances to the event files."""
         self._event_files.on_averaging(training, averaging)
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
@@ -80,7 +77,6 @@ class Progress(Callback):
             self._console.print(Text(f"papa: {event_text(event)}", style="yellow"), soft_wrap=True)
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Show the losses, scores and distances of the epoch."""
         status = self._status
         status.epoch, status.losses, status.distances = record.epoch, record.losses, record.distances
         status.scores = [member.score for member in record.validation.members]

@@ -55,7 +55,6 @@ class ReportOptions:
 
     @property
     def is_comparison(self) -> bool:
-        """Whether several runs are compared."""
         return len(self.directories) > 1 or not is_run(self.directories[0])
 
     def path(self, name: str) -> Path:
@@ -69,7 +68,6 @@ TEXTS: Mapping[str, Callable[[Sequence[Run]], str]] = {"csv": csv_text, "json": 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Report on runs."""
     options = parse_options(arguments)
     formats = [name for name in (*TEXTS, *RENDERERS) if getattr(options, name)]
     if len(formats) > 1:

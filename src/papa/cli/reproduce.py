@@ -53,7 +53,6 @@ class ReproduceOptions(ParallelOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a table or figure of the paper."""
     if not arguments:
         rows = [(table.name, str(len(table.rows)), table.title) for table in TABLES.values()]
         print_table(("name", "rows", "what it shows"), rows)

@@ -32,7 +32,6 @@ class ResumeOptions(OneRunOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Continue a stopped run."""
     options = tyro.cli(ResumeOptions, prog="papa resume", description=DESCRIPTION, args=list(arguments))
     run = RunDirectory(options.directory)
     print_run(options.execute(Config.from_json(run.read_config()), run.path, resume=True), run)

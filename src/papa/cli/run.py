@@ -52,7 +52,6 @@ class RunOptions(OneRunOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train one population."""
     recipe, rest = take_recipe(arguments, USAGE)
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
     if options.overwrite and options.resume:

@@ -19,7 +19,6 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the configuration of a recipe."""
     recipe, rest = take_recipe(arguments, USAGE)
     budget, rest = take_budget(rest)
     if rest:

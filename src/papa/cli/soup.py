@@ -72,7 +72,6 @@ class SoupOptions(ContextOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Average the weights in several files."""
     options, config = parse(SoupOptions, arguments, prog="papa soup", description=DESCRIPTION)
     if not options.paths:
         raise ConfigError("no file was named, expected files or directories: see papa soup --help")
@@ -202,7 +201,6 @@ class _Bar:
         self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
-        """Show the number of bytes written."""
         if self._task is None:
             self._task = self._bar.add_task("", total=total)
         self._bar.update(self._task, completed=done)

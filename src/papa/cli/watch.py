@@ -45,7 +45,6 @@ class WatchOptions:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow a run until it has finished."""
     options = parse_options(arguments)
     if not options.every > 0:
         raise ConfigError(f"--every is {options.every}, expected more than 0 seconds")
@@ -113,11 +112,9 @@ class Follower:
 
     @property
     def has_started(self) -> bool:
-        """Whether the configuration of the run was read."""
         return self.status.num_epochs is not None
 
     def read(self) -> None:
-        """Read what is new."""
         if not self.run.config.exists():
             return
         if not self.has_started:

@@ -29,7 +29,6 @@ class CandidateScorer:
         self._repair: tuple[int, After | None] = (-1, None)
 
     def losses(self) -> list[float]:
-        """Every member's loss."""
         members, _ = self.training.evaluate_population(self.training.data.validation)
         return [member.loss for member in members]
 

@@ -272,7 +272,6 @@ class Config:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return dataclasses.asdict(self)
 
     @staticmethod

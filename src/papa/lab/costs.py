@@ -57,7 +57,6 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes."""
         return self.members if self.ranks is None else self.ranks
 
     @property

@@ -67,7 +67,6 @@ class RunSpec:
 
     @property
     def directory(self) -> RunDirectory:
-        """The files in `path`."""
         return RunDirectory(self.path)
 
     def check(self) -> None:

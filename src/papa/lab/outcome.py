@@ -35,7 +35,6 @@ class Soups:
     """The same on the test data."""
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of `result.json`."""
         parts = {"validation": self.validation, "test": self.test}
         scores = {part: _pair_to_json(*pair) for part, pair in parts.items() if pair is not None}
         return {**scores, "greedy_members": sorted(self.greedy_members)}
@@ -63,7 +62,6 @@ class TrajectoryOutcome:
     """For independent members, optional: aligned and repaired soups of the averages."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in `result.json`."""
         members, score = self.greedy_without_reset
         return {
             "validation": self.validation.to_json(),
@@ -91,7 +89,6 @@ class RunOutcome:
     """How similar members are, if the config asks for it."""
 
     def to_json(self) -> dict[str, Any]:
-        """The part of `result.json` that training knows."""
         parts = {name: getattr(self, name) for name in ("repaired", "aligned", "repair", "trajectory")}
         return {
             **self.training.to_json(),

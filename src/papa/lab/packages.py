@@ -27,13 +27,15 @@ def missing_package(error: BaseException) -> ConfigError | None:
         "the package sklearn is not installed: pip install 'papa-torch[lab]'"
     """
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package not in EXTRAS:
-        return None
-    return ConfigError(f"the package {package} is not installed: pip install 'papa-torch[{EXTRAS[package]}]'")
+    return _missing(package) if package in EXTRAS else None
 
 
 def require(*packages: str) -> None:
     """Raise a `ConfigError` that says what to install, unless all packages are installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is not installed: pip install 'papa-torch[{EXTRAS[package]}]'")
+            raise _missing(package)
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(f"the package {package} is not installed: pip install 'papa-torch[{EXTRAS[package]}]'")

@@ -68,12 +68,10 @@ class MergeProbes(Callback):
         averager.merge_hooks = [self._hook(training, before="before", after="after"), *averager.merge_hooks, *inside]
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """Log the scores before and after a merge."""
         if training.averager.rule.is_merge:
             self._log(training, {"event": "merge", "step": averaging.step, "epoch": training.epoch}, self._scores)
 
     def on_step_end(self, training: Training) -> None:
-        """Score again some steps after a merge."""
         # Whether there was a merge follows from the step, so nothing needs to be remembered.
         merge_step, averager = training.step - self.steps_later, training.averager
         if averager.rule.is_merge and averager.rule.is_due(merge_step, averager.num_steps):

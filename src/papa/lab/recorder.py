@@ -32,19 +32,15 @@ class Recorder(Saver):
         self._log_error: str | None = None
 
     def extra_state(self) -> dict[str, Any]:
-        """The config, and how far the metrics are."""
         return {"config": self.config.to_json(), "metrics": self.run.metrics_state()}
 
     def flush(self) -> None:
-        """Flush the metrics, up to what the checkpoint refers to."""
         self.run.flush_metrics()
 
     def should_stop(self) -> bool:
-        """Whether this process got a signal."""
         return bool(self._signal.value)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """Log one line per averaging."""
         before, after = averaging.distances_before, averaging.distances_after
         self._log(
             training,
@@ -61,7 +57,6 @@ class Recorder(Saver):
         )
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Log one line per epoch."""
         self._log(
             training,
             {

@@ -31,7 +31,6 @@ class Request:
     """Directory of the data; None for the directories of the recipes."""
 
     def seeds_of(self, row: Row) -> tuple[int, ...]:
-        """The seeds with which a row is run."""
         return self.seeds or (row.seeds if self.budget == "full" else (1,))
 
 
@@ -56,17 +55,14 @@ class Entry:
 
     @property
     def mean(self) -> float | None:
-        """The mean of ours over seeds; None without runs."""
         return statistics.mean(self.ours) if self.ours else None
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of ours over seeds; None for fewer than two seeds."""
         return statistics.stdev(self.ours) if len(self.ours) > 1 else None
 
     @property
     def difference(self) -> float | None:
-        """Our mean minus the paper's number."""
         return None if self.mean is None or self.paper is None else self.mean - self.paper
 
 

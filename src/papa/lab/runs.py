@@ -79,7 +79,6 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run here is finished."""
         return self.result.exists()
 
     @property
@@ -113,7 +112,6 @@ class RunDirectory:
             raise RunError(f"{self.path} already holds {state}: choose another directory, resume it, or overwrite it")
 
     def make_directories(self) -> None:
-        """Make the run's directories that do not exist."""
         with file_errors(self.path, "make the directory"):
             self.members.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -127,7 +125,6 @@ class RunDirectory:
             shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
     def read_config(self) -> dict[str, Any]:
-        """The config of the run here."""
         if not self.config.exists():
             raise RunError(f"{self.path} holds no run of papa: there is no config.json in it")
         return read_object(self.config)
@@ -217,16 +214,13 @@ class RunDirectory:
                 raise RunError(f"line {number} of {self.metrics} is no event of papa: {error}") from error
 
     def latest_checkpoint(self) -> Path | None:
-        """The newest checkpoint, or None."""
         found = checkpoints(self.checkpoints)
         return found[-1][1] if found else None
 
     def save_member(self, member: int, network: nn.Module) -> None:
-        """Write one member's weights."""
         save_network(self.members / f"{member:03d}.safetensors", network, {"role": f"member {member}"})
 
     def save_soups(self, average: nn.Module, greedy: nn.Module, best: nn.Module | None = None) -> None:
-        """Write the soups' weights."""
         save_network(self.average_soup, average, {"role": "average soup"})
         save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
         if best is not None:

@@ -35,7 +35,6 @@ class MergeGreedy(Rule):
     choose: Callable[[], Sequence[int]]
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """The same row for every member."""
         chosen = list(self.choose())
         if not chosen or not all(0 <= member < context.size for member in chosen):
             raise MixingError(f"MergeGreedy got members {chosen}, expected at least one of 0 to {context.size - 1}")
@@ -51,7 +50,6 @@ class MergeTournament(Rule):
     seed: int = 0
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """Two weights of 1/2 in every row."""
         chances = mixing.fitness(self.losses())
         generator = stream(self.seed, "merge", position=context.step)
         return mixing.merge_pairs(context.size, generator, chances=chances)
@@ -93,7 +91,6 @@ class MergeElite(Rule):
             )
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """The survivors' rows."""
         size, num_children = context.size, context.size * self.children_per_member
         generator = stream(self.seed, "merge", position=context.step)
         parents = mixing.identity(size)

@@ -86,7 +86,6 @@ class Policy:
         return dataclasses.asdict(self)
 
     def on_images(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Augment uint8 images before normalisation: RandAugment."""
         return images if self.randaugment is None else rand_augment(images, self.randaugment, generator=generator)
 
     def on_batch(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from papa.errors import ConfigError, DataError
 from papa.lab.augment.images import check_images
+from papa.lab.packages import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,10 +66,9 @@ def _transform(spec: str) -> Callable[[Image], Image]:
     problem = check_rand_augment(spec)
     if problem is not None:
         raise ConfigError(problem)
-    try:
-        from timm.data.auto_augment import rand_augment_transform
-    except ModuleNotFoundError as error:
-        raise ConfigError("RandAugment needs timm, which is not installed: pip install 'papa-torch[lab]'") from error
+    require("timm")
+    from timm.data.auto_augment import rand_augment_transform
+
     # timm's default, given explicitly: without it, some versions carry options over from one string to the next.
     grey = {"img_mean": (128, 128, 128)}
     transform = rand_augment_transform(spec, hparams=grey)

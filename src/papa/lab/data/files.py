@@ -32,11 +32,9 @@ class ImageFiles:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """The path of one image."""
         return os.path.join(self.folder, os.fsdecode(self.names[index]))
 
     def paths(self) -> list[str]:
-        """The paths of all images."""
         return [self.path(index) for index in range(len(self))]
 
 

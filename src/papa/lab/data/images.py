@@ -47,7 +47,6 @@ class ImageSet:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
         return len(self.classes)
 
     def split(self, validation: float, *, seed: int) -> Data:

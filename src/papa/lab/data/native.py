@@ -40,7 +40,6 @@ class Native:
         return {**dict((*dataset.train_list, *dataset.test_list)), dataset.meta["filename"]: dataset.meta["md5"]}
 
     def is_in(self, root: Path) -> bool:
-        """Whether all files exist."""
         return all((root / self.folder / name).is_file() for name in self.files())
 
     def fetch(self, root: Path) -> None:
@@ -63,7 +62,6 @@ class Native:
             ) from error
 
     def expected_files(self, root: Path) -> str:
-        """Says which files are expected, for messages."""
         return f"expected the files {', '.join(self.files())} in {root / self.folder}"
 
     def load(self, root: Path, *, train: bool, image_size: int | None) -> tuple[Arrays, tuple[str, ...]]:

@@ -89,7 +89,6 @@ class Patches:
         return self.num_patches
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The patch of each index."""
         return _images_and_labels([self._patch(self._draw(1, BATCH_SEED, index)[0]) for index in indices.tolist()])
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -25,7 +25,6 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(num_features, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores."""
         scores: Tensor = self.head(self.pool(self.features(images)))
         return scores
 
@@ -89,7 +88,6 @@ class Linear(nn.Module):
         self.head = nn.Linear(in_channels * image_size**2, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores."""
         scores: Tensor = self.head(images.flatten(1))
         return scores
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from papa.errors import ConfigError, did_you_mean
+from papa.lab.packages import require
 
 PREFIX = "timm:"
 
@@ -47,12 +48,9 @@ def pretrained_config(name: str) -> Any:
 
 
 def _timm() -> Any:
-    try:
-        import timm
-    except ImportError as error:
-        raise ConfigError(
-            "networks named timm:NAME need timm, which is not installed: pip install 'papa-torch[lab]'"
-        ) from error
+    require("timm")
+    import timm
+
     return timm
 
 

@@ -64,7 +64,6 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores."""
         scores: Tensor = self.head(self.pool(self.stages(self.stem(images))))
         return scores
 
@@ -86,7 +85,6 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`relu(body(x) + shortcut(x))`."""
         outputs: Tensor = self.relu(self.body(inputs) + self.shortcut(inputs))
         return outputs
 
@@ -106,7 +104,6 @@ class ZeroPadShortcut(nn.Module):
         self.num_new_channels = out_channels - in_channels
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The subsampled inputs, followed by the new channels."""
         return F.pad(inputs[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new_channels))
 
 

@@ -39,7 +39,6 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores of every pixel, of shape (N, classes, height, width)."""
         features = self.first(_checked(images, self.multiple))
         across = []
         for down in self.down:

@@ -86,7 +86,6 @@ class DotPlot(Plot):
 
     @property
     def series(self) -> list[str]:
-        """The names of the series, in order."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     @property

@@ -8,13 +8,7 @@ from typing import Any
 
 from papa.averager import Averaging
 from papa.errors import RunError
-from papa.lab.packages import require
 from papa.training import Callback, EpochRecord, Training
-
-
-def check_tensorboard() -> None:
-    """Raise a `ConfigError` unless tensorboard is installed."""
-    require("tensorboard")
 
 
 class EventFiles(Callback):
@@ -49,7 +43,6 @@ class EventFiles(Callback):
             raise RunError(f"cannot write event files to {self.directory}: {error.strerror or error}") from error
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        """Write the mean distance before and after."""
         for name, distances in (("before", averaging.distances_before), ("after", averaging.distances_after)):
             if distances is not None:
                 self._writer.add_scalar(
@@ -57,7 +50,6 @@ class EventFiles(Callback):
                 )
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Write the values of an epoch."""
         values = {"loss": record.losses, "distance_to_mean": record.distances}
         for data, scores in (("validation", record.validation), ("test", record.test)):
             if scores is not None:

@@ -79,11 +79,9 @@ class F1:
         return torch.bincount(pairs, minlength=size * size).view(size, size)
 
     def score(self, counts: Tensor) -> float:
-        """The mean F1 over classes."""
         return self.details(counts)["average F1"]
 
     def details(self, counts: Tensor) -> dict[str, float]:
-        """Accuracy, mean F1, and the F1 of each class."""
         table = counts.double().cpu()
         hits, labelled, predicted = table.diagonal(), table.sum(1), table.sum(0)
         if not labelled.any():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from _bench import Parts, Result, finish, parser, positive
 from papa.data import Arrays, Data
 from papa.group import Group, start_workers
-from papa.lab.augment import DEFAULT_GRID, draw_policies
+from papa.lab.augment.policy import DEFAULT_GRID, draw_policies
 from papa.lab.models import make_model
 from papa.lab.recipes.budgets import fast_precision
 from papa.lab.recipes.pipeline import ImagePipeline

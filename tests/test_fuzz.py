@@ -25,7 +25,7 @@ from papa.lab.launch import _check_state
 from papa.lab.models.weights import read_state_dict
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
-from papa.lab.report import compare_page, run_page
+from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
 from papa.storage import save_network
 from papa.training.saving import _load_

@@ -11,11 +11,10 @@ from typing import Annotated
 import tyro
 
 from papa.errors import ConfigError, RunError
-from papa.lab.report import compare_page, run_page
 from papa.lab.report.draw import RENDERERS
 from papa.lab.report.export import csv_text, json_report, latex_text
 from papa.lab.report.figures import compare_figures, run_figures
-from papa.lab.report.page import GENERATOR
+from papa.lab.report.page import GENERATOR, compare_page, run_page
 from papa.lab.runs import Run, read_runs
 from papa.storage import file_errors, is_run, write_atomically
 

@@ -15,7 +15,7 @@ from papa.errors import ConfigError, did_you_mean
 from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import BUDGETS
 from papa.lab.recipes.tables import TABLES, Table, find_table
-from papa.lab.report import table_page
+from papa.lab.report.page import table_page
 from papa.lab.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for
 from papa.lab.runs import read_run
 from papa.storage import write_atomically

@@ -17,7 +17,7 @@ from papa.errors import ConfigError
 from papa.lab.config import Config, flat
 from papa.lab.recipes import Recipe
 from papa.lab.recipes.change import changed
-from papa.lab.report import COLUMNS, details_table, run_rows
+from papa.lab.report.table import COLUMNS, details_table, run_rows
 from papa.lab.runs import RunDirectory
 
 USAGE = """usage: papa run RECIPE [OPTIONS]

@@ -17,7 +17,7 @@ from rich.live import Live
 from papa.cli.status import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
-from papa.lab.report import COLUMNS, run_rows
+from papa.lab.report.table import COLUMNS, run_rows
 from papa.lab.report.words import plain, printable
 from papa.lab.result import parsed_event
 from papa.lab.runs import RunDirectory

@@ -220,6 +220,8 @@ def _open_torch(path: Path, key: str | None, *, is_shard: bool) -> WeightsFile:
 def _load_torch(path: Path) -> tuple[Any, list[str]]:
     """The content of a PyTorch file, mapped if possible; only tensors and plain values, never code."""
     is_mapped = zipfile.is_zipfile(path)
+    if is_mapped:
+        _check_not_compressed(path)
     notes = [] if is_mapped else ["in PyTorch's old format, which is read as a whole: memory holds all of it"]
     with file_errors(path, error=SoupError, kind="a valid PyTorch file"):
         try:
@@ -233,6 +235,17 @@ def _load_torch(path: Path) -> tuple[Any, list[str]]:
                 f"{path} holds more than tensors and plain values{what} or is damaged, and nothing that could run code "
                 "is loaded: save its state dict alone"
             ) from error
+
+
+def _check_not_compressed(path: Path) -> None:
+    """Raise for compressed archives, which `torch.save` never writes: they might unpack to any size."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_compressed = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
+    except Exception as error:  # a damaged archive makes zipfile raise anything
+        raise SoupError(f"{path} cannot be read ({error}): expected a file by torch.save") from error
+    if is_compressed:
+        raise SoupError(f"{path} is compressed, expected a file by torch.save, which is not")
 
 
 def _find_state(path: Path, value: Any, key: str | None) -> tuple[Mapping[str, Any], str | None]:

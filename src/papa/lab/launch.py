@@ -30,7 +30,7 @@ from papa.lab.recipes.build import build, callbacks_for, images_for, policies_fo
 from papa.lab.recipes.loading import Card, card_for
 from papa.lab.recipes.picture import prediction_picture
 from papa.lab.recorder import Recorder
-from papa.lab.report import run_page
+from papa.lab.report.page import run_page
 from papa.lab.result import as_stored, fold_merges
 from papa.lab.runs import RunDirectory, is_metrics_state
 from papa.lab.signals import stop_flag

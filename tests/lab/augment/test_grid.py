@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from papa.errors import ConfigError
-from papa.lab.augment import (
+from papa.lab.augment.policy import (
     ABLATION_GRID,
     DART_POLICIES,
     DEFAULT_GRID,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from papa.errors import ConfigError, DataError
-from papa.lab.augment import DART_POLICIES, Policy
 from papa.lab.augment.blend import blend_images, blend_targets, draw_blend, soft_targets
 from papa.lab.augment.erase import cutout, random_erase
+from papa.lab.augment.policy import DART_POLICIES, Policy
 from papa.lab.augment.randaugment import rand_augment
 from papa.streams import stream
 

@@ -6,7 +6,7 @@ import torch
 
 from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
-from papa.lab.augment import DART_POLICIES, draw_policies
+from papa.lab.augment.policy import DART_POLICIES, draw_policies
 from papa.lab.candidates import CandidateScorer
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
 from papa.lab.models import make_model

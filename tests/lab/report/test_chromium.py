@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, Page, open_browser
-from papa.lab.report import compare_page, run_page
 from papa.lab.report.draw import DARK, LIGHT
+from papa.lab.report.page import compare_page, run_page
 from report_samples import FULL_METRICS, METRICS, make_full_result, make_result
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from papa.lab.report import compare_rows, paper_rows, run_rows
+from papa.lab.report.table import compare_rows, paper_rows, run_rows
 
 
 def result(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from papa import schedules
 from papa.errors import ConfigError, did_you_mean
 from papa.group import Group, LocalGroup
 from papa.health import OnNonFinite
-from papa.lab.augment import (
+from papa.lab.augment.policy import (
     ABLATION_GRID,
     DART_POLICIES,
     DEFAULT_GRID,

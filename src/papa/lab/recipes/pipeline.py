@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from papa.evaluation import Batch
-from papa.lab.augment import Policy, normalize, random_crop, random_flip
+from papa.lab.augment.images import normalize, random_crop, random_flip
+from papa.lab.augment.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,13 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDIES) -> int:
-    """Write a record of every finished run of the studies; records of other runs stay unchanged.
-
-    Args:
-        runs: the directory that the commands call runs.
-        records: the directory of the records.
-        studies: the studies that the runs belong to.
-    """
+    """Write a record of every finished run of the studies; records of other runs stay unchanged."""
     for study in studies:
         expected = {name: config for command in study.commands for name, config in runs_of(command).items()}
         num_written = 0

@@ -28,13 +28,7 @@ BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOT
 
 
 def results_page(records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
-    """The whole of `RESULTS.md`.
-
-    Args:
-        records: the directory of the records; a `RunError` if one of them belongs to no command.
-        prose: the directory of the texts.
-        studies: the studies it shows.
-    """
+    """The whole of `RESULTS.md`; a `RunError` if a record belongs to no command."""
     _check_all_belong(records, studies)
     parts = [prose_of("opening", records, prose, studies)]
     for study in studies:
@@ -47,9 +41,7 @@ def results_page(records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[
 def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
     """The README with its block of results filled in; unchanged if there is no run of the main study.
 
-    Args:
-        readme: its text, with a block between `<!-- results -->` and `<!-- end of results -->`.
-        records: the directory of the records.
+    The block is between `<!-- results -->` and `<!-- end of results -->`.
     """
     title, command, longer_command = HEADLINE
     runs, longer = (list(read_records([one], records).values()) for one in (command, longer_command))
@@ -84,14 +76,7 @@ def headline_plot(records: Path = FOLDER) -> DotPlot:
 
 
 def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
-    """The text about a study with its numbers filled in; empty if there is none.
-
-    Args:
-        name: the name of the study, or `opening`.
-        records: the directory of the records.
-        prose: the directory of the texts.
-        studies: all studies.
-    """
+    """The text about a study, or the `opening`, with its numbers filled in; empty if there is none."""
     path = prose / f"{name}.md"
     if not path.exists():
         return ""

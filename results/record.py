@@ -13,8 +13,9 @@ from papa.cli.compare import jobs_of, parse_options
 from papa.errors import RunError
 from papa.lab.config import Config, flat, idle_options
 from papa.lab.recipes import find
+from papa.lab.result import checked_result
 from papa.lab.runs import Run
-from papa.storage import json_text, read_json, write_atomically
+from papa.storage import file_errors, json_text, read_json, write_atomically
 
 FOLDER = Path(__file__).parent / "records"
 LARGEST = 20_000
@@ -50,13 +51,8 @@ def runs_of(command: str) -> Mapping[str, Config]:
 
 
 def record_of(run: Run, config: Config) -> dict[str, Any]:
-    """The record of a finished run, or a `RunError` if the options of the run differ from its command.
-
-    Args:
-        run: the run.
-        config: the options of the command.
-    """
-    check_config(run.result.get("config"), config, str(run.path))
+    """The record of a finished run, or a `RunError` if the options of the run differ from its command."""
+    check_config(run.result["config"], config, str(run.path))
     kept = {name: run.result[name] for name in KEPT if run.result.get(name) is not None}
     kept["config"] = _with_placeholders(run.result["config"], config)
     kept["environment"] = {name: run.result["environment"].get(name) for name in ENVIRONMENT}
@@ -113,19 +109,15 @@ def write_record(name: str, record: Mapping[str, Any], folder: Path = FOLDER) ->
 
 
 def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """The existing records of the runs of some commands; each is checked against its command.
-
-    Args:
-        commands: the commands.
-        folder: the directory of the records.
-    """
+    """The existing records of the runs of some commands; each is checked against its command."""
     records = {}
     for command in commands:
         for name, config in runs_of(command).items():
             path = folder / f"{name}.json"
             if path.exists():
-                records[name] = read_json(path)
-                check_config(records[name].get("config"), config, f"the record {name}")
+                with file_errors(path, kind="a valid record"):
+                    records[name] = checked_result(read_json(path))
+                check_config(records[name]["config"], config, f"the record {name}")
     return records
 
 

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     if config is None and options.factory is None:
         _check_needs_no_network(options)
     use_one_thread()
-    with leaving(), _Bar() as bar:
+    with leaving(), _byte_progress() as bar:
+        writing = bar.add_task("", total=None, visible=False)
         soup = soup_files(
             options.paths,
             options.out,
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
             full_digests=options.full_digests,
-            on_progress=bar.update,
+            on_progress=lambda done, total: bar.update(writing, completed=done, total=total, visible=True),
             on_score=print_score,
         )
     print_soup(soup)
@@ -177,30 +178,15 @@ def _seen_by_training(options: SoupOptions, config: Config | None) -> list[str]:
     return notes
 
 
-class _Bar:
+def _byte_progress() -> rich.progress.Progress:
     """A progress bar of the bytes written, on terminals only."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("writing"),
-            rich.progress.BarColumn(bar_width=24),
-            rich.progress.DownloadColumn(),
-            rich.progress.TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task: rich.progress.TaskID | None = None
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, done: int, total: int) -> None:
-        if self._task is None:
-            self._task = self._bar.add_task("", total=total)
-        self._bar.update(self._task, completed=done)
+    console = Console(stderr=True)
+    return rich.progress.Progress(
+        rich.progress.TextColumn("writing"),
+        rich.progress.BarColumn(bar_width=24),
+        rich.progress.DownloadColumn(),
+        rich.progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,7 +1,5 @@
 """Fine-tuning: train only the new head at first."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from papa.lab.models import freeze_all_but_head_, unfreeze_
@@ -17,14 +15,13 @@ class FrozenBody(Callback):
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self._frozen: list[list[nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
 
     def on_step_begin(self, training: Training) -> None:
         """Freeze at the start or after a resume, unfreeze when it is time."""
         is_frozen_now = training.step < round(self.share * training.length.num_steps)
         if is_frozen_now and not self._frozen:
-            self._frozen = [freeze_all_but_head_(model) for model in training.population]
-        if not is_frozen_now and self._frozen:
-            for parameters in self._frozen:
-                unfreeze_(parameters)
+            self._frozen = [parameter for model in training.population for parameter in freeze_all_but_head_(model)]
+        elif not is_frozen_now:
+            unfreeze_(self._frozen)
             self._frozen = []

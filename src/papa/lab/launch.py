@@ -186,15 +186,10 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
         on_begin()
     options = spec.checkpoints
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(
-            CheckpointWriter(
-                run.checkpoints,
-                group=group,
-                num_members=config.members,
-                keep=options.keep,
-                background=options.background,
-            )
+        writer = CheckpointWriter(
+            run.checkpoints, group=group, num_members=config.members, keep=options.keep, background=options.background
         )
+        stack.enter_context(writer)
         recorder = Recorder(run, writer, config, minutes=options.minutes, stop=stop, notices=notices)
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
         if spec.make_callback is not None and group.is_leader:

@@ -19,7 +19,7 @@ from papa.lab.recipes import find, paper_details, paper_scores
 from papa.lab.recipes.build import build
 from papa.lab.recipes.tables.segmentation import NUMBERS
 from papa.lab.runs import RunDirectory
-from papa.lab.tasks import F1
+from papa.lab.tasks.segmentation import F1
 from papa.storage import read_json
 
 CLASSES = ["dark", "bright"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from papa.errors import ConfigError
 from papa.lab.models import UNet
-from papa.lab.tasks import apply_in_windows, apply_whole, segmentation
-from papa.lab.tasks.apply import reflected, window_starts
+from papa.lab.tasks.apply import apply_in_windows, apply_whole, reflected, window_starts
+from papa.lab.tasks.segmentation import segmentation
 
 
 @pytest.fixture(scope="module")

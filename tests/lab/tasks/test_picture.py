@@ -5,8 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from papa.lab.tasks import side_by_side
-from papa.lab.tasks.picture import GAP, WIDTH, palette, panels_of
+from papa.lab.tasks.picture import GAP, WIDTH, palette, panels_of, side_by_side
 
 
 def some_tile(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from papa.errors import DataError
 from papa.evaluation import Counting, evaluate, evaluate_together
 from papa.lab.augment.policy import Policy
-from papa.lab.tasks import F1, pixel_cross_entropy
+from papa.lab.tasks.segmentation import F1, pixel_cross_entropy
 
 NAMES = ("land", "water", "road")
 

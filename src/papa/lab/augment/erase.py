@@ -21,17 +21,14 @@ NUM_ATTEMPTS = 10
 def random_erase(inputs: Tensor, probability: float, *, generator: torch.Generator) -> Tensor:
     """Random Erasing: with the given probability, set a random rectangle of an image to zero."""
     check_images(inputs, "random_erase")
-    num_images, _, height, width = inputs.shape
-    boxes = draw_erasing_boxes(num_images, height, width, probability=probability, generator=generator)
+    boxes = draw_erasing_boxes(len(inputs), *inputs.shape[2:], probability=probability, generator=generator)
     return fill_boxes(inputs, boxes)
 
 
 def cutout(inputs: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
     """Cutout: set a square of `length` pixels around a random centre to zero in every image."""
     check_images(inputs, "cutout")
-    num_images, _, height, width = inputs.shape
-    boxes = draw_cutout_boxes(num_images, height, width, length=length, generator=generator)
-    return fill_boxes(inputs, boxes)
+    return fill_boxes(inputs, draw_cutout_boxes(len(inputs), *inputs.shape[2:], length=length, generator=generator))
 
 
 def draw_erasing_boxes(

@@ -35,7 +35,7 @@ from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.probes import MergeProbes
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
-from papa.lab.tasks import classification, segmentation
+from papa.lab.tasks.segmentation import segmentation
 from papa.process import find_device
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.streams import global_stream
@@ -199,7 +199,7 @@ def images_for(config: Config) -> ImageSet:
 def task_for(config: Config, images: ImageSet) -> Task:
     """Segmentation where every pixel has a class, else classification."""
     if images.ignore is None:
-        return classification()
+        return Task()
     data = config.data
     return segmentation(images.classes, ignore=images.ignore, window=data.window, overlap=data.overlap)
 

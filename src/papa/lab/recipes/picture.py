@@ -7,7 +7,8 @@ from torch import nn
 
 from papa.evaluation import evaluating
 from papa.lab.data.tiles import Tiles
-from papa.lab.tasks import F1, side_by_side
+from papa.lab.tasks.picture import side_by_side
+from papa.lab.tasks.segmentation import F1
 from papa.training import Training
 
 

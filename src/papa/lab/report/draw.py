@@ -63,17 +63,12 @@ LABEL_GAP = 0.075
 """The least distance between two labels, as a share of the axes' height."""
 
 
-def svg(plot: AnyPlot) -> str:
-    """A plot as an `<svg>` element for a page, in the page's colors and font."""
-    return _svg(plot)
-
-
 def standalone_svg(plot: AnyPlot) -> str:
     """A plot as an SVG file with title and background, light or dark as the reader prefers."""
     variables = [" ".join(f"--{name}: {color};" for name, color in palette.items()) for palette in (LIGHT, DARK)]
     style = f"svg {{ {variables[0]} }} {SVG_STYLE} @media (prefers-color-scheme: dark) {{ svg {{ {variables[1]} }} }}"
     first = f'<style>{style}</style><rect width="100%" height="100%" rx="6" style="fill: var(--paper)"/>'
-    drawn = _svg(plot, first, has_title=True)
+    drawn = svg(plot, first, has_title=True)
     return printable(drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="640" ', 1)) + "\n"
 
 
@@ -87,7 +82,8 @@ def pdf_bytes(plot: AnyPlot) -> bytes:
     return _rendered(plot, "pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
 
 
-def _svg(plot: AnyPlot, first: str = "", *, has_title: bool = False) -> str:
+def svg(plot: AnyPlot, first: str = "", *, has_title: bool = False) -> str:
+    """A plot as an `<svg>` element for a page, in the page's colors and font; `first` are its first elements."""
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     drawn = _rendered(plot, "svg", has_title=has_title, metadata=metadata).decode()
     box = re.search(r'viewBox="([^"]+)"', drawn)

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils import mkldnn
 
 from _bench import Result, finish, parser
-from papa.lab.recipes.budgets import fast_precision
 from papa.lab.recipes.build import build
+from papa.lab.recipes.recipe import fast_precision
 from papa.process import keep_memory
 from papa.training import Training
 from where_time_goes import config_for, write_images

@@ -7,9 +7,21 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
-from papa.lab.report.gap import GAP_COLUMN, gap_text, mean_gap_closed, with_gap_closed
-from papa.lab.report.settings import runs_by_setting
-from papa.lab.report.table import COLUMNS, KEYS, SOUPS, cells_of, compare_rows, details_table, scores_of, with_soups
+from papa.lab.report.table import (
+    COLUMNS,
+    GAP_COLUMN,
+    KEYS,
+    SOUPS,
+    cells_of,
+    compare_rows,
+    details_table,
+    gap_text,
+    mean_gap_closed,
+    runs_by_setting,
+    scores_of,
+    with_gap_closed,
+    with_soups,
+)
 from papa.rules import Push
 
 Record: TypeAlias = Mapping[str, Any]

@@ -15,7 +15,7 @@ from helpers import write_images
 from lab.recipes.test_smoke import write_optdigits, write_tiles
 from papa.errors import DataError
 from papa.lab.config import Config
-from papa.lab.data.decode import num_cores
+from papa.lab.data.files import num_cores
 from papa.lab.launch import RunSpec
 from papa.lab.launch_many import execute_all
 from papa.lab.recipes.build import images_for

@@ -35,7 +35,7 @@ LIBRARY = [
 
 LAB = [
     *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
-    *("selection", "probes", "freezing", "analysis", "candidates", "outcome"),
+    *("probes", "analysis", "selection", "outcome"),
     *("recipes", "recorder", "launch", "launch_many", "reproduce"),
 ]
 """The modules of `papa.lab`, in the same order; each may import the whole library."""

@@ -17,7 +17,7 @@ from papa.checkpoint import CheckpointWriter, Expected, load_checkpoint
 from papa.data import Data, as_source
 from papa.errors import ConfigError, DataError
 from papa.lab.config import AverageConfig, Config
-from papa.lab.freezing import FrozenBody
+from papa.lab.models.head import FrozenBody
 from papa.lab.recipes import find
 from papa.schedules import cosine
 from papa.training import Align, Callback, Numerics, Stacked, Training

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from papa.cli import main
 from papa.lab.recipes import find
-from papa.lab.recipes.evaluation import recipe_evaluation
+from papa.lab.recipes.loading import recipe_evaluation
 
 
 @pytest.fixture(autouse=True)

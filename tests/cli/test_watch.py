@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from papa.cli import main
-from papa.cli.status import RunStatus, status_line, status_view
+from papa.cli.progress import RunStatus, status_line, status_view
 from papa.cli.watch import Follower
 from papa.lab.runs import RunDirectory
 from papa.storage import write_atomically, write_json

@@ -7,8 +7,7 @@ import torch
 
 from helpers import assert_same_bits, small_training, snapshot
 from papa import layout, mixing
-from papa.lab.candidates import CandidateScorer
-from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
+from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.repair import repair_
 from papa.rules import Rule
 from papa.soup import average_soup, greedy_soup

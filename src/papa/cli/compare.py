@@ -18,9 +18,8 @@ from papa.lab.config import METHODS, Config
 from papa.lab.launch import check_alike
 from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import Recipe
-from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.page import compare_page
-from papa.lab.report.table import compare_rows, paper_rows
+from papa.lab.report.table import compare_rows, paper_rows, with_gap_closed
 from papa.lab.runs import RunDirectory, read_run
 from papa.storage import write_atomically
 

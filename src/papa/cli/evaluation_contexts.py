@@ -15,7 +15,7 @@ from papa.errors import ConfigError
 from papa.files import EvaluationContext, evaluation_context_of
 from papa.lab.config import Config
 from papa.lab.recipes import find
-from papa.lab.recipes.evaluation import recipe_evaluation
+from papa.lab.recipes.loading import recipe_evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
-from papa.cli.status import Clock, RunStatus, status_line, status_view
+from papa.cli.progress import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.report.table import COLUMNS, run_rows

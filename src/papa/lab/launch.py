@@ -22,18 +22,18 @@ from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, flat, idle_options
-from papa.lab.data.decode import num_cores
+from papa.lab.data.files import num_cores
 from papa.lab.outcome import finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
 from papa.lab.recipes.loading import Card, card_for
-from papa.lab.recipes.picture import prediction_picture
 from papa.lab.recorder import Recorder
 from papa.lab.report.page import run_page
 from papa.lab.result import as_stored, fold_merges
 from papa.lab.runs import RunDirectory, is_metrics_state
 from papa.lab.signals import stop_flag
+from papa.lab.tasks.picture import prediction_picture
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training

@@ -16,10 +16,9 @@ from PIL import Image
 from papa.data import Subset
 from papa.errors import ConfigError, DataError
 from papa.lab.data import DecodedFolder, MappedImages, load_images
-from papa.lab.data import decode as decode_module
-from papa.lab.data.decode import decode_files, resize_and_crop, resize_arrays
+from papa.lab.data import files as decode_module
 from papa.lab.data.digits import NUM_TRAIN
-from papa.lab.data.files import scan_classes
+from papa.lab.data.files import decode_files, resize_and_crop, resize_arrays, scan_classes
 from papa.lab.data.splits import targets_of
 
 MakeImages = Callable[..., list[Path]]

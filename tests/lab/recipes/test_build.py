@@ -7,7 +7,6 @@ import torch
 from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.lab.augment.policy import DART_POLICIES, draw_policies
-from papa.lab.candidates import CandidateScorer
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
 from papa.lab.models import make_model
 from papa.lab.probes import MergeProbes
@@ -23,7 +22,7 @@ from papa.lab.recipes.build import (
     trajectory_averages_for,
 )
 from papa.lab.recipes.registry import RECIPES, find, paper_soups
-from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
+from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
 from papa.training import Align, AveragingOptions, Length, Repair, TrajectoryAverage
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papa.lab.report.export import latex_text
-from papa.lab.report.gap import gap_closed, mean_gap_closed, with_gap_closed
 from papa.lab.report.page import compare_page
-from papa.lab.report.table import compare_rows
+from papa.lab.report.table import compare_rows, gap_closed, mean_gap_closed, with_gap_closed
 from papa.lab.runs import Run
 from report_samples import make_result
 

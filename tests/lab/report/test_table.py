@@ -1,6 +1,12 @@
 from papa.lab.report.page import compare_page
-from papa.lab.report.settings import runs_by_setting
-from papa.lab.report.table import cells_of, compare_rows, compare_rows_with_paper, paper_cells, run_rows
+from papa.lab.report.table import (
+    cells_of,
+    compare_rows,
+    compare_rows_with_paper,
+    paper_cells,
+    run_rows,
+    runs_by_setting,
+)
 from report_samples import make_full_result, make_result
 
 

@@ -22,7 +22,7 @@ import torch
 
 from papa.data import Arrays
 from papa.errors import DataError
-from papa.lab.data.decode import Pixels
+from papa.lab.data.files import Pixels
 from papa.lock import waiting_lock
 from papa.storage import file_errors, json_text, read_json, validated, write_file
 

@@ -1,18 +1,25 @@
-"""Folders with one folder of images per class: listing the images and their classes."""
+"""Image files: listing those of each class, and decoding, resizing and cropping them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from papa.errors import DataError
+from papa.lab.packages import require
+
+if TYPE_CHECKING:
+    from PIL import Image
+
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The suffixes of image files, in any case; other files are ignored."""
@@ -117,3 +124,130 @@ def some_of(values: Sequence[Any]) -> str:
     """The first five values, for messages."""
     shown = ", ".join(map(str, values[:5]))
     return shown if len(values) <= 5 else f"{shown} and {len(values) - 5} more"
+
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""Images as bytes, of shape (N, channels, height, width)."""
+
+CHUNK = 512
+MAX_THREADS = 16
+_MIN_THREADED_PIXELS = 96 * 96  # for smaller images most of the work holds the GIL
+
+
+def pillow() -> Any:
+    """The module `PIL.Image`."""
+    require("PIL")
+    from PIL import Image
+
+    return Image
+
+
+def num_cores() -> int:
+    """The number of cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def opened_image(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
+    """An image file that Pillow has opened; whatever it raises about the file is a `DataError`."""
+    module = pillow()
+    try:
+        with module.open(path) as image:
+            yield image
+    except Exception as error:  # a damaged file makes Pillow raise anything
+        raise DataError(
+            f"the image {path} cannot be decoded ({type(error).__name__}: {error}), expected a complete image file: "
+            "replace it, or remove it"
+        ) from error
+
+
+def read_image(path: str | os.PathLike[str]) -> Image.Image:
+    """An image file as RGB."""
+    with opened_image(path) as image:
+        image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def read_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Width and height of an image file, without decoding it."""
+    with opened_image(path) as image:
+        width, height = image.size
+        return width, height
+
+
+def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resample: int) -> Image.Image:
+    """Resize the shorter side (antialiased), and crop the middle square."""
+    width, height = image.size
+    if min(width, height) != shorter_side:
+        if width <= height:
+            width, height = shorter_side, int(shorter_side * height / width)
+        else:
+            width, height = int(shorter_side * width / height), shorter_side
+        image = image.resize((width, height), resample)
+    if (width, height) == (size, size):
+        return image
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
+
+
+def to_pixels(image: Image.Image, out: Pixels) -> None:
+    """Copy an image into a batch."""
+    array = np.asarray(image)
+    out[...] = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixels]:
+    """Decode images to squares of one size, in chunks, in order.
+
+    The shorter side is resized to `image_size` (bicubic) and the middle cropped; None for images that are all squares
+    of one size already.
+    """
+    width, height = read_size(paths[0])
+    if image_size is None and width != height:
+        raise DataError(
+            f"the image {paths[0]} is {width} x {height}, expected a square: set image_size to resize all images"
+        )
+    side, bicubic = image_size or width, pillow().BICUBIC
+
+    def decode(path: str, out: Pixels) -> None:
+        image = read_image(path)
+        if image_size is None and image.size != (side, side):
+            found = f"{paths[0]} is {side} x {side}, {path} is {image.size[0]} x {image.size[1]}"
+            raise DataError(
+                f"the images differ in size: {found}. Expected one size: set image_size to resize all images"
+            )
+        to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
+
+    for start in range(0, len(paths), CHUNK):
+        chunk = paths[start : start + CHUNK]
+        pixels = np.empty((len(chunk), 3, side, side), dtype=np.uint8)
+        if width * height < _MIN_THREADED_PIXELS:
+            for path, out in zip(chunk, pixels, strict=True):
+                decode(path, out)
+        else:
+            in_threads(decode, chunk, pixels)
+        yield pixels
+
+
+def resize_arrays(images: npt.NDArray[np.uint8], image_size: int | None) -> Iterator[Pixels]:
+    """Resize images in memory, (N, height, width) or (N, height, width, channels), as `decode_files` does."""
+    planar = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    for start in range(0, len(images), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        if image_size is None or image_size == images.shape[1] == images.shape[2]:
+            yield np.ascontiguousarray(planar[chunk])
+            continue
+        module = pillow()
+        resized = np.empty((len(images[chunk]), planar.shape[1], image_size, image_size), dtype=np.uint8)
+        for array, out in zip(images[chunk], resized, strict=True):
+            image = module.fromarray(array)
+            to_pixels(resize_and_crop(image, shorter_side=image_size, size=image_size, resample=module.BICUBIC), out)
+        yield resized
+
+
+def in_threads(function: Callable[..., object], *arguments: Iterable[Any]) -> None:
+    """Call a function with the arguments of each row, as `map` does, in threads, and raise its first error."""
+    # Threads suffice, since Pillow releases the GIL.
+    with ThreadPoolExecutor(min(num_cores(), MAX_THREADS)) as pool:
+        for _ in pool.map(function, *arguments):
+            pass

@@ -10,8 +10,15 @@ from pathlib import Path
 from papa.data import Arrays, Source, Subset
 from papa.errors import ConfigError, DataError
 from papa.lab.data.cache import Decoded, cached_images
-from papa.lab.data.decode import decode_files, read_size
-from papa.lab.data.files import ImageFiles, check_same_classes, class_names, digest_of, scan_classes
+from papa.lab.data.files import (
+    ImageFiles,
+    check_same_classes,
+    class_names,
+    decode_files,
+    digest_of,
+    read_size,
+    scan_classes,
+)
 from papa.lab.data.large import DecodedFolder
 from papa.lab.data.splits import split_classes
 

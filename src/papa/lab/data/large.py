@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from papa.errors import ConfigError
-from papa.lab.data.decode import (
+from papa.lab.data.files import (
+    ImageFiles,
     Pixels,
     in_threads,
     num_cores,
@@ -25,7 +26,6 @@ from papa.lab.data.decode import (
     resize_and_crop,
     to_pixels,
 )
-from papa.lab.data.files import ImageFiles
 from papa.streams import stream
 
 MAX_WORKERS = 8

@@ -15,8 +15,7 @@ import torch
 from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data.cache import Decoded, cached_images
-from papa.lab.data.decode import resize_arrays
-from papa.lab.data.files import digest_of
+from papa.lab.data.files import digest_of, resize_arrays
 from papa.lab.data.splits import check_labels
 from papa.lab.packages import require
 from papa.lock import waiting_lock

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 
 from papa.errors import DataError, did_you_mean
-from papa.lab.data.decode import Pixels, opened_image, read_image
-from papa.lab.data.files import some_of
+from papa.lab.data.files import Pixels, opened_image, read_image, some_of
 from papa.storage import read_object
 from papa.streams import stream
 

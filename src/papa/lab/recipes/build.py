@@ -26,15 +26,14 @@ from papa.lab.augment.policy import (
     draw_policies,
     draw_policy_per_batch,
 )
-from papa.lab.candidates import CandidateScorer
 from papa.lab.config import Config
 from papa.lab.data import ImageSet, load_images, load_tiles, load_vaihingen
 from papa.lab.data.images import LOADERS
-from papa.lab.freezing import FrozenBody
 from papa.lab.models import input_size_of, make_model, normalization_of
+from papa.lab.models.head import FrozenBody
 from papa.lab.probes import MergeProbes
 from papa.lab.recipes.pipeline import ImagePipeline
-from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
+from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.lab.tasks.segmentation import segmentation
 from papa.process import find_device
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule

@@ -1,10 +1,12 @@
-"""Networks loaded from the directories of finished runs."""
+"""Networks of finished runs, and of recipes for checkpoint files."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
@@ -12,13 +14,14 @@ from typing import TypedDict
 from torch import Tensor, nn
 
 from papa.errors import RunError
+from papa.files.evaluation_context import EvaluationContext
 from papa.lab.config import Config
 from papa.lab.data import ImageSet
 from papa.lab.models import make_model
-from papa.lab.recipes.build import pipeline_for, wanted_image_size
+from papa.lab.recipes.build import build, pipeline_for, wanted_image_size
 from papa.lab.recipes.pipeline import prepared
 from papa.lab.runs import RunDirectory
-from papa.storage import validated
+from papa.storage import json_text, validated
 
 
 @dataclass(frozen=True)
@@ -101,3 +104,31 @@ def _file_of(run: RunDirectory, which: str | int) -> Path:
     if which not in soups:
         raise RunError(f"which is {which!r}, expected soup, greedy or the index of a member")
     return soups[which]
+
+
+NUM_EXAMPLES = 512
+"""The number of training examples for alignment, REPAIR and BatchNorm."""
+
+
+def recipe_evaluation(config: Config) -> EvaluationContext:
+    """A recipe's network, some of its training data, and scores on its validation data."""
+    num_batches = math.ceil(NUM_EXAMPLES / config.train.batch_size)
+    single = replace(
+        config,
+        method="independent",
+        members=1,
+        model=replace(config.model, pretrained=False, weights=None),
+        average=replace(config.average, repair=num_batches),
+    )
+    training = build(single)
+    batches = training.batches.plain_repair()
+    return EvaluationContext(
+        training.population[0],
+        [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape
+        lambda network: tuple(training.evaluate([network], training.data.validation)[0][0]),
+        f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(single)}",
+    )
+
+
+def _short_digest(config: Config) -> str:
+    return hashlib.sha256(json_text(config.to_json()).encode()).hexdigest()[:8]

@@ -14,8 +14,7 @@ from papa.lab.config import (
     TrainConfig,
     TrajectoryConfig,
 )
-from papa.lab.recipes.budgets import mini, smoke, with_budget
-from papa.lab.recipes.recipe import Recipe
+from papa.lab.recipes.recipe import Recipe, mini, smoke, with_budget
 from papa.rules import Push
 
 MERGES_AND_PUSHES = AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5)

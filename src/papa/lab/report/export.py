@@ -10,9 +10,16 @@ from statistics import fmean, stdev
 from typing import Any
 
 from papa._version import __version__
-from papa.lab.report.gap import with_gap_closed
-from papa.lab.report.settings import runs_by_setting
-from papa.lab.report.table import COLUMNS, KEYS, SOUPS, compare_rows_with_paper, run_rows, scores_of
+from papa.lab.report.table import (
+    COLUMNS,
+    KEYS,
+    SOUPS,
+    compare_rows_with_paper,
+    run_rows,
+    runs_by_setting,
+    scores_of,
+    with_gap_closed,
+)
 from papa.lab.report.words import printable, text
 from papa.lab.runs import Run
 from papa.storage import json_text

@@ -9,8 +9,7 @@ from typing import Any
 
 from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
-from papa.lab.report.settings import Settings, runs_by_setting
-from papa.lab.report.table import KEYS, metric_of, scores_of
+from papa.lab.report.table import KEYS, Settings, metric_of, runs_by_setting, scores_of
 
 Event = Mapping[str, Any]
 MERGE_NAMES = {"before": "before", "after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}

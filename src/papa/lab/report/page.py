@@ -13,9 +13,7 @@ from papa.lab.config import METHODS, flat
 from papa.lab.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
-from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.plot import AnyPlot, evenly_spaced
-from papa.lab.report.settings import runs_by_setting
 from papa.lab.report.table import (
     COLUMNS,
     KEYS,
@@ -27,7 +25,9 @@ from papa.lab.report.table import (
     metric_of,
     paper_rows,
     run_rows,
+    runs_by_setting,
     scores_of,
+    with_gap_closed,
 )
 from papa.lab.report.words import printable, text
 

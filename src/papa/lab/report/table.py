@@ -1,13 +1,45 @@
-"""Tables of scores: members' mean [min, max], ensemble, average soup, greedy soup."""
+"""Tables of scores: which runs can be averaged over, their means and soups, and how much of a gap a soup closes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeAlias
 
-from papa.lab.config import flat
-from papa.lab.report.settings import runs_by_setting
+from papa.lab.config import flat, idle_options
+from papa.lab.report.words import text
+
+Settings: TypeAlias = dict[str, list[tuple[int, Mapping[str, Any]]]]
+"""Runs with their index, by the label of their setting."""
+NOT_COMPARED = ("recipe", "method", "seed", "device", "analysis", "data.root")
+"""Options that do not change what is trained, or that the label already names."""
+
+
+def runs_by_setting(results: Sequence[Mapping[str, Any]]) -> Settings:
+    """Runs that differ only in the seed, with their index, under a label that names what sets them apart.
+
+    Example:
+        >>> runs = [{"recipe": "digits", "method": "papa", "config": {"members": p, "seed": 1}} for p in (3, 3, 5)]
+        >>> [(label, len(group)) for label, group in runs_by_setting(runs).items()]
+        [('papa, members 3', 2), ('papa, members 5', 1)]
+    """
+    configs = [dict(flat(result.get("config"))) for result in results]
+    names = [(text(result.get("recipe")), text(result.get("method"))) for result in results]
+    has_recipes = len({recipe for recipe, _ in names}) > 1
+    settings: Settings = {}
+    for index, (recipe, method) in enumerate(names):
+        same_method = [configs[other] for other, name in enumerate(names) if name == (recipe, method)]
+        ignored = {*NOT_COMPARED, *idle_options(method)}
+        differences = [
+            f"{key} {text(configs[index].get(key))}"
+            for key in dict.fromkeys(key for config in same_method for key in config)
+            if key not in ignored and any(config.get(key) != configs[index].get(key) for config in same_method)
+        ]
+        label = ", ".join([f"{recipe} {method}" if has_recipes else method, *differences])
+        settings.setdefault(label, []).append((index, results[index]))
+    return settings
+
 
 PAPER_ROW = "paper's test, in its full setting"
 COLUMNS = ("mean [min, max]", "ensemble", "average soup", "greedy soup")
@@ -150,3 +182,88 @@ def _cell(values: Sequence[float | None]) -> str:
     if len(found) > 1:
         return f"{statistics.mean(found):.2f} ({statistics.stdev(found):.2f})"
     return f"{found[0]:.2f}" if found else ""
+
+
+GAP_COLUMN = "gap closed"
+"""The column after `COLUMNS` if there are independent members among the runs."""
+LOWEST = -100.0
+"""The lowest percentage that is shown as a number."""
+
+
+def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
+    """The share of the gap between independent members and their ensemble that a soup closes, in percent.
+
+    `100 (soup - mean) / (ensemble - mean)`: 0 for a soup as good as an independent member, 100 for one as good as the
+    ensemble; None if the ensemble is no better than its members.
+
+    Example:
+        >>> gap_closed(79.0, mean=75.0, ensemble=80.0)
+        80.0
+        >>> gap_closed(79.0, mean=75.0, ensemble=75.0)
+    """
+    return 100.0 * (soup - mean) / (ensemble - mean) if ensemble > mean else None
+
+
+def gap_text(share: float | None) -> str:
+    """A share for a table; how far a collapsed soup is below the members' mean is not shown.
+
+    Example:
+        >>> gap_text(61.4), gap_text(-1397.0), gap_text(None)
+        ('61%', 'below -100%', '')
+    """
+    if share is None:
+        return ""
+    return f"{share:.0f}%" if share >= LOWEST else f"below {LOWEST:.0f}%"
+
+
+def mean_gap_closed(
+    runs: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], soups: str | None = None
+) -> float | None:
+    """The share of the gap that the average soups of some runs close, from means over their seeds.
+
+    The independent runs of the same seeds are among `results`; runs without one are left out. `soups` is a key of
+    `SOUPS`, or None for plain averages. None if no run has an independent counterpart, or there is no gap.
+    """
+    found = []
+    for run in runs:
+        independent = scores_of(_independent_counterpart(run, results))
+        own = run if soups is None else run.get(soups) or {}
+        scores = (scores_of(own).get("average_soup"), independent.get("mean"), independent.get("ensemble"))
+        if None not in scores:
+            found.append(scores)
+    return gap_closed(*map(fmean, zip(*found, strict=True))) if found else None
+
+
+def with_gap_closed(
+    results: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, ...]]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows of a comparison, with the gap closed if there are independent members among the runs.
+
+    The rows are those of `compare_rows`, and perhaps the paper's, which get an empty cell.
+    """
+    head = ("method", *COLUMNS)
+    if not any(result.get("method") == "independent" for result in results):
+        return head, list(rows)
+    cells: dict[str, str] = {}
+    for label, group in runs_by_setting(results).items():
+        for soups in (None, *SOUPS):
+            share = mean_gap_closed([result for _, result in group], results, soups)
+            cells[with_soups(label, soups)] = gap_text(share)
+    return (*head, GAP_COLUMN), [(*row, cells.get(row[0], "")) for row in rows]
+
+
+def _independent_counterpart(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The independent run that differs from a run only in how members are averaged; empty if there is none."""
+    wanted = _training_options(run)
+    independent = (other for other in results if other.get("method") == "independent")
+    return next((other for other in independent if _training_options(other) == wanted), {})
+
+
+def _training_options(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that determine how the members of a run would train without averaging."""
+    config = {
+        name: value
+        for name, value in flat(result.get("config"))
+        if name not in NOT_COMPARED and not name.startswith("average.")
+    }
+    return {**config, "recipe": result.get("recipe"), "seed": result.get("seed")}

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from papa.lab.data.decode import pillow
+from papa.evaluation import evaluating
+from papa.lab.data.files import pillow
+from papa.lab.data.tiles import Tiles
+from papa.lab.tasks.segmentation import F1
+from papa.training import Training
 
 WIDTH = 1500
 """The approximate width of a picture, in pixels."""
@@ -74,3 +78,17 @@ def _legend(classes: Sequence[str], width: int) -> Any:
         draw.rectangle((left, top + 4, left + 15, top + 19), fill=tuple(color))
         draw.text((left + 22, top + 6), name.encode("latin-1", "replace").decode("latin-1"), fill="black")
     return legend
+
+
+@torch.no_grad()
+def prediction_picture(training: Training, network: nn.Module) -> bytes | None:
+    """A test tile with many classes, its labels and the network's prediction, as PNG; None for other tasks."""
+    tiles, metric = training.data.test, training.task.metric
+    if not isinstance(tiles, Tiles) or not isinstance(metric, F1):
+        return None
+    most_classes = max(range(len(tiles)), key=lambda index: len(torch.unique(tiles.planes[index][3])))
+    images, labels = tiles.batch(torch.tensor([most_classes]))
+    with evaluating(network):
+        scores = training.task.apply(network, training.batches.prepare(images.to(training.device)))
+    prediction = scores[0].argmax(dim=0).cpu()
+    return side_by_side(images[0], labels[0], prediction, classes=metric.classes)

@@ -12,6 +12,8 @@ from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
 from papa.lab.report.table import KEYS, Settings, metric_of, runs_by_setting, scores_of
 
 Event = Mapping[str, Any]
+Value = str | Callable[[Event], float | None]
+"""A number of an event, by its key or a function."""
 MERGE_NAMES = {"before": "before", "after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}
 """When members are scored around a merge, by the key of the event."""
 FIGURE_2 = "The mean of members compared with just before the merge (the paper's Figure 2)."
@@ -19,20 +21,19 @@ FIGURE_2 = "The mean of members compared with just before the merge (the paper's
 
 def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str, list[AnyPlot]]:
     """The plots of one run, by the section of its page."""
-    epochs, merges = (
-        [event for event in events if event["event"] == kind and "epoch" in event] for kind in ("epoch", "merge")
-    )
-    averagings = [event for event in events if event["event"] == "average"]
+    epochs, merges, averagings = (_of_kind(events, kind) for kind in ("epoch", "merge", "average"))
     metric = metric_of([result])
-    sections: dict[str, list[AnyPlot | None]] = {
-        "training": [*_training(epochs, metric), _around_averagings(averagings)],
+    return {
+        "training": [*_training(epochs, metric), *_around_averagings(averagings)],
         "merges": _merges(merges, metric),
-        "greedy": [_greedy(result, metric)],
-        "similarity": [_similarity(result)],
+        "greedy": _greedy(result, metric),
+        "similarity": _similarity(result),
         "interpolation": _interpolation(result, metric),
-        "communication": [_communication(averagings)],
+        "communication": _plot(
+            *("seconds-per-averaging", "Time of each averaging", "Includes waiting for other processes."),
+            *(("step", "seconds"), [Line("seconds", _curve(averagings, "seconds", x="step"), "c0")]),
+        ),
     }
-    return {name: [plot for plot in plots if plot is not None] for name, plots in sections.items()}
 
 
 def compare_figures(
@@ -41,7 +42,7 @@ def compare_figures(
     """The plots that compare methods, by the section of the page; curves need the events of each run."""
     story = members_to_soup(results)
     curves = _method_curves(runs_by_setting(results), metrics, metric_of(results)) if metrics else []
-    return {"scores": [story] if story else [], "curves": [plot for plot in curves if plot is not None]}
+    return {"scores": [story] if story else [], "curves": curves}
 
 
 def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From single networks to one") -> DotPlot | None:
@@ -95,78 +96,21 @@ def _colors(settings: Settings) -> dict[str, str]:
 
 def _plot(
     name: str, title: str, caption: str, axes: tuple[str, str], lines: Iterable[Line], **options: bool
-) -> LinePlot | None:
-    """A plot of the lines that have points; None if there is none."""
-    drawn = [line for line in lines if line.points]
-    x, y = axes
-    return (
-        LinePlot(name=name, title=title, caption=caption, x_label=x, y_label=y, lines=drawn, **options)
-        if drawn
-        else None
-    )
+) -> list[AnyPlot]:
+    """A plot of the lines that have points; none if there is none."""
+    drawn, (x, y) = [line for line in lines if line.points], axes
+    plot = LinePlot(name=name, title=title, caption=caption, x_label=x, y_label=y, lines=drawn, **options)
+    return [plot] if drawn else []
 
 
-def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot | None]:
-    scores = [
-        _plot(
-            f"{data}-score",
-            f"{metric.capitalize()} on {data} data",
-            "After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
-            ("epoch", f"{metric}, %"),
-            [
-                *_members(epochs, data),
-                Line("ensemble", _curve(epochs, f"{data}_ensemble"), "c0"),
-                Line("average soup", _curve(epochs, f"{data}_average_soup"), "c1"),
-            ],
-            hides_far=True,
-        )
-        for data in ("validation", "test")
-    ]
-    loss = "Each member's mean loss over the epoch, on its own augmented data."
-    distance = (
-        "Euclidean distance of each member's weights to the mean of all. If it stays large, the average soup cannot be "
-        "good."
-    )
-    return [
-        *scores,
-        _plot("training-loss", "Training loss", loss, ("epoch", "loss"), _members(epochs, "losses")),
-        _plot(
-            *("distance-to-mean", "Distance of members to their mean", distance, ("epoch", "distance")),
-            lines=_members(epochs, "distances"),
-        ),
-    ]
+def _of_kind(events: Sequence[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["event"] == kind]
 
 
-def _curve(events: Sequence[Event], value_of: str | Callable[[Event], float | None], x: str = "epoch") -> list[Point]:
-    """A value of each event, given by its key or a function, over the epoch or step."""
-    return points(
-        (event.get(x), event.get(value_of) if isinstance(value_of, str) else value_of(event)) for event in events
-    )
-
-
-def _members(epochs: Sequence[Event], key: str) -> list[Line]:
-    """A thin line for each member, and a strong one for their mean."""
-    size = max((len(event.get(key, ())) for event in epochs), default=0)
-    members = [
-        Line(f"member {index}", _curve(epochs, partial(_member_value, key, index)), "quiet", is_member=size > 1)
-        for index in range(size)
-    ]
-    return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
-
-
-def _mean_line(name: str, events: Sequence[Event], key: str, color: str) -> Line:
-    """The mean over members, with the range from the lowest to the highest of them."""
-    band = []
-    for event in events:
-        values = [value for value in event.get(key) or () if value is not None]
-        if values:
-            band.append((event["epoch"], min(values), max(values)))
-    return Line(name, _curve(events, partial(_mean_of, key)), color, band=band)
-
-
-def _member_value(key: str, index: int, event: Event) -> float | None:
-    values = event.get(key, ())
-    return values[index] if index < len(values) else None
+def _curve(events: Sequence[Event], value: Value, x: str = "epoch") -> list[Point]:
+    """A number of each event over the epoch or step."""
+    find = value if callable(value) else (lambda event: event.get(value))
+    return points((event.get(x), find(event)) for event in events)
 
 
 def _mean_of(key: str, event: Event) -> float | None:
@@ -181,83 +125,123 @@ def _change(key: str, event: Event) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def _around_averagings(averagings: Sequence[Event]) -> LinePlot | None:
-    lines = [
-        Line(name, _curve(averagings, key, x="step"), color)
-        for name, key, color in (("before", "distance_before", "c0"), ("after", "distance_after", "c1"))
+def _mean_line(name: str, events: Sequence[Event], key: str, color: str) -> Line:
+    """The mean over members, with the range from the lowest to the highest of them."""
+    ranges = [(event.get("epoch"), [v for v in event.get(key) or () if v is not None]) for event in events]
+    band = [(epoch, min(values), max(values)) for epoch, values in ranges if epoch is not None and values]
+    return Line(name, _curve(events, partial(_mean_of, key)), color, band=band)
+
+
+def _members(epochs: Sequence[Event], key: str) -> list[Line]:
+    """A thin line for each member, and a strong one for their mean."""
+
+    def member_value(member: int, event: Event) -> float | None:
+        return dict(enumerate(event.get(key, ()))).get(member)
+
+    size = max((len(event.get(key, ())) for event in epochs), default=0)
+    members = [
+        Line(f"member {member}", _curve(epochs, partial(member_value, member)), "quiet", is_member=size > 1)
+        for member in range(size)
     ]
+    return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
+
+
+def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot]:
+    plots = []
+    for data in ("validation", "test"):
+        soups = (("ensemble", "c0"), ("average soup", "c1"))
+        plots += _plot(
+            f"{data}-score",
+            f"{metric.capitalize()} on {data} data",
+            "After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
+            ("epoch", f"{metric}, %"),
+            [
+                *_members(epochs, data),
+                *(Line(name, _curve(epochs, f"{data}_{name.replace(' ', '_')}"), color) for name, color in soups),
+            ],
+            hides_far=True,
+        )
+    loss = "Each member's mean loss over the epoch, on its own augmented data."
+    distance = (
+        "Euclidean distance of each member's weights to the mean of all. If it stays large, the average soup cannot be "
+        "good."
+    )
+    plots += _plot("training-loss", "Training loss", loss, ("epoch", "loss"), _members(epochs, "losses"))
+    words = ("distance-to-mean", "Distance of members to their mean", distance)
+    return plots + _plot(*words, ("epoch", "distance"), _members(epochs, "distances"))
+
+
+def _around_averagings(averagings: Sequence[Event]) -> list[AnyPlot]:
+    colors = {"before": "c0", "after": "c1"}
+    lines = [Line(when, _curve(averagings, f"distance_{when}", x="step"), color) for when, color in colors.items()]
     caption = "Training moves members apart, averaging brings them back together."
     title = "Mean distance before and after each averaging"
     return _plot("distance-around-averaging", title, caption, ("step", "distance"), lines)
 
 
-def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
+def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot]:
     """Members' scores around each merge, and the change."""
     steps = next((count for event in merges if (count := event.get("steps_later")) is not None), None)
     later = {} if steps is None else {"later": f"{steps:.0f} step{'s' * (steps != 1)} later"}
     names = {**MERGE_NAMES, **later}
     colors = dict(zip(names, ("quiet", "c3", "c0", "c1"), strict=True))
     data = next((event["data"] for event in merges if "data" in event), "test")
+    scores = _plot(
+        "score-around-merges",
+        f"{metric.capitalize()} on {data} data around each merge",
+        "The mean of members, and the range from the worst to the best of them.",
+        ("epoch", f"{metric}, %"),
+        [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
+    )
     changes = [Line(names[key], _curve(merges, partial(_change, key)), colors[key]) for key in list(names)[1:]]
+    axes = ("epoch", f"change of {metric}, percentage points")
+    title = f"Change of {metric} by each merge"
+    return scores + _plot("change-by-merging", title, FIGURE_2, axes, changes, has_zero=True)
+
+
+def _greedy(result: Mapping[str, Any], metric: str) -> list[AnyPlot]:
+    trials = [trial for trial in result.get("greedy_trials") or () if trial["members"] and trial["score"] is not None]
+    if not trials:
+        return []
     return [
-        _plot(
-            "score-around-merges",
-            f"{metric.capitalize()} on {data} data around each merge",
-            "The mean of members, and the range from the worst to the best of them.",
-            ("epoch", f"{metric}, %"),
-            [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
-        ),
-        _plot(
-            *("change-by-merging", f"Change of {metric} by each merge", FIGURE_2),
-            *(("epoch", f"change of {metric}, percentage points"), changes),
-            has_zero=True,
-        ),
+        DotPlot(
+            name="greedy-soup",
+            title="Steps of the greedy soup",
+            caption=f"The soup starts with the best member, {trials[0]['members'][0]}. Members are tried from best to "
+            "worst, and kept if the score does not fall.",
+            x_label=f"{metric} on validation data, %",
+            rows={
+                f"+ member {trial['members'][-1]}": {"kept" if trial["kept"] else "left out": [trial["score"]]}
+                for trial in trials
+            },
+        )
     ]
 
 
-def _greedy(result: Mapping[str, Any], metric: str) -> DotPlot | None:
-    rows: dict[str, dict[str, list[float]]] = {}
-    first = ""
-    for trial in result.get("greedy_trials") or ():
-        if trial["members"] and trial["score"] is not None:
-            first = first or f"The soup starts with the best member, {trial['members'][0]}. "
-            rows[f"+ member {trial['members'][-1]}"] = {"kept" if trial["kept"] else "left out": [trial["score"]]}
-    if not rows:
-        return None
-    return DotPlot(
-        name="greedy-soup",
-        title="Steps of the greedy soup",
-        caption=f"{first}Members are tried from best to worst, and kept if the score does not fall.",
-        x_label=f"{metric} on validation data, %",
-        rows=rows,
-    )
-
-
-def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
+def _similarity(result: Mapping[str, Any]) -> list[AnyPlot]:
     found = result.get("similarity") or {"layers": (), "members": (), "soup": ()}
     rows: dict[str, dict[str, list[float]]] = {}
     for layer, *pair in zip(found["layers"], found["members"], found["soup"], strict=False):
         series = zip(("two members", "member and soup"), pair, strict=True)
         if row := {name: [value] for name, value in series if value is not None}:
             rows[layer] = row
-    if not rows:
-        return None
-    return DotPlot(
+    plot = DotPlot(
         name="similarity",
         title="Similarity of features, layer by layer",
         caption="Mean cosine similarity of a layer's outputs for the same inputs; 1 means the same direction.",
         x_label="cosine similarity",
         rows=rows,
     )
+    return [plot] if rows else []
 
 
-def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | None]:
+def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot]:
     found = result.get("interpolation") or {"pair": (), "curves": ()}
     between = f" between members {' and '.join(map(str, found['pair']))}"
     caption = "Networks on the straight line from one member to the other. Without a barrier the line is flat."
-
-    def lines(key: str) -> list[Line]:
-        return [
+    plots: list[AnyPlot] = []
+    for key, title, y_label in (("score", metric.capitalize(), f"{metric}, %"), ("loss", "Loss", "loss")):
+        lines = [
             Line(
                 curve["name"],
                 points(zip(curve["coefficients"], curve[key], strict=False)),
@@ -265,62 +249,46 @@ def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | Non
             )
             for place, curve in enumerate(found["curves"])
         ]
-
-    return [
-        _plot(f"interpolation-{key}", f"{title}{between}", caption, ("interpolation coefficient", y_label), lines(key))
-        for key, title, y_label in (("score", metric.capitalize(), f"{metric}, %"), ("loss", "Loss", "loss"))
-    ]
+        axes = ("interpolation coefficient", y_label)
+        plots += _plot(f"interpolation-{key}", f"{title}{between}", caption, axes, lines)
+    return plots
 
 
-def _communication(averagings: Sequence[Event]) -> LinePlot | None:
-    words = ("seconds-per-averaging", "Time of each averaging", "Includes waiting for other processes.")
-    return _plot(*words, ("step", "seconds"), [Line("seconds", _curve(averagings, "seconds", x="step"), "c0")])
-
-
-def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot | None]:
+def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot]:
     """One line per method: means over its runs, at each epoch and around each merge."""
     colors = _colors(settings)
     over_seeds = "The mean over the runs of a method, and the range over its seeds."
 
-    def lines(kind: str, value_of: str | Callable[[Event], float | None]) -> list[Line]:
+    def lines(kind: str, value: Value) -> list[Line]:
         found = []
         for label, runs in settings.items():
             by_epoch: dict[float, list[float]] = {}
             for index, _ in runs:
-                for epoch, value in _curve([event for event in metrics[index] if event["event"] == kind], value_of):
-                    by_epoch.setdefault(epoch, []).append(value)
+                for epoch, number in _curve(_of_kind(metrics[index], kind), value):
+                    by_epoch.setdefault(epoch, []).append(number)
             ordered = sorted(by_epoch.items())
             band = [(epoch, min(values), max(values)) for epoch, values in ordered] if len(runs) > 1 else []
             found.append(Line(label, [(epoch, fmean(v)) for epoch, v in ordered], colors[label], band=band))
         return found
 
-    scores = [
-        _plot(
-            *(f"compare-{data}-{name}", f"{title} on {data} data", over_seeds, ("epoch", f"{metric}, %")),
-            lines=lines("epoch", partial(_mean_of, data) if name == "members" else data + key),
-            hides_far=True,
-        )
-        for data in ("validation", "test")
-        for name, key, title in (
-            ("average-soup", "_average_soup", "Average soup"),
-            ("ensemble", "_ensemble", "Ensemble"),
-            ("members", "", "Mean of members"),
-        )
-    ]
-    training = [
-        _plot(f"compare-{name}", title, over_seeds, ("epoch", y_label), lines("epoch", partial(_mean_of, key)))
-        for key, name, title, y_label in (
-            ("losses", "training-loss", "Training loss of members", "loss"),
-            ("distances", "distance-to-mean", "Distance of members to their mean", "distance"),
-        )
-    ]
-    merges = [
-        _plot(
-            *(f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {MERGE_NAMES[key]}"),
-            *(f"{FIGURE_2} {over_seeds}", ("epoch", f"change of {metric}, percentage points")),
-            lines=lines("merge", partial(_change, key)),
-            has_zero=True,
-        )
-        for key in list(MERGE_NAMES)[1:]
-    ]
-    return [*scores, *training, *merges]
+    plots = []
+    for data in ("validation", "test"):
+        values: dict[str, Value] = {
+            "Average soup": f"{data}_average_soup",
+            "Ensemble": f"{data}_ensemble",
+            "Mean of members": partial(_mean_of, data),
+        }
+        for name, (title, value) in zip(("average-soup", "ensemble", "members"), values.items(), strict=True):
+            words = (f"compare-{data}-{name}", f"{title} on {data} data", over_seeds)
+            plots += _plot(*words, ("epoch", f"{metric}, %"), lines("epoch", value), hides_far=True)
+    for key, name, title, y_label in (
+        ("losses", "training-loss", "Training loss of members", "loss"),
+        ("distances", "distance-to-mean", "Distance of members to their mean", "distance"),
+    ):
+        curves = lines("epoch", partial(_mean_of, key))
+        plots += _plot(f"compare-{name}", title, over_seeds, ("epoch", y_label), curves)
+    for key, name in list(MERGE_NAMES.items())[1:]:
+        words = (f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {name}", f"{FIGURE_2} {over_seeds}")
+        axes = ("epoch", f"change of {metric}, percentage points")
+        plots += _plot(*words, axes, lines("merge", partial(_change, key)), has_zero=True)
+    return plots

@@ -12,7 +12,7 @@ from report_samples import FULL_METRICS, METRICS, make_full_result, make_result
 def write_run(path: Path, result: dict | None, metrics: list) -> Path:
     path.mkdir(parents=True)
     config = {"recipe": "digits", "method": "papa", "seed": 7, "members": 2, "train": {"epochs": 20}}
-    (path / "config.json").write_text(json.dumps((result or {}).get("config", config)))
+    (path / "config.json").write_text(json.dumps({**config, **(result or {}).get("config", {})}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in metrics))
     if result is not None:
         (path / "result.json").write_text(json.dumps(result))

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from papa.errors import ConfigError, DataError
 from papa.lab.models import VGG, DigitsCNN, UNet, make_model, model_names, resnet18, resnet20
-from papa.lab.models.resnet import ZeroPadShortcut
+from papa.lab.models.networks import ZeroPadShortcut
 
 NUM_PARAMETERS = {
     "digits-cnn": 14_458,

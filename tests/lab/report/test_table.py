@@ -77,7 +77,7 @@ def test_rows_of_a_run_hold_its_other_soups_and_the_papers_test() -> None:
 
 
 def test_the_best_average_soup_has_a_row() -> None:
-    best = {"epoch": 12, "validation": {"score": 93.0}, "test": {"average_soup": 92.0}}
+    best = {"epoch": 12, "validation": {"score": 93.0}, "test": {"score": 92.0}}
     rows = {row[0]: row for row in run_rows({**make_result(), "best_soup": best})}
     assert rows["test, best average soup (epoch 12)"][3] == "92.00"
     assert rows["validation, best average soup (epoch 12)"][3] == "93.00"

@@ -1,10 +1,8 @@
 """Networks by name: small ones for 8x8 and 32x32 images, UNet for segmentation, and all networks of timm."""
 
-from papa.lab.models.convnets import VGG, DigitsCNN
 from papa.lab.models.head import freeze_all_but_head_, head_of, unfreeze_
+from papa.lab.models.networks import VGG, DigitsCNN, UNet, resnet18, resnet20
 from papa.lab.models.registry import input_size_of, make_model, model_names, normalization_of
-from papa.lab.models.resnet import resnet18, resnet20
-from papa.lab.models.unet import UNet
 from papa.lab.models.weights import load_weights_
 
 __all__ = [

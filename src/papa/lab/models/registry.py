@@ -13,9 +13,7 @@ from torch import nn
 
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.models import from_timm
-from papa.lab.models.convnets import VGG, DigitsCNN, Linear
-from papa.lab.models.resnet import resnet18, resnet20
-from papa.lab.models.unet import UNet
+from papa.lab.models.networks import VGG, DigitsCNN, Linear, UNet, resnet18, resnet20
 from papa.lab.models.weights import FilePath, load_weights_
 
 

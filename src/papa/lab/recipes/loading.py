@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -19,7 +18,7 @@ from papa.lab.config import Config
 from papa.lab.data import ImageSet
 from papa.lab.models import make_model
 from papa.lab.recipes.build import build, pipeline_for, wanted_image_size
-from papa.lab.recipes.pipeline import prepared
+from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.runs import RunDirectory
 from papa.storage import json_text, validated
 
@@ -89,8 +88,10 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
         width=config.model.width,
         weights=file,
     ).eval()
-    prepare = partial(prepared, mean=tuple(card["mean"]), std=tuple(card["std"]), resize=card["resize"])
-    return LoadedNetwork(network, prepare, tuple(card["classes"]))
+    pipeline = ImagePipeline(
+        num_classes=card["num_classes"], mean=tuple(card["mean"]), std=tuple(card["std"]), resize=card["resize"]
+    )
+    return LoadedNetwork(network, pipeline.prepare, tuple(card["classes"]))
 
 
 def _file_of(run: RunDirectory, which: str | int) -> Path:

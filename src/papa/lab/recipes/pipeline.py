@@ -21,9 +21,9 @@ class ImagePipeline:
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    crop_padding: int
+    crop_padding: int = 0
     """The number of pixels by which training images are shifted, at most."""
-    flip: bool
+    flip: bool = False
     """Whether training images are mirrored at random."""
     resize: int | None = None
     """The height and width before normalisation; None to leave the size."""
@@ -36,8 +36,12 @@ class ImagePipeline:
         return self.crop_padding > 0 or self.flip
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Resize and normalise; nothing random."""
-        return prepared(images, mean=self.mean, std=self.std, resize=self.resize)
+        """Resize and normalise uint8 images; nothing random."""
+        if self.resize is not None:
+            size = (self.resize, self.resize)
+            resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
+            images = resized.round_().clamp_(0, 255).to(torch.uint8)
+        return normalize(images, self.mean, self.std)
 
     def augment(
         self,
@@ -54,12 +58,3 @@ class ImagePipeline:
             shifted = random_flip(shifted, generator=generator)
         inputs = self.prepare(drawn.on_images(shifted, generator))
         return drawn.on_batch(inputs, targets, num_classes=self.num_classes, generator=generator, ignore=self.ignore)
-
-
-def prepared(images: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...], resize: int | None) -> Tensor:
-    """Images with pixels from 0 to 255, resized if `resize` is given, and normalised."""
-    if resize is not None:
-        size = (resize, resize)
-        resized = F.interpolate(images.float(), size, mode="bicubic", antialias=True, align_corners=False)
-        images = resized.round_().clamp_(0, 255).to(torch.uint8)
-    return normalize(images, mean, std)

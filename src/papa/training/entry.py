@@ -32,6 +32,7 @@ def train(
     num_epochs: int,
     num_members: int = 5,
     batch_size: int = 64,
+    accumulate: int = 1,
     validation: float = 0.02,
     rule: Rule | Callable[[Training], Rule] | None = None,
     loss: Loss = F.cross_entropy,
@@ -67,7 +68,8 @@ def train(
             has these names, or else as its one argument.
         num_epochs: passes over the data.
         num_members: the size of the population.
-        batch_size: examples per step; the last incomplete batch of an epoch is left out.
+        batch_size: examples per batch; the last incomplete batch of an epoch is left out.
+        accumulate: batches per optimizer step, whose gradients are averaged.
         validation: the share of the data held out for validation, if `data` names no validation data.
         rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
             of 0.3% of training.
@@ -98,6 +100,7 @@ def train(
         num_epochs=num_epochs,
         num_members=num_members,
         batch_size=batch_size,
+        accumulate=accumulate,
         task=Task(loss=loss, metric=metric) if task is None else task,
         make_optimizer=make_optimizer,
         schedule=schedule,

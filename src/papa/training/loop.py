@@ -58,10 +58,13 @@ class Training:
         check_makers(make_model=make_model)
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
         self.data = as_data(data, settings.validation, seed=settings.seed)
-        if settings.batch_size > len(self.data.train):
-            available = len(self.data.train)
-            raise DataError(f"batch_size is {settings.batch_size}, expected at most the {available} training examples")
-        steps_per_epoch = len(self.data.train) // settings.batch_size
+        num_per_step, available = settings.batch_size * settings.accumulate, len(self.data.train)
+        if num_per_step > available:
+            found = f"batch_size is {settings.batch_size}"
+            if settings.accumulate > 1:
+                found += f" and accumulate {settings.accumulate}, which makes {num_per_step} examples per step"
+            raise DataError(f"{found}, expected at most the {available} training examples")
+        steps_per_epoch = available // num_per_step
         self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
         self.device = find_device(settings.device)
         self.group = group if group is not None else LocalGroup()
@@ -207,11 +210,15 @@ class Training:
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
-        inputs, targets = self.batches.training_batch(index, self.step)
-        seed_global_(derive(self.seed, "forward", self.members[index], self.step))
         optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of(model, self.batches.formatted(inputs), targets)
-        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        accumulate = self.settings.accumulate
+        losses = []
+        for number in range(self.step * accumulate, (self.step + 1) * accumulate):
+            inputs, targets = self.batches.training_batch(index, number)
+            seed_global_(derive(self.seed, "forward", self.members[index], number))
+            loss = self.loss_of(model, self.batches.formatted(inputs), targets) / accumulate
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         clip_norm = self.settings.numerics.clip_norm
         if clip_norm is not None:
             if scaler is not None:
@@ -222,8 +229,9 @@ class Training:
         else:
             scaler.step(optimizer)
             scaler.update()
-        self.loss_sums[index] += loss.detach()
-        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = loss.detach()
+        total = torch.stack(losses).sum()
+        self.loss_sums[index] += total
+        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = total
 
     def add_losses_(self, losses: Tensor) -> None:
         """Record every local member's loss of a step, for the epoch's mean and the health check."""

@@ -230,6 +230,7 @@ def _facts(training: Training) -> dict[str, Any]:
     return {
         "num_epochs": settings.num_epochs,
         "batch_size": settings.batch_size,
+        "accumulate": settings.accumulate,
         "num_examples": len(training.data.train),
         "seed": training.seed,
         "rule": type(training.averager.rule).__name__,

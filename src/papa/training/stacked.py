@@ -51,6 +51,11 @@ class Stacked:
                 "the stacked engine has no gradient scaler, which float16 needs: use bfloat16 or float32, or the loop "
                 "engine"
             )
+        if training.settings.accumulate > 1:
+            raise ConfigError(
+                f"the stacked engine takes one batch per step, got accumulate={training.settings.accumulate}: use the "
+                "loop engine, or a larger batch"
+            )
         if training.settings.averaging.align is not None:
             raise ConfigError(
                 "the stacked engine holds the optimizers' state, which alignment would have to permute: use the loop "

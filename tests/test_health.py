@@ -201,7 +201,7 @@ def train_with(
         num_epochs=6,
         batch_size=30,
         validation=0.2,
-        rule=rule or Push(half_life=8, every_steps=4),
+        rule=rule or Push(half_life_steps=8, every_steps=4),
         loss=loss or nn.functional.cross_entropy,
         metric=lambda outputs, targets: (outputs.argmax(dim=1) == targets).double().mean() * 100,
         make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),

@@ -129,7 +129,7 @@ def test_a_stopped_and_resumed_training_ends_like_one_never_stopped(stop_at: int
             num_members=3,
             num_epochs=3,
             batch_size=16,
-            rule=Push(half_life=3, every_steps=2),
+            rule=Push(half_life_steps=3, every_steps=2),
             loss=F.cross_entropy,
             metric=lambda outputs, targets: (outputs.argmax(1) == targets).double().mean(),
             make_optimizer=lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
@@ -205,7 +205,7 @@ def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
             batch_size=batch_size,
             callbacks=[Look()],
         )
-    assert [(rule.every_steps, rule.half_life) for rule in rules] == [
+    assert [(rule.every_steps, rule.half_life_steps) for rule in rules] == [
         (1, 1.0),
         (10, pytest.approx(0.003 * 40 * 98)),
     ]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from papa.evaluation import Loss, Metric, accuracy
-from papa.rules import HALF_LIFE_SHARE, Push, Rule
+from papa.rules import HALF_LIFE, Push, Rule
 from papa.schedules import Schedule, cosine
 from papa.task import Task
 from papa.training.best_soup import BestSoup
@@ -145,6 +145,5 @@ def start_training(
 
 
 def default_push(length: Length) -> Push:
-    """A push with a half-life of `HALF_LIFE_SHARE` of training."""
-    half_life = max(1.0, HALF_LIFE_SHARE * length.num_steps)
-    return Push(half_life=half_life, every_steps=min(10, round(half_life)))
+    """A push with a half-life of `HALF_LIFE` of training, at least a step."""
+    return Push(half_life_steps=max(1.0, HALF_LIFE * length.num_steps))

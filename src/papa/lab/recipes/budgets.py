@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from papa.lab.config import Config
-from papa.rules import HALF_LIFE_SHARE
+from papa.rules import HALF_LIFE
 
 ALIGN_BATCHES = 10
 """The number of batches for alignment, instead of all data."""
@@ -22,7 +22,7 @@ def mini(
     width: int | None,
     epochs: int = 20,
     max_train: int = 8_000,
-    half_life: float = HALF_LIFE_SHARE,
+    half_life: float = HALF_LIFE,
     lr_divisor: float = 1.0,
 ) -> Config:
     """Ten to twenty minutes on two CPU cores.

@@ -330,11 +330,11 @@ def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = No
     if average.stop is not None:
         stop = round(average.stop * length.steps_per_epoch)
     if config.method == "papa":
-        half_life = None if average.half_life is None else average.half_life * length.num_steps
-        alpha = PAPER_ALPHA if average.alpha is None and half_life is None else average.alpha
+        half_life_steps = None if average.half_life is None else average.half_life * length.num_steps
+        alpha = PAPER_ALPHA if average.alpha is None and half_life_steps is None else average.alpha
         return Push(
             alpha=alpha,
-            half_life=half_life,
+            half_life_steps=half_life_steps,
             scale_by_lr=average.scale_by_lr,
             every_steps=average.every_steps,
             delay=average.delay,

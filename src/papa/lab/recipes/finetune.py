@@ -28,7 +28,7 @@ ROWS = (
 )
 
 
-GENTLE = Push(0.9995).half_life_in_steps / (50 * 765)
+GENTLE = Push(alpha=0.9995).half_life_in_steps / (50 * 765)
 """The half-life of the paper's push as a share of training. It is far longer than from scratch: members start equal but
 for their heads."""
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from papa.errors import DataError
 from papa.evaluation import Evaluation, evaluate_together
 from papa.group import Group, LocalGroup
 from papa.health import NonFiniteMember
-from papa.inputs import Inputs, outputs_of
+from papa.inputs import Inputs, each, outputs_of
 from papa.mixing import soup_row
 from papa.population import Population
 from papa.process import find_device
@@ -58,10 +59,13 @@ class Training:
         check_makers(make_model=make_model)
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
         self.data = as_data(data, settings.validation, seed=settings.seed)
-        if settings.batch_size > len(self.data.train):
-            available = len(self.data.train)
+        if self.data.parts and len(self.data.parts) != settings.num_members:
+            expected = f"expected one for each of {settings.num_members} members"
+            raise DataError(f"the data has {len(self.data.parts)} parts, {expected}")
+        available = self.data.num_train
+        if settings.batch_size > available:
             raise DataError(f"batch_size is {settings.batch_size}, expected at most the {available} training examples")
-        steps_per_epoch = len(self.data.train) // settings.batch_size
+        steps_per_epoch = available // settings.batch_size
         self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
         self.device = find_device(settings.device)
         self.group = group if group is not None else LocalGroup()
@@ -210,8 +214,7 @@ class Training:
         inputs, targets = self.batches.training_batch(index, self.step)
         seed_global_(derive(self.seed, "forward", self.members[index], self.step))
         optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of(model, self.batches.formatted(inputs), targets)
-        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        loss = self._add_gradients(model, scaler, self.batches.formatted(inputs), targets)
         clip_norm = self.settings.numerics.clip_norm
         if clip_norm is not None:
             if scaler is not None:
@@ -222,8 +225,22 @@ class Training:
         else:
             scaler.step(optimizer)
             scaler.update()
-        self.loss_sums[index] += loss.detach()
-        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = loss.detach()
+        self.loss_sums[index] += loss
+        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = loss
+
+    def _add_gradients(
+        self, model: nn.Module, scaler: torch.amp.GradScaler | None, inputs: Inputs, targets: Tensor
+    ) -> Tensor:
+        """Add the gradient of the mean loss of a batch, one part of the batch after the other; returns the loss."""
+        num_examples, losses = len(targets), []
+        size = math.ceil(num_examples / self.settings.numerics.accumulation)
+        for start in range(0, num_examples, size):
+            rows = itemgetter(slice(start, start + size))
+            part = rows(targets)
+            loss = self.loss_of(model, each(inputs, rows), part) * (len(part) / num_examples)
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     def add_losses_(self, losses: Tensor) -> None:
         """Record every local member's loss of a step, for the epoch's mean and the health check."""
@@ -321,6 +338,7 @@ class Training:
                 loss=self.task.loss,
                 metric=self.task.metric,
                 apply=self.task.apply,
+                combine=self.task.combine,
                 gather=gather,
                 ensemble_of=ensemble_of,
             )

@@ -60,6 +60,8 @@ class Numerics:
     """Keep images and convolutions in channels-last memory format, which most convolution kernels prefer."""
     clip_norm: float | None = None
     """The largest norm of a member's gradient; None to never clip."""
+    accumulation: int = 1
+    """The number of parts in which a batch goes through the network, to save memory; gradients are summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,8 @@ class Settings:
     monitoring: Monitoring = Monitoring()
     engine: Callable[[Training], Engine] | None = None
     """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
+    same_order: bool = False
+    """Whether all members see the training data in the same order, instead of each in its own."""
 
     def check(self) -> None:
         """Raise a `ConfigError` about the first invalid setting."""
@@ -183,6 +187,7 @@ class Settings:
         check_metric(self.task.metric)
         check_whole(num_members=self.num_members, num_epochs=self.num_epochs, batch_size=self.batch_size)
         _check_groups(self)
+        check_whole(accumulation=self.numerics.accumulation)
         augment = self.transforms.augment
         if augment is not None and not callable(augment) and len(augment) != self.num_members:
             raise ConfigError(

@@ -51,6 +51,8 @@ class Stacked:
                 "the stacked engine has no gradient scaler, which float16 needs: use bfloat16 or float32, or the loop "
                 "engine"
             )
+        if training.settings.numerics.accumulation > 1:
+            raise ConfigError("the stacked engine trains on whole batches: use the loop engine, or no accumulation")
         if training.settings.averaging.align is not None:
             raise ConfigError(
                 "the stacked engine holds the optimizers' state, which alignment would have to permute: use the loop "
@@ -69,7 +71,8 @@ class Stacked:
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
         self._steps.clear()
-        is_plain = not self.training.batches.is_augmented and _is_in_memory(self.training.data.train)
+        data = self.training.data
+        is_plain = not self.training.batches.is_augmented and not data.parts and _is_in_memory(data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
 
     def hand_back_(self) -> None:

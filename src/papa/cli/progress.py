@@ -66,7 +66,7 @@ class Progress(Callback):
     def on_train_begin(self, training: Training) -> None:
         """Read the length of the training."""
         self._status.num_steps, self._status.num_epochs = training.length.num_steps, training.settings.num_epochs
-        self._status.epoch = training.epoch
+        self._status.epoch, self._status.digits = training.epoch, 2 if training.task.higher_is_better else 4
         self.on_step_complete(training)
         self._num_lines = int(NUM_LINES * self._status.share)
         self._event_files.on_train_begin(training)

@@ -18,6 +18,7 @@ from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.report import COLUMNS, run_rows
 from papa.lab.report.fields import number, numbers, part, printable, text
+from papa.lab.report.metric import metric_of
 from papa.lab.report.reading import is_run, parse_events, read_run
 from papa.lab.runs import RunDirectory
 
@@ -133,6 +134,7 @@ class Follower:
         config = read_run(self.run.path).result.get("config")
         recipe, method, seed = (text(part(config, key)) for key in ("recipe", "method", "seed"))
         self.status.title = printable(f"{recipe} {method} seed {seed}")
+        self.status.digits = metric_of([{"config": config}]).digits
         self.status.num_epochs = int(number(part(config, "train", "epochs")) or 0)
 
     def _new_lines(self) -> list[bytes]:

@@ -54,7 +54,10 @@ def repaired_soups(training: Training) -> Soups:
     )
     average = average_soup(population, after=repair)
     greedy = greedy_soup(
-        population, lambda network: training.evaluate([network], training.data.validation)[0][0], after=repair
+        population,
+        lambda network: training.evaluate([network], training.data.validation)[0][0],
+        higher_is_better=training.task.higher_is_better,
+        after=repair,
     )
     return _scored(training, average, greedy)
 
@@ -86,6 +89,7 @@ def aligned_and_repaired_soups(
         by="activations",
         symmetries=symmetries,
         repair_batches=training.batches.plain_repair(),
+        higher_is_better=training.task.higher_is_better,
     )
     return _scored(training, soups.average, soups.greedy)
 

@@ -22,6 +22,7 @@ from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, idle_options
+from papa.lab.data.text import TextSet
 from papa.lab.outcome import RunOutcome, finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
@@ -212,6 +213,8 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
             callbacks.append(stack.enter_context(spec.make_callback()))
         training.run(callbacks)
         recorder.finish(training)
+        if isinstance(images, TextSet) and group.is_leader:
+            write_atomically(run.tokenizer, images.tokenizer.to_json())
         return _finish(config, run, training, card_for(config, images))
 
 

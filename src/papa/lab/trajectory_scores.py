@@ -65,8 +65,8 @@ def score_trajectory_averages(
     def score(network: nn.Module) -> Evaluation:
         return training.evaluate([network], training.data.validation)[0][0]
 
-    test = training.data.test
-    without_reset = greedy_soup(population, score)
+    test, is_higher_better = training.data.test, training.task.higher_is_better
+    without_reset = greedy_soup(population, score, higher_is_better=is_higher_better)
     members_without_reset = without_reset.members
     test_without_reset = None if test is None else training.evaluate([without_reset.network], test)[0][0]
     del without_reset
@@ -74,7 +74,7 @@ def score_trajectory_averages(
         reset(network)
     aligned = aligned_and_repaired_soups(training, num_align_batches, population) if align_soups else None
     average = average_soup(population, after=reset)
-    greedy = greedy_soup(population, score, after=reset)
+    greedy = greedy_soup(population, score, higher_is_better=is_higher_better, after=reset)
 
     def scores_on(source: Source) -> Scores:
         members, ensemble = training.evaluate_population(source, population)

@@ -30,11 +30,12 @@ class Batches:
     def __init__(self, data: Data, settings: Settings, members: range, device: torch.device) -> None:
         self.data, self.members, self.device = data, members, device
         self.seed, self.batch_size = settings.seed, settings.batch_size
+        self.same_order = settings.same_order
         self.eval_batch_size = settings.task.eval_batch_size
         repair = settings.averaging.repair
         self.num_repair_batches = 0 if repair is None else repair.num_batches
         num_per_step = self.batch_size * settings.accumulate
-        self.num_per_epoch = len(data.train) // num_per_step * settings.accumulate
+        self.num_per_epoch = data.num_train // num_per_step * settings.accumulate
         """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
         self.augments = [self._augment_of(settings.transforms.augment, member) for member in members]
@@ -58,18 +59,22 @@ class Batches:
 
     def order(self, member: int, epoch: int) -> Tensor:
         """The indices of a member's training examples in an epoch, in order."""
-        generator = stream(self.seed, "order", member, epoch)
-        order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
+        generator = stream(self.seed, "order", self._order_of(member), epoch)
+        order = torch.randperm(self.data.num_train, generator=generator, device="cpu")
         return order[: self.num_per_epoch * self.batch_size]
+
+    def _order_of(self, member: int) -> int:
+        """The member whose order a member follows."""
+        return 0 if self.same_order else member
 
     def _next(self, member: int, number: int) -> Batch:
         epoch, position = divmod(number, self.num_per_epoch)
         expected, batches = self._streams.get(member, (None, iter(())))
         if position == 0 or number != expected:
             batches = stream_batches(
-                self.data.train,
+                self.data.train_of(member),
                 torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
-                seed=derive(self.seed, "decode", member, epoch),
+                seed=derive(self.seed, "decode", self._order_of(member), epoch),
                 start=position,
             )
         inputs, targets = next(batches)

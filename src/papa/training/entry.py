@@ -76,7 +76,8 @@ def train(
         loss: from outputs and targets to the mean loss of a batch.
         metric: from outputs and targets to the mean score of a batch, or an object that counts over batches; higher is
             better.
-        task: replaces `loss` and `metric`, for networks that are applied in their own way when they are scored.
+        task: replaces `loss` and `metric`: for scores that are better when lower, for ensembles of probabilities, and
+            for networks that are applied in their own way when they are scored.
         make_optimizer: from a member to its optimizer.
         schedule: from steps taken and the number of steps to the learning rate as a share of the optimizer's.
         seed: the seed of every random stream.

@@ -58,7 +58,10 @@ class Training:
         check_makers(make_model=make_model)
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
         self.data = as_data(data, settings.validation, seed=settings.seed)
-        num_per_step, available = settings.batch_size * settings.accumulate, len(self.data.train)
+        if self.data.parts and len(self.data.parts) != settings.num_members:
+            expected = f"expected one for each of {settings.num_members} members"
+            raise DataError(f"the data has {len(self.data.parts)} parts, {expected}")
+        num_per_step, available = settings.batch_size * settings.accumulate, self.data.num_train
         if num_per_step > available:
             found = f"batch_size is {settings.batch_size}"
             if settings.accumulate > 1:
@@ -329,6 +332,7 @@ class Training:
                 loss=self.task.loss,
                 metric=self.task.metric,
                 apply=self.task.apply,
+                combine=self.task.combine,
                 gather=gather,
                 ensemble_of=ensemble_of,
             )

@@ -176,6 +176,8 @@ class Settings:
     monitoring: Monitoring = Monitoring()
     engine: Callable[[Training], Engine] | None = None
     """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
+    same_order: bool = False
+    """Whether all members see the training data in the same order, instead of each in its own."""
 
     def check(self) -> None:
         """Raise a `ConfigError` about the first invalid setting."""

@@ -231,7 +231,7 @@ def _facts(training: Training) -> dict[str, Any]:
         "num_epochs": settings.num_epochs,
         "batch_size": settings.batch_size,
         "accumulate": settings.accumulate,
-        "num_examples": len(training.data.train),
+        "num_examples": training.data.num_train,
         "seed": training.seed,
         "rule": type(training.averager.rule).__name__,
         "optimizer": type(training.optimizers[0]).__name__,

@@ -74,7 +74,8 @@ class Stacked:
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
         self._steps.clear()
-        is_plain = not self.training.batches.is_augmented and _is_in_memory(self.training.data.train)
+        data = self.training.data
+        is_plain = not self.training.batches.is_augmented and not data.parts and _is_in_memory(data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
 
     def hand_back_(self) -> None:

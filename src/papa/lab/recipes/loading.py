@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from papa.errors import RunError
 from papa.lab.config import Config
 from papa.lab.data import ImageSet
+from papa.lab.data.text import TextSet
 from papa.lab.models import make_model
 from papa.lab.recipes.build import pipeline_for, wanted_image_size
 from papa.lab.recipes.pipeline import prepared
@@ -32,8 +33,10 @@ class LoadedNetwork:
     """The names of the classes, in the order of the network's outputs; empty when the data set has none."""
 
 
-def card_for(config: Config, images: ImageSet) -> dict[str, Any]:
+def card_for(config: Config, images: ImageSet | TextSet) -> dict[str, Any]:
     """What `load` needs to know about the data to build a run's network without it, as a JSON value."""
+    if isinstance(images, TextSet):
+        return {"vocab_size": images.tokenizer.vocab_size}
     pipeline = pipeline_for(config, images)
     return {
         "num_classes": images.num_classes,

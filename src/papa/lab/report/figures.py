@@ -9,9 +9,10 @@ from typing import Any
 
 from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.fields import entries, number, numbers, part
+from papa.lab.report.metric import Metric, metric_of
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
 from papa.lab.report.settings import Settings, runs_by_setting
-from papa.lab.report.table import KEYS, metric_of, scores_of
+from papa.lab.report.table import KEYS, scores_of
 
 Event = Mapping[str, Any]
 MERGE_NAMES = {"before": "before", "after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}
@@ -75,13 +76,22 @@ def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From sin
         "average of all (average soup) or of some (greedy soup)."
         + " Small marks are single seeds." * has_seeds
         + " The shaded range is that of independent networks." * bool(reference),
-        x_label=f"{metric_of(results)} on {data_of(results)} data, %",
+        x_label=_on_data(metric_of(results), data_of(results)),
+        digits=metric_of(results).digits - 1,
         rows=rows,
         colors=_colors(settings),
         connect=(KEYS["mean"], KEYS["ensemble"]),
         reference=reference,
         value_series=KEYS["average_soup"],
     )
+
+
+def _on_data(metric: Metric, data: str) -> str:
+    return f"{metric.name} on {data} data{f', {metric.unit}' if metric.unit else ''}"
+
+
+def _capital(metric: Metric) -> str:
+    return metric.name[:1].upper() + metric.name[1:]
 
 
 def data_of(results: Sequence[Mapping[str, Any]]) -> str:
@@ -114,13 +124,13 @@ def _plot(
     )
 
 
-def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot | None]:
+def _training(epochs: Sequence[Event], metric: Metric) -> list[AnyPlot | None]:
     scores = [
         _plot(
             f"{data}-score",
-            f"{metric.capitalize()} on {data} data",
+            f"{_capital(metric)} on {data} data",
             "After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
-            ("epoch", f"{metric}, %"),
+            ("epoch", metric.label),
             [
                 *_members(epochs, data),
                 Line("ensemble", _curve(epochs, partial(_value, f"{data}_ensemble")), "c0"),
@@ -186,7 +196,7 @@ def _mean_of(key: str, event: Event) -> float | None:
 
 
 def _change(key: str, event: Event) -> float | None:
-    """How much better members are than just before a merge."""
+    """The change of the members' mean score since just before a merge."""
     before, after = _mean_of("before", event), _mean_of(key, event)
     return None if before is None or after is None else after - before
 
@@ -201,7 +211,7 @@ def _around_averagings(averagings: Sequence[Event]) -> LinePlot | None:
     return _plot("distance-around-averaging", title, caption, ("step", "distance"), lines)
 
 
-def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
+def _merges(merges: Sequence[Event], metric: Metric) -> list[AnyPlot | None]:
     """Members' scores around each merge, and the change."""
     steps = next((count for event in merges if (count := number(event.get("steps_later"))) is not None), None)
     later = {} if steps is None else {"later": f"{steps:.0f} step{'s' * (steps != 1)} later"}
@@ -212,20 +222,20 @@ def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot | None]:
     return [
         _plot(
             "score-around-merges",
-            f"{metric.capitalize()} on {data} data around each merge",
+            f"{_capital(metric)} on {data} data around each merge",
             "The mean of members, and the range from the worst to the best of them.",
-            ("epoch", f"{metric}, %"),
+            ("epoch", metric.label),
             [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
         ),
         _plot(
-            *("change-by-merging", f"Change of {metric} by each merge", FIGURE_2),
-            *(("epoch", f"change of {metric}, percentage points"), changes),
+            *("change-by-merging", f"Change of {metric.name} by each merge", FIGURE_2),
+            *(("epoch", metric.change_label), changes),
             has_zero=True,
         ),
     ]
 
 
-def _greedy(result: Mapping[str, Any], metric: str) -> DotPlot | None:
+def _greedy(result: Mapping[str, Any], metric: Metric) -> DotPlot | None:
     rows: dict[str, dict[str, list[float]]] = {}
     first = ""
     for trial in entries(result.get("greedy_trials")):
@@ -239,8 +249,8 @@ def _greedy(result: Mapping[str, Any], metric: str) -> DotPlot | None:
     return DotPlot(
         name="greedy-soup",
         title="Steps of the greedy soup",
-        caption=f"{first}Members are tried from best to worst, and kept if the score does not fall.",
-        x_label=f"{metric} on validation data, %",
+        caption=f"{first}Members are tried from best to worst, and kept if the score does not get worse.",
+        x_label=_on_data(metric, "validation"),
         rows=rows,
     )
 
@@ -267,7 +277,7 @@ def _similarity(result: Mapping[str, Any]) -> DotPlot | None:
     )
 
 
-def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | None]:
+def _interpolation(result: Mapping[str, Any], metric: Metric) -> list[AnyPlot | None]:
     curves = entries(part(result, "interpolation", "curves"))
     pair = [member for member in numbers(part(result, "interpolation", "pair")) if member is not None]
     between = " between members " + " and ".join(f"{member:.0f}" for member in pair) if len(pair) == 2 else ""
@@ -285,7 +295,7 @@ def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot | Non
 
     return [
         _plot(f"interpolation-{key}", f"{title}{between}", caption, ("interpolation coefficient", y_label), lines(key))
-        for key, title, y_label in (("score", metric.capitalize(), f"{metric}, %"), ("loss", "Loss", "loss"))
+        for key, title, y_label in (("score", _capital(metric), metric.label), ("loss", "Loss", "loss"))
     ]
 
 
@@ -295,7 +305,7 @@ def _communication(averagings: Sequence[Event]) -> LinePlot | None:
     return _plot(*words, ("step", "seconds"), [Line("seconds", steps, "c0")])
 
 
-def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot | None]:
+def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: Metric) -> list[AnyPlot | None]:
     """One line per method: means over its runs, at each epoch and around each merge."""
     colors = _colors(settings)
     over_seeds = "The mean over the runs of a method, and the range over its seeds."
@@ -314,7 +324,7 @@ def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metri
 
     scores = [
         _plot(
-            *(f"compare-{data}-{name}", f"{title} on {data} data", over_seeds, ("epoch", f"{metric}, %")),
+            *(f"compare-{data}-{name}", f"{title} on {data} data", over_seeds, ("epoch", metric.label)),
             lines=lines("epoch", partial(_mean_of, data) if name == "members" else partial(_value, data + key)),
             hides_far=True,
         )
@@ -335,7 +345,7 @@ def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metri
     merges = [
         _plot(
             *(f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {MERGE_NAMES[key]}"),
-            *(f"{FIGURE_2} {over_seeds}", ("epoch", f"change of {metric}, percentage points")),
+            *(f"{FIGURE_2} {over_seeds}", ("epoch", metric.change_label)),
             lines=lines("merge", partial(_change, key)),
             has_zero=True,
         )

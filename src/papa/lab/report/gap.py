@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from papa.lab.report.fields import flat, number
+from papa.lab.report.metric import metric_of
 from papa.lab.report.settings import NOT_COMPARED, runs_by_setting
 from papa.lab.report.table import COLUMNS, SOUPS, scores_of, with_soups
 
@@ -16,7 +17,7 @@ LOWEST = -100.0
 """The lowest percentage that is shown as a number."""
 
 
-def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
+def gap_closed(soup: float, mean: float, ensemble: float, *, higher_is_better: bool = True) -> float | None:
     """The share of the gap between independent members and their ensemble that a soup closes, in percent.
 
     `100 (soup - mean) / (ensemble - mean)`: 0 for a soup as good as an independent member, 100 for one as good as the
@@ -31,8 +32,10 @@ def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
         soup: the score of the soup.
         mean: the mean score of independent members.
         ensemble: the score of their ensemble.
+        higher_is_better: whether higher scores are better.
     """
-    return 100.0 * (soup - mean) / (ensemble - mean) if ensemble > mean else None
+    is_gap = ensemble > mean if higher_is_better else ensemble < mean
+    return 100.0 * (soup - mean) / (ensemble - mean) if is_gap else None
 
 
 def gap_text(share: float | None) -> str:
@@ -68,7 +71,10 @@ def mean_gap_closed(
         mean, ensemble = number(independent.get("mean")), number(independent.get("ensemble"))
         if soup is not None and mean is not None and ensemble is not None:
             found.append((soup, mean, ensemble))
-    return gap_closed(*map(fmean, zip(*found, strict=True))) if found else None
+    if not found:
+        return None
+    soup, mean, ensemble = map(fmean, zip(*found, strict=True))
+    return gap_closed(soup, mean, ensemble, higher_is_better=metric_of(runs).higher_is_better)
 
 
 def with_gap_closed(

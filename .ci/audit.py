@@ -1,7 +1,7 @@
 """Looks the installed packages up in the database of known vulnerabilities, with pip-audit.
 
-Exits with 1 if a package has a known vulnerability. Where the database cannot be reached nothing can be said: the scan is
-skipped, and says so.
+Exits with 1 if a package has a known vulnerability. Where the database cannot be reached, the scan is skipped,
+and says so.
 """
 
 from __future__ import annotations

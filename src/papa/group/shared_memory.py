@@ -135,7 +135,8 @@ def reserve_file(num_bytes: int, directories: Sequence[str]) -> str:
         except OSError as error:
             problems.append(f"{directory}: {error.strerror}")
     raise RunError(
-        f"the workers need {num_bytes:,} bytes that they share ({'; '.join(problems)}): free some space, or use one worker"
+        f"the workers need {num_bytes:,} bytes of shared memory ({'; '.join(problems)}): free some space, or use one "
+        "worker"
     )
 
 

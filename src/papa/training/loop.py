@@ -263,7 +263,7 @@ class Training:
         for one in found:
             if one.member in self.members:
                 index = one.member - self.members.start
-                self.recent_losses[index] = 0.0
+                self.recent_losses[index] = self.loss_sums[index] = 0.0
                 self.scalers[index] = self._make_scaler()
                 if self.engine is not None:
                     self.engine.reset_member_(index)
@@ -277,10 +277,7 @@ class Training:
 
     def _finish_epoch(self) -> EpochRecord:
         self._handle_nonfinite(self.averager.check_health())
-        for index, member in enumerate(self.members):
-            if member in self.population.dropped:
-                self.loss_sums[index] = math.nan
-        losses = (self.loss_sums / self.length.steps_per_epoch).tolist()
+        losses = self._mean_losses()
         self.loss_sums.zero_()
         soup = self.current_soup()
         test = self.data.test if self.settings.monitoring.test_each_epoch else None
@@ -293,6 +290,17 @@ class Training:
             test=None if test is None else self._epoch_scores(test, soup),
             distances=self.population.distances().tolist(),
         )
+
+    def _mean_losses(self) -> list[float]:
+        """Each local member's mean loss since the epoch began, or since the member was restarted; NaN if dropped."""
+        began = dict.fromkeys(self.members, self.step - self.length.steps_per_epoch)
+        for event in self.nonfinite:
+            if event["member"] in began:
+                began[event["member"]] = max(began[event["member"]], event["step"])
+        return [
+            math.nan if member in self.population.dropped or begin == self.step else loss_sum / (self.step - begin)
+            for (member, begin), loss_sum in zip(began.items(), self.loss_sums.tolist(), strict=True)
+        ]
 
     def current_soup(self) -> nn.Module:
         """The mean of the active members now, as a separate network. All processes must call it."""

@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types unit docs results format bench soak rows clean
+.PHONY: help demo test lint types unit audit docs results format bench soak rows clean
 
 help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
 	@echo "make test    lint, type check and all tests"
+	@echo "make audit   look the installed packages up in the database of known vulnerabilities"
 	@echo "make docs    build the documentation into build/site; a warning is an error"
 	@echo "make results write RESULTS.md, and the README's table and figure, from the records in results/"
 	@echo "make format  format the sources with ruff"
@@ -48,6 +49,9 @@ types: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	@echo "papa: tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+audit: $(VENV)/.installed-dev
+	@$(BIN)/python .ci/audit.py
 
 docs: $(VENV)/.installed-dev
 	@echo "papa: documentation"

@@ -153,7 +153,7 @@ def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         add("learning rate", train["lr"])
         if record["method"] == "papa" and average["half_life"] is not None:
             half_life = average["half_life"] * steps
-            push = Push(half_life=half_life, every_steps=average["every_steps"])
+            push = Push(half_life_steps=half_life, every_steps=average["every_steps"])
             add("steps between pushes", average["every_steps"])
             add("half-life of a push, in steps,", half_life)
             add("its alpha", push.effective_alpha)

@@ -376,7 +376,7 @@ def _share(record: Record) -> float:
 
 
 def _alpha(half_life: float, every_steps: int) -> float:
-    return Push(half_life=half_life, every_steps=every_steps).effective_alpha
+    return Push(half_life_steps=half_life, every_steps=every_steps).effective_alpha
 
 
 def _columns(found: Sequence[Sequence[float]]) -> list[str]:

@@ -14,7 +14,7 @@ from papa.errors import MemberError
 from papa.evaluation import Evaluation
 from papa.group import LocalGroup, start_workers
 from papa.product import is_finite
-from papa.training import Callback, Numerics, Training, finalize
+from papa.training import Callback, EpochRecord, Numerics, Training, finalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:member .* the averager was not given its optimizer:UserWarning")
 BAD = [math.nan, math.inf, -math.inf]
@@ -174,6 +174,8 @@ class Poison(Callback):
     def __init__(self, what: str, member: int, step: int) -> None:
         self.what, self.member, self.step = what, member, step
         self.is_on = False
+        self.step_losses: list[list[float]] = []
+        self.epoch_losses: list[list[float]] = []
 
     def on_step_begin(self, training: Training) -> None:
         self.is_on = training.step >= self.step
@@ -186,6 +188,13 @@ class Poison(Callback):
         if self.what == "momentum" and training.step == self.step:
             for state in training.optimizers[self.member].state.values():
                 state["momentum_buffer"].fill_(math.inf)
+        self.step_losses.append([])
+
+    def on_step_end(self, training: Training) -> None:
+        self.step_losses[-1] = training.recent_losses[:, (training.step - 1) % 3].tolist()
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        self.epoch_losses.append(record.losses)
 
 
 def train_with(
@@ -201,7 +210,7 @@ def train_with(
         num_epochs=6,
         batch_size=30,
         validation=0.2,
-        rule=rule or Push(half_life=8, every_steps=4),
+        rule=rule or Push(half_life_steps=8, every_steps=4),
         loss=loss or nn.functional.cross_entropy,
         metric=lambda outputs, targets: (outputs.argmax(dim=1) == targets).double().mean() * 100,
         make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
@@ -236,7 +245,8 @@ def healthy() -> Any:
     ],
 )
 def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member: int, step: int, policy: str) -> None:
-    training, outcome = train_with(Poison(what, member, step), on_nonfinite=policy)
+    poison = Poison(what, member, step)
+    training, outcome = train_with(poison, on_nonfinite=policy)
     assert [event["member"] for event in training.nonfinite] == [member]
     assert outcome.to_json()["nonfinite"] == training.nonfinite
     others = [found.score for index, found in enumerate(outcome.validation.members) if index != member]
@@ -244,6 +254,11 @@ def test_the_others_end_as_healthy_as_without_it(healthy: Any, what: str, member
     assert outcome.validation.average_soup.score > healthy.validation.average_soup.score - 5.0
     assert outcome.validation.ensemble.score > healthy.validation.ensemble.score - 5.0
     assert math.isnan(outcome.validation.members[member].score) == (policy == "drop")
+    found, epoch = training.nonfinite[0]["step"], step // 16
+    since = [losses[member] for losses in poison.step_losses[found : 16 * (epoch + 1)]]
+    expected = sum(since) / len(since) if policy == "restart" and since else math.nan
+    assert poison.epoch_losses[epoch][member] == pytest.approx(expected, nan_ok=True)
+    assert all(math.isfinite(loss) for losses in poison.epoch_losses for j, loss in enumerate(losses) if j != member)
 
 
 def test_a_loss_that_stays_not_finite_is_unhealthy_and_one_bad_loss_is_not() -> None:

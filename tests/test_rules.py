@@ -10,6 +10,8 @@ import pickle
 import pytest
 import scipy.stats
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import assert_same_bits, make_networks, random_stochastic, snapshot
@@ -40,7 +42,7 @@ def candidate_losses(rows: Tensor, candidates: range) -> list[float]:
 MAKERS = {
     "Independent": lambda size, **cadence: Independent(**cadence),
     "Push": lambda size, **cadence: Push(alpha=0.99, **cadence),
-    "Push by half-life": lambda size, **cadence: Push(half_life=50, **cadence),
+    "Push by half-life": lambda size, **cadence: Push(half_life_steps=50, **cadence),
     "Push unscaled": lambda size, **cadence: Push(alpha=0.5, scale_by_lr=False, **cadence),
     "MergeAll": lambda size, **cadence: MergeAll(**cadence),
     "MergePairs": lambda size, **cadence: MergePairs(seed=3, **cadence),
@@ -174,15 +176,15 @@ class TestPush:
     def test_its_matrix_is_the_equation(self) -> None:
         kept = 1 - (1 - 0.9) * 0.5
         expected = kept * torch.eye(5) + (1 - kept) / 5
-        assert torch.allclose(Push(0.9).matrix(context(lr_ratio=0.5)), expected.double(), rtol=0, atol=1e-7)
+        assert torch.allclose(Push(alpha=0.9).matrix(context(lr_ratio=0.5)), expected.double(), rtol=0, atol=1e-7)
 
     def test_it_is_the_identity_at_one_and_merges_all_at_zero(self) -> None:
-        assert torch.equal(Push(1.0).matrix(context()), mixing.identity(5))
-        assert torch.equal(Push(0.0).matrix(context()), mixing.merge_all(5))
+        assert torch.equal(Push(alpha=1.0).matrix(context()), mixing.identity(5))
+        assert torch.equal(Push(alpha=0.0).matrix(context()), mixing.merge_all(5))
 
     def test_it_weakens_with_the_learning_rate_unless_told_not_to(self) -> None:
-        assert [Push(0.8).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8, 0.9, 1.0])
-        assert [Push(0.8, scale_by_lr=False).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8] * 3)
+        assert [Push(alpha=0.8).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8, 0.9, 1.0])
+        assert [Push(alpha=0.8, scale_by_lr=False).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8] * 3)
 
     def test_the_papers_strength_as_a_half_life(self) -> None:
         assert Push(alpha=0.99, every_steps=10).half_life_in_steps == pytest.approx(689.676, abs=0.001)
@@ -190,14 +192,14 @@ class TestPush:
     @pytest.mark.parametrize("every_steps", [1, 10, 37])
     @pytest.mark.parametrize("half_life", [0.5, 100.0, 5000.0])
     def test_half_life_and_alpha_say_the_same(self, half_life: float, every_steps: int) -> None:
-        rule = Push(half_life=half_life, every_steps=every_steps)
+        rule = Push(half_life_steps=half_life, every_steps=every_steps)
         assert rule.half_life_in_steps == pytest.approx(half_life)
         assert rule.effective_alpha ** (half_life / every_steps) == pytest.approx(0.5)
 
     def test_half_lives_at_the_ends(self) -> None:
         assert Push(alpha=1.0).half_life_in_steps == math.inf
         assert Push(alpha=0.0).half_life_in_steps == 0.0
-        assert Push(half_life=math.inf).effective_alpha == 1.0
+        assert Push(half_life_steps=math.inf).effective_alpha == 1.0
 
     @pytest.mark.parametrize("alpha", [-0.01, 1.01, math.nan, math.inf])
     def test_it_refuses_an_alpha_outside_the_unit_interval(self, alpha: float) -> None:
@@ -205,15 +207,42 @@ class TestPush:
         with pytest.raises(MixingError, match=message):
             Push(alpha=alpha)
 
-    @pytest.mark.parametrize("half_life", [0.0, -5, math.nan])
-    def test_it_refuses_a_half_life_that_is_not_positive(self, half_life: float) -> None:
-        with pytest.raises(MixingError, match=f"Push got half_life={half_life}, expected a positive number of steps"):
+    @settings(max_examples=30, deadline=None)
+    @given(share=st.floats(1e-4, 1.0), num_steps=st.integers(1, 10**6), every_steps=st.none() | st.integers(1, 20))
+    def test_a_share_of_training_is_that_number_of_steps(
+        self, share: float, num_steps: int, every_steps: int | None
+    ) -> None:
+        cadence = {} if every_steps is None else {"every_steps": every_steps}
+        push = Push(half_life=share, **cadence).for_length(num_steps)
+        assert push == Push(half_life_steps=share * num_steps, **cadence)
+        assert every_steps or 1 <= push.every_steps <= max(1, push.half_life_in_steps + 0.5)
+        assert push.for_length(num_steps + 1) is push
+
+    def test_a_share_of_training_needs_its_length(self) -> None:
+        push = Push(half_life=0.003)
+        for ask in (lambda: push.is_due(5), lambda: push.effective_alpha, lambda: push.half_life_in_steps):
+            with pytest.raises(
+                MixingError, match=r"half_life=0.003\) is a share of training, whose length is not known"
+            ):
+                ask()
+        assert push.is_due(10, num_steps=100_000)
+
+    @pytest.mark.parametrize("half_life", [0.0, -0.1, math.nan, 1.5, 500])
+    def test_steps_are_not_taken_for_a_share(self, half_life: float) -> None:
+        with pytest.raises(
+            MixingError, match=f"half_life={half_life}, expected a share .* number of steps as half_life_s"
+        ):
             Push(half_life=half_life)
 
+    @pytest.mark.parametrize("half_life", [0.0, -5, math.nan])
+    def test_it_refuses_a_half_life_that_is_not_positive(self, half_life: float) -> None:
+        with pytest.raises(MixingError, match=f"Push got half_life_steps={half_life}, expected a positive"):
+            Push(half_life_steps=half_life)
+
     def test_it_needs_exactly_one_strength(self) -> None:
-        with pytest.raises(MixingError, match=r"Push got alpha=0.9 and half_life=100, expected one of the two"):
-            Push(alpha=0.9, half_life=100)
-        with pytest.raises(MixingError, match=r"Push got alpha=None and half_life=None, expected one of the two"):
+        with pytest.raises(MixingError, match=r"Push got half_life=0.1 and alpha=0.9, expected one of half_life, half"):
+            Push(alpha=0.9, half_life=0.1)
+        with pytest.raises(MixingError, match=r"Push got no strength, expected one of .* half_life=0.003 is 0.3% of"):
             Push()
 
 

@@ -172,6 +172,14 @@ class TestGreedySoup:
         assert torch.allclose(soup.network["w"], sum(states[index]["w"] for index in chosen) / len(chosen))
         assert score(soup.network) == best
 
+    @given(st.integers(1, 7), st.integers(0, 10_000), st.sampled_from([2, 4, 100]))
+    def test_a_lower_score_is_better_where_that_is_said(self, size: int, seed: int, num_levels: int) -> None:
+        states, score = one_hot_states(size), table_of_scores(size, seed, num_levels)
+        higher = greedy_soup(states, lambda state: -score(state))
+        lower = greedy_soup(states, score, higher_is_better=False)
+        assert (lower.members, lower.score) == (higher.members, -higher.score)
+        assert [trial.kept for trial in lower.trials] == [trial.kept for trial in higher.trials]
+
     def test_what_comes_after_averaging_leaves_a_member_by_itself_alone(self) -> None:
         nets = [nn.Linear(2, 2) for _ in range(2)]
 
@@ -260,7 +268,7 @@ class TestGreedySoup:
         assert (soup.members, soup.score, soup.trials[0].kept) == ((0,), 1.0, False)
 
     def test_members_that_all_score_nan_raise(self) -> None:
-        with pytest.raises(SoupError, match="every member scored NaN, expected numbers, higher is better"):
+        with pytest.raises(SoupError, match="every member scored NaN, expected numbers: check"):
             greedy_soup(one_hot_states(2), lambda state: math.nan)
 
     def test_networks_that_share_a_part_have_a_soup(self) -> None:

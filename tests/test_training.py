@@ -14,7 +14,7 @@ from papa.errors import ConfigError, DataError
 from papa.schedules import cosine
 from papa.streams import global_stream, stream
 from papa.task import Task
-from papa.training import AveragingOptions, Callback, EpochRecord, Numerics, Repair, Training, Transforms
+from papa.training import AveragingOptions, Callback, EpochRecord, Numerics, Repair, Stacked, Training, Transforms
 from papa.training.batches import Batches
 from papa.training.state import load_state_, member_states, shared_state
 
@@ -129,7 +129,7 @@ def test_a_stopped_and_resumed_training_ends_like_one_never_stopped(stop_at: int
             num_members=3,
             num_epochs=3,
             batch_size=16,
-            rule=Push(half_life=3, every_steps=2),
+            rule=Push(half_life_steps=3, every_steps=2),
             loss=F.cross_entropy,
             metric=lambda outputs, targets: (outputs.argmax(1) == targets).double().mean(),
             make_optimizer=lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
@@ -205,7 +205,10 @@ def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
             batch_size=batch_size,
             callbacks=[Look()],
         )
-    assert [(rule.every_steps, rule.half_life) for rule in rules] == [(1, 1.0), (10, pytest.approx(0.003 * 40 * 98))]
+    assert [(rule.every_steps, rule.half_life_steps) for rule in rules] == [
+        (1, 1.0),
+        (10, pytest.approx(0.003 * 40 * 98)),
+    ]
 
 
 def test_a_hook_may_end_the_training_early() -> None:
@@ -328,6 +331,23 @@ def test_numerics_train_convolutions(numerics: Numerics) -> None:
     weight = next(outcome.population[0].parameters())
     assert weight.is_contiguous(memory_format=torch.channels_last) == numerics.channels_last
     assert all(math.isfinite(member.loss) for member in outcome.validation.members)
+
+
+def test_accumulated_batches_are_the_step_of_a_larger_batch() -> None:
+    options: dict[str, Any] = {"num_members": 2, "num_epochs": 2, "rule": Push(alpha=0.7, every_steps=2)}
+    whole = train(lambda: nn.Linear(4, 3), make_data(246), batch_size=16, **options)
+    parts = train(lambda: nn.Linear(4, 3), make_data(246), batch_size=4, accumulate=4, **options)
+    assert parts.population.matrix.shape == whole.population.matrix.shape
+    torch.testing.assert_close(parts.population.matrix, whole.population.matrix, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_of_more_examples_than_there_are_is_refused() -> None:
+    with pytest.raises(DataError, match=r"batch_size is 16 and accumulate 6, which makes 96 examples per step, .* 80"):
+        train(make_net, make_data(), num_epochs=1, batch_size=16, accumulate=6)
+    with pytest.raises(ConfigError, match=r"accumulate is 0, expected a whole number, at least 1"):
+        train(make_net, make_data(), num_epochs=1, accumulate=0)
+    with pytest.raises(ConfigError, match=r"stacked engine takes one batch per step, got accumulate=2"):
+        train(make_net, make_data(), num_epochs=1, batch_size=16, accumulate=2, engine=Stacked)
 
 
 def test_clipping_bounds_the_step() -> None:

@@ -73,7 +73,8 @@ class Averager:
         rule: when to average, and with which matrix.
         optimizers: the members' optimizers (or one for all). The learning rate of the first parameter group scales
             `Push`. Without them, and without `lr_ratio` in `step`, a push is not scaled.
-        num_steps: the number of steps of the whole training; merges then skip the last step.
+        num_steps: the number of optimizer steps of the whole training, per member. A rule with a share of training
+            needs it, and merges then skip the last step.
         measure: record distances to the mean, which reads the matrix once more (twice for a merge).
         merge_hooks: one or several hooks that run around each averaging, such as `papa.RepairMerges` or
             `papa.AlignMerges`. The first is the outermost: it begins first and ends last.
@@ -96,9 +97,10 @@ class Averager:
         unhealthy_reason: Callable[[int], str | None] | None = None,
     ) -> None:
         _check_kinds(population, rule)
-        rule.check(population.size, population.matrices)
         if num_steps is not None and num_steps < 0:
             raise MixingError(f"num_steps is {num_steps}, expected the number of steps of the whole training")
+        rule = rule.for_length(num_steps)
+        rule.check(population.size, population.matrices)
         self.population = population
         self.rule = rule
         self.num_steps = num_steps
@@ -320,7 +322,7 @@ def _check_kinds(population: object, rule: object) -> None:
         raise MixingError(f"an averager needs a papa.Population, got a {type(population).__name__}: make one first")
     if not isinstance(rule, Rule):
         found = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
-        raise MixingError(f"an averager needs a rule such as papa.Push(half_life=0.003 * num_steps), got {found}")
+        raise MixingError(f"an averager needs a rule such as papa.Push(half_life=0.003), got {found}")
 
 
 def _plain_fields(rule: Rule) -> dict[str, str]:

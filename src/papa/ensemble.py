@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +18,14 @@ def mean_logits(outputs: Tensor) -> Tensor:
     return outputs.mean(dim=0)
 
 
-def mean_probabilities(outputs: Tensor) -> Tensor:
-    """The log of the mean of the members' class probabilities; outputs are `(p, batch, classes, ...)`."""
-    return torch.logsumexp(torch.log_softmax(outputs, dim=2), dim=0) - torch.log(torch.tensor(float(len(outputs))))
+def mean_probabilities(outputs: Tensor, *, dim: int = 2) -> Tensor:
+    """The log of the mean of the members' class probabilities.
+
+    Args:
+        outputs: the members' stacked logits, `(p, batch, classes, ...)`.
+        dim: the dimension of the classes; -1 for `(p, batch, positions, classes)`, as language models return them.
+    """
+    return torch.logsumexp(torch.log_softmax(outputs, dim=dim), dim=0) - math.log(len(outputs))
 
 
 class Ensemble(nn.Module):

@@ -21,6 +21,8 @@ Gather: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 """Turns a list of one tensor per network on this process into one per network on any process."""
 Apply: TypeAlias = Callable[[nn.Module, Inputs], Tensor]
 """Computes a network's outputs for a batch of inputs in evaluation."""
+Combine: TypeAlias = Callable[[Tensor], Tensor]
+"""Maps the stacked outputs of networks, `(p, batch, ...)`, to those of their ensemble."""
 
 CHUNK = 2**22
 """The number of outputs of each network that are gathered at a time for the ensemble."""
@@ -35,7 +37,7 @@ class Counting(Protocol):
         ...
 
     def score(self, counts: Tensor) -> float:
-        """The score of the summed counts, higher is better."""
+        """The score of the summed counts."""
         ...
 
     def details(self, counts: Tensor) -> dict[str, float]:
@@ -44,13 +46,13 @@ class Counting(Protocol):
 
 
 Metric: TypeAlias = Callable[[Tensor, Tensor], Tensor] | Counting
-"""Computes the mean score of a batch from outputs and targets, or counts; higher is better."""
+"""Computes the mean score of a batch from outputs and targets, or counts."""
 
 
 class Evaluation(NamedTuple):
     """The result of evaluating a network on all examples.
 
-    Scores are compared by `papa.soup.is_as_good` and `papa.soup.best_first`: higher is better.
+    Scores are compared by `papa.soup.is_as_good` and `papa.soup.best_first`.
     """
 
     score: float
@@ -96,7 +98,7 @@ def evaluate(
         model: the network; its training mode is restored afterwards.
         batches: pairs of inputs and targets.
         loss: computes the mean loss of a batch from outputs and targets.
-        metric: computes the mean score of a batch from outputs and targets, or is a `Counting`; higher is better.
+        metric: computes the mean score of a batch from outputs and targets, or is a `Counting`.
         apply: computes the network's outputs from the network and a batch of inputs.
     """
     return evaluate_together([model], batches, loss=loss, metric=metric, apply=apply)[0][0]
@@ -109,6 +111,7 @@ def evaluate_together(
     loss: Loss = F.cross_entropy,
     metric: Metric = accuracy,
     apply: Apply = call,
+    combine: Combine = mean_logits,
     gather: Gather = list,
     ensemble_of: Sequence[int] | None = None,
 ) -> tuple[list[Evaluation], Evaluation]:
@@ -118,11 +121,12 @@ def evaluate_together(
 
     Args:
         models: the networks on this process.
+        combine: computes the ensemble's outputs from those of the networks.
         gather: gathers one tensor per network from all processes.
         ensemble_of: the indices, among the networks of all processes, of those in the ensemble; None for all.
 
     Returns:
-        One evaluation per network of all processes, and that of the ensemble (the mean of the outputs).
+        One evaluation per network of all processes, and that of the ensemble.
     """
     counting = metric if isinstance(metric, Counting) else _BatchMean(metric)
     num_examples = 0
@@ -135,7 +139,7 @@ def evaluate_together(
             if not len(targets):
                 continue
             outputs = [_output(model, inputs, apply).float() for model in models]
-            outputs.append(_mean_output(outputs, gather, ensemble_of))
+            outputs.append(_ensemble_output(outputs, combine, gather, ensemble_of))
             # The metric first: its errors about shapes are clearer than the loss's.
             counts = _added(counts, [counting.counts(output, targets) for output in outputs])
             losses = _added(losses, [loss(output, targets).double() * len(targets) for output in outputs])
@@ -154,14 +158,17 @@ def _added(sums: list[Tensor], terms: list[Tensor]) -> list[Tensor]:
     return [one + other for one, other in zip(sums, terms, strict=True)] if sums else terms
 
 
-def _mean_output(outputs: list[Tensor], gather: Gather, members: Sequence[int] | None) -> Tensor:
-    """The mean output over networks of all processes, gathered in chunks to bound memory."""
-    means = []
-    for chunks in zip(*(torch.split(output.reshape(-1), CHUNK) for output in outputs), strict=True):
+def _ensemble_output(outputs: list[Tensor], combine: Combine, gather: Gather, members: Sequence[int] | None) -> Tensor:
+    """The output of the ensemble of networks of all processes, gathered in chunks to bound memory."""
+    # A mean of logits can be computed number by number, anything else at least needs whole examples.
+    parts = [output.reshape(-1) if combine is mean_logits else output.contiguous() for output in outputs]
+    num_together = max(1, CHUNK * len(parts[0]) // max(1, parts[0].numel()))
+    combined = []
+    for chunks in zip(*(torch.split(part, num_together) for part in parts), strict=True):
         gathered = gather(list(chunks))
         chosen = gathered if members is None else [gathered[member] for member in members]
-        means.append(mean_logits(torch.stack(chosen)))
-    return torch.cat(means).view(outputs[0].shape)
+        combined.append(combine(torch.stack(chosen)))
+    return torch.cat(combined).view(outputs[0].shape)
 
 
 class _BatchMean:

@@ -26,7 +26,7 @@ class Curve:
     coefficients: tuple[float, ...]
     """The weight of the second network, from 0 to 1."""
     scores: tuple[float, ...]
-    """The score at each coefficient, higher is better."""
+    """The score at each coefficient."""
     losses: tuple[float, ...]
     """The loss at each coefficient, lower is better."""
 
@@ -104,7 +104,7 @@ def interpolate(
         second: the network at t = 1, of the same architecture, unchanged.
         batches: pairs of inputs and targets.
         loss: the mean loss of a batch.
-        metric: the mean score of a batch, or counts that add up over batches; higher is better.
+        metric: the mean score of a batch, or counts that add up over batches.
         apply: computes a network's outputs.
         num_points: the number of networks to score, both ends included.
         after: called with each network and its two weights before it is scored, for instance to repair it.

@@ -27,17 +27,20 @@ After: TypeAlias = Callable[[Any, Tensor], object]
 """Called with every new mean and its weights, for instance to repair it."""
 
 
-def is_as_good(score: float, best: float) -> bool:
+def is_as_good(score: float, best: float, *, higher_is_better: bool = True) -> bool:
     """Whether a score is at least as good as the best so far; NaN never is.
 
-    That higher is better is decided here and in `best_first`, for all soups of networks in memory.
+    Which scores are better is decided here and in `best_first`, for all soups.
     """
-    return score >= best
+    return score >= best if higher_is_better else score <= best
 
 
-def best_first(scores: Sequence[tuple[float, float]], members: Iterable[int]) -> list[int]:
-    """Sort members by their `(score, loss)`: highest score first, then lowest loss, then lowest index."""
-    return sorted(members, key=lambda member: (-scores[member][0], scores[member][1], member))
+def best_first(
+    scores: Sequence[tuple[float, float]], members: Iterable[int], *, higher_is_better: bool = True
+) -> list[int]:
+    """Sort members by their `(score, loss)`: best score first, then lowest loss, then lowest index."""
+    sign = -1.0 if higher_is_better else 1.0
+    return sorted(members, key=lambda member: (sign * scores[member][0], scores[member][1], member))
 
 
 def average_soup(members: Iterable[Network], weights: Weights | None = None, *, after: After | None = None) -> Network:
@@ -117,12 +120,14 @@ class GreedySoup(Generic[Network]):
     """All candidates, in the order they were tried."""
 
 
-def greedy_soup(members: Iterable[Network], score: Score, *, after: After | None = None) -> GreedySoup[Network]:
-    """The mean of those members that, added best first, do not lower the score.
+def greedy_soup(
+    members: Iterable[Network], score: Score, *, higher_is_better: bool = True, after: After | None = None
+) -> GreedySoup[Network]:
+    """The mean of those members that, added best first, do not make the score worse.
 
     Algorithm 3 of the paper: sort members by score; start from the best; add the next member whenever the mean with it
-    scores at least as high as the mean without it. So the soup never scores below the best member. Members and means
-    with a score of NaN are left out.
+    scores at least as well as the mean without it. So the soup never scores worse than the best member. Members and
+    means with a score of NaN are left out.
 
     Example:
         >>> nets = [nn.Linear(4, 2) for _ in range(3)]
@@ -132,22 +137,23 @@ def greedy_soup(members: Iterable[Network], score: Score, *, after: After | None
 
     Args:
         members: a population, modules of one architecture, or their state dicts.
-        score: takes a network (or state dict) and returns a number, higher is better; or `(score, loss)`, where the
-            lower loss comes first among members with equal scores.
+        score: takes a network (or state dict) and returns a number; or `(score, loss)`, where the lower loss comes
+            first among members with equal scores.
+        higher_is_better: whether a higher score is better, as an accuracy is, or a lower one, as a loss.
         after: called with each mean of several members and its weights before it is scored, for instance to repair it.
 
     Returns:
         The soup, its members, and all scores. One extra network is held in memory.
     """
     mean = mean_network(members, after)
-    scores, order = mean.ranked(score)
+    scores, order = mean.ranked(score, higher_is_better=higher_is_better)
     chosen: list[int] = order[:1]
     best, trials = scores[chosen[0]][0], []
     for member in order[1:]:
         candidate = [*chosen, member]
         mean.fill_(mixing.soup_row(mean.size, candidate))
         result = mean.agreed(score_and_loss(score(mean.network))[0])
-        kept = is_as_good(result, best)
+        kept = is_as_good(result, best, higher_is_better=higher_is_better)
         trials.append(Trial(tuple(candidate), result, kept))
         if kept:
             chosen, best = candidate, result
@@ -204,7 +210,7 @@ class MeanNetwork:
         """One score for all processes, which must choose alike although theirs may differ in the last digit."""
         return self.group.all_max(score)[0]
 
-    def ranked(self, score: Score) -> tuple[list[tuple[float, float]], list[int]]:
+    def ranked(self, score: Score, *, higher_is_better: bool = True) -> tuple[list[tuple[float, float]], list[int]]:
         """The `(score, loss)` of all members, and the active members with a score other than NaN, best first."""
         active, local = self.active, self.local_members
         values = self.group.all_gather(
@@ -212,9 +218,10 @@ class MeanNetwork:
         )
         nothing = (math.nan, math.nan)
         scores = [score_and_loss(value) if member in active else nothing for member, value in enumerate(values)]
-        order = best_first(scores, (member for member in active if not math.isnan(scores[member][0])))
+        valid = (member for member in active if not math.isnan(scores[member][0]))
+        order = best_first(scores, valid, higher_is_better=higher_is_better)
         if not order:
-            raise SoupError("every member scored NaN, expected numbers, higher is better: check the networks' outputs")
+            raise SoupError("every member scored NaN, expected numbers: check the networks' outputs")
         return scores, order
 
 

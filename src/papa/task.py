@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch.nn import functional as F
 
-from papa.evaluation import Apply, Loss, Metric, accuracy, call
+from papa.ensemble import mean_logits
+from papa.evaluation import Apply, Combine, Loss, Metric, accuracy, call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,11 @@ class Task:
     loss: Loss = F.cross_entropy
     """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them."""
     metric: Metric = accuracy
-    """Computes the score by which networks are compared; higher is better."""
+    """Computes the score by which networks are compared."""
+    higher_is_better: bool = True
+    """Whether a higher score is better, as an accuracy is, or a lower one, as a loss."""
+    combine: Combine = mean_logits
+    """Computes the ensemble's outputs from those of the members: `mean_logits` or `mean_probabilities`."""
     apply: Apply = call
     """Computes a network's outputs for a batch of inputs in evaluation."""
     eval_batch_size: int = 512

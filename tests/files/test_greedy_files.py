@@ -113,7 +113,7 @@ def test_an_interrupted_soup_goes_on_with_the_scores_it_has(tmp_path: Path) -> N
     ("script", "message"),
     [
         ("import sys; sys.exit('no such data')", "ended with code 1:\n  no such data"),
-        ("print('all is well')", "printed no number at the end, expected a score, higher is better:\n  all is well"),
+        ("print('all is well')", "printed no number at the end, expected a score:\n  all is well"),
         ("print('accuracy 91.2 after 12s')", "printed no number at the end"),
         ("", r"printed no number.*\n  \(it printed nothing\)"),
     ],

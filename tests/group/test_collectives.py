@@ -48,7 +48,8 @@ def test_tensors_on_accelerators_are_sent_through_the_cpu(monkeypatch: pytest.Mo
     assert found["names"] == ["a"]
 
 
-def test_lost_connections_are_reported_without_the_words_of_the_backend() -> None:
+def test_lost_connections_are_reported_without_the_words_of_the_backend(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="papa")
     reason = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:43201"
     with pytest.raises(LostError) as caught, collectives.connection_errors("exchanging weights"):
         raise RuntimeError(reason)
@@ -57,3 +58,4 @@ def test_lost_connections_are_reported_without_the_words_of_the_backend() -> Non
         "killed or cannot be reached; the cause is in the output of the other processes"
     )
     assert str(caught.value.__cause__) == reason
+    assert caplog.messages == [f"while exchanging weights, the backend reported: {reason}"]

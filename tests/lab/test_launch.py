@@ -30,7 +30,7 @@ def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path
     result = execute(config, tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
     missing = [file for file in run.files if not file.exists()]
-    assert missing == [run.picture, run.best_soup]  # of segmentation, and only if asked for
+    assert missing == [run.picture, run.tokenizer, run.best_soup]  # of segmentation, of text, and only if asked for
     assert json.loads(run.result.read_text()) == json.loads(json.dumps(result))
     assert Config.from_json(json.loads(run.config.read_text())) == config
     for part in ("test", "validation"):

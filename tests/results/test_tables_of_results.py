@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from papa.errors import RunError
 from papa.lab.config import Config
-from papa.rules import HALF_LIFE_SHARE
+from papa.rules import HALF_LIFE
 from results import tables
 from results.page import prose_of, readme_with_headline, results_page
 from results.record import LARGEST, read_records, runs_of, write_record
@@ -93,7 +93,7 @@ def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(recor
 def test_the_main_table_has_means_gap_every_run_and_paired_differences(records: Path) -> None:
     page = tables.main_tables(list(read_records([MAIN_CIFAR10], records).values()))
     row, first, *_ = rows_of(page, "papa |")
-    soups = [57.0 + seed - HALF_LIFE_SHARE for seed in (1, 2, 3)]
+    soups = [57.0 + seed - HALF_LIFE for seed in (1, 2, 3)]
     assert row[3] == f"{fmean(soups):.2f} ({stdev(soups):.2f})"
     assert row[5] == f"{100 * (fmean(soups) - 56) / 4:.0f}%"
     assert first[:2] == ["papa", "1"]

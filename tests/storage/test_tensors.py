@@ -29,8 +29,8 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
-    with TensorFile(path, error=SoupError) as file:
-        return {name: file.read(name) for name in file.tensors}
+    file = TensorFile(path, error=SoupError)
+    return {name: file.read(name) for name in file.tensors}
 
 
 def test_tensors_are_what_the_library_reads(tmp_path: Path) -> None:
@@ -62,15 +62,26 @@ def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
     assert TensorFile(file).tensors == infos
 
 
-@pytest.mark.parametrize("limit", [1, 8, 100, 1 << 20])
-def test_a_file_is_mapped_again_without_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+def test_a_file_that_changes_while_it_is_read_is_an_error_and_does_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors, "MAX_MAPPED_BYTES", max(limit, 4))
-    state = {"a": torch.randn(7, 5), "b": torch.randn(3)}
-    save_file(state, tmp_path / "a.safetensors")
-    found = read_all(tmp_path / "a.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    path = tmp_path / "a.safetensors"
+    state = {"a": torch.randn(500, 500), "b": torch.randn(3)}
+    save_file(state, path)
+    file, content = TensorFile(path, error=SoupError), path.read_bytes()
+    assert torch.equal(file.part("a", 7, 11), state["a"].reshape(-1)[7:11])
+    path.write_bytes(content[:5000])
+    with pytest.raises(SoupError, match="changed while it was read: start again when nothing writes to it"):
+        file.read("a")
+    path.unlink()
+    with pytest.raises(SoupError, match=r"cannot read .*: No such file or directory"):
+        file.read("a")
+    path.write_bytes(content)
+    file = TensorFile(path, error=SoupError)
+    monkeypatch.setattr(tensors, "_identity", lambda _: file._identity)  # it is truncated after the check
+    path.write_bytes(content[:5000])
+    with pytest.raises(SoupError, match="changed while it was read"):
+        file.read("a")
 
 
 @pytest.mark.parametrize(

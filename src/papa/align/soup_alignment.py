@@ -46,6 +46,7 @@ def aligned_soups(
     symmetries: Symmetries | None = None,
     repair_batches: Sequence[Any] | None = None,
     seed: int = 0,
+    higher_is_better: bool = True,
 ) -> AlignedSoups:
     """The average soup and the greedy soup, each member aligned to the growing soup before it joins.
 
@@ -68,6 +69,7 @@ def aligned_soups(
         symmetries: as for `align_`.
         repair_batches: batches on which soups are repaired; None for no REPAIR.
         seed: as for `align_`.
+        higher_is_better: as for `greedy_soup`.
 
     Returns:
         Both soups. At most two more networks are in memory, for any number of members.
@@ -78,14 +80,15 @@ def aligned_soups(
     matcher = Matcher(batches, by=by, symmetries=symmetries, seed=seed)
     matcher.symmetries_of(local[0])  # deriving them takes memory: do it before there is a soup
     with _GrowingSoups(mean_network(members), matcher, repair_batches) as soups:
-        readings, order = soups.mean.ranked(score)
+        readings, order = soups.mean.ranked(score, higher_is_better=higher_is_better)
         best = readings[order[0]][0]
         greedy, trials = soups.start(order[0]), []
         for member in order[1:]:
             candidate = soups.joined(greedy, member)
             result = soups.mean.agreed(score_and_loss(score(soups.network(candidate)))[0])
-            trials.append(Trial(tuple(candidate.members), result, is_as_good(result, best)))
-            if is_as_good(result, best):
+            kept = is_as_good(result, best, higher_is_better=higher_is_better)
+            trials.append(Trial(tuple(candidate.members), result, kept))
+            if kept:
                 greedy, best = candidate, result
         average = soups.start(order[0])
         for member in order[1:]:

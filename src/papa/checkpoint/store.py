@@ -145,12 +145,12 @@ class Members(Mapping[int, MemberState]):
         """Read a member; raises what `load_checkpoint` may raise."""
         entry, file = self._files[member_file(member)], self._path / member_file(member)
         _check_file(file, entry)
-        with TensorFile(file, error=DamagedError) as opened:
-            try:
-                self._expected[member].check(opened.tensors, entry["numbers"].get("optimizer"))
-            except RunError as error:
-                raise RunError(f"{file} does not fit: {error}") from error
-            return {name: opened.read(name) for name in opened.tensors}, entry["numbers"]
+        opened = TensorFile(file, error=DamagedError)
+        try:
+            self._expected[member].check(opened.tensors, entry["numbers"].get("optimizer"))
+        except RunError as error:
+            raise RunError(f"{file} does not fit: {error}") from error
+        return {name: opened.read(name) for name in opened.tensors}, entry["numbers"]
 
     def __iter__(self) -> Iterator[int]:
         """The requested members."""

@@ -38,6 +38,8 @@ class RunStatus:
     distances: Sequence[float | None] = ()
     ensemble: float | None = None
     average_soup: float | None = None
+    digits: int = 2
+    """Digits of scores after the point."""
     seconds_left: float | None = None
     warnings: list[str] = field(default_factory=list)
     interruption: str | None = None
@@ -63,9 +65,9 @@ def status_line(status: RunStatus) -> str:
         shown = " ".join(_number(loss, 4) for loss in status.losses[:MAX_MEMBERS])
         parts.append(f"losses {shown}" + (" ..." if len(status.losses) > MAX_MEMBERS else ""))
     for name, value, digits in (
-        ("mean score", _mean(status.scores), 2),
-        ("ensemble", status.ensemble, 2),
-        ("average soup", status.average_soup, 2),
+        ("mean score", _mean(status.scores), status.digits),
+        ("ensemble", status.ensemble, status.digits),
+        ("average soup", status.average_soup, status.digits),
         ("mean distance", _mean(status.distances), 4),
     ):
         if value is not None:
@@ -97,7 +99,7 @@ def _members_table(status: RunStatus) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("member", "loss", "score", "distance"):
         table.add_column(name, justify="right")
-    columns = ((status.losses, 4), (status.scores, 2), (status.distances, 4))
+    columns = ((status.losses, 4), (status.scores, status.digits), (status.distances, 4))
     for member in range(min(len(status.losses), MAX_MEMBERS)):
         cells = (_number(values[member], digits) if member < len(values) else "" for values, digits in columns)
         table.add_row(str(member), *cells)
@@ -107,7 +109,7 @@ def _members_table(status: RunStatus) -> Table:
     table.add_row("mean", *("" if mean is None else _number(mean, digits) for mean, digits in means), style="bold")
     for name, score in (("ensemble", status.ensemble), ("average soup", status.average_soup)):
         if score is not None:
-            table.add_row(name, "", _number(score, 2), style="bold")
+            table.add_row(name, "", _number(score, status.digits), style="bold")
     return table
 
 
@@ -186,7 +188,7 @@ class Progress(Callback):
 
     def on_train_begin(self, training: Training) -> None:
         self._status.num_steps, self._status.num_epochs = training.length.num_steps, training.settings.num_epochs
-        self._status.epoch = training.epoch
+        self._status.epoch, self._status.digits = training.epoch, 2 if training.task.higher_is_better else 4
         self.on_step_complete(training)
         self._num_lines = int(NUM_LINES * self._status.share)
         self._event_files.on_train_begin(training)

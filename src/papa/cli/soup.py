@@ -52,11 +52,14 @@ class SoupOptions(ContextOptions):
     """What floating-point tensors are stored in (float32, bfloat16, float16, float64); None for that of the first
     file."""
     greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Add files best first, as long as the score does not fall. After an interruption the next call reuses scores."""
+    """Add files best first, as long as the score does not get worse. After an interruption the next call reuses
+    scores."""
     score: str | None = None
     """A command in which {} stands for a safetensors file; the last number it prints is the score, higher is better. It
     is not run by a shell: for pipes use sh -c '...'. Without it, the recipe's validation data or the factory's score
     is used."""
+    lower_is_better: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A lower score is better, as a loss is."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Permute each network's units to match those of the first, by activations. For networks trained separately."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -89,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
             key=options.key,
             greedy=options.greedy,
             score=options.score,
+            higher_is_better=not options.lower_is_better,
             evaluation_context=context_from(options, config),
             align=options.align,
             repair=options.repair,

@@ -17,6 +17,7 @@ from rich.live import Live
 from papa.cli.progress import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
+from papa.lab.report.metric import metric_of
 from papa.lab.report.table import COLUMNS, run_rows
 from papa.lab.report.words import plain, printable
 from papa.lab.result import parsed_event
@@ -129,6 +130,7 @@ class Follower:
     def _read_config(self) -> None:
         known = self.run.read_result_so_far()
         self.status.title = printable(f"{known['recipe']} {known['method']} seed {known['seed']}")
+        self.status.digits = metric_of([known]).digits
         self.status.num_epochs = (known["config"].get("train") or {}).get("epochs") or 0
 
     def _new_lines(self) -> list[bytes]:

@@ -37,13 +37,15 @@ class EvaluationContext:
     batches: Sequence[Any]
     """Inputs, or tuples whose first entry is the inputs, for alignment, REPAIR and BatchNorm."""
     score: Callable[[nn.Module], Any] | None = None
-    """Maps the network, in evaluation mode and without gradients, to its score, higher is better, or to (score, loss);
-    None for accuracy and cross-entropy on the batches."""
+    """Maps the network, in evaluation mode and without gradients, to its score, or to (score, loss); None for accuracy
+    and cross-entropy on the batches."""
     name: str = ""
     """Identifies the context, so that remembered scores are not used for another one."""
+    higher_is_better: bool = True
+    """Whether a higher score is better, as an accuracy is, or a lower one, as a loss."""
 
     def evaluate(self, network: nn.Module) -> Evaluation:
-        """The network's score, higher is better, and its loss, NaN if it is not known."""
+        """The network's score, and its loss, NaN if it is not known."""
         if self.score is None:
             if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in self.batches):
                 raise DataError("the batches hold only inputs, expected pairs of inputs and targets to compute a score")
@@ -52,7 +54,7 @@ class EvaluationContext:
             value = self.score(network)
         score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, math.nan)
         if math.isnan(float(score)):
-            raise SoupError("the score is NaN, expected a number, higher is better: check the network's outputs")
+            raise SoupError("the score is NaN, expected a number: check the network's outputs")
         return Evaluation(float(score), float(loss))
 
 

@@ -47,9 +47,7 @@ def run_score_command(words: Sequence[str], candidate: Path) -> float:
         raise SoupError(f"{subject} ended with code {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
     number = last_number(done.stdout)
     if number is None:
-        raise SoupError(
-            f"{subject} printed no number at the end, expected a score, higher is better:\n{_tail(done.stdout)}"
-        )
+        raise SoupError(f"{subject} printed no number at the end, expected a score:\n{_tail(done.stdout)}")
     return number
 
 

@@ -75,6 +75,7 @@ def soup_files(
     key: str | None = None,
     greedy: bool = False,
     score: str | ScoreFile | None = None,
+    higher_is_better: bool = True,
     evaluation_context: Any = None,
     align: bool = False,
     repair: bool = False,
@@ -111,9 +112,10 @@ def soup_files(
         normalize: divide the weights by their sum.
         dtype: what floating-point tensors are stored in; None for that of the first file.
         key: the place of the state dict in PyTorch files; None to search the usual names.
-        greedy: add files best first, as long as the score does not fall (`papa.greedy_soup`).
+        greedy: add files best first, as long as the score does not get worse (`papa.greedy_soup`).
         score: how candidates are scored: a command in which `{}` stands for the file and whose last printed number
-            counts, or a function of the file; higher is better. None to score in the evaluation context.
+            counts, or a function of the file. None to score in the evaluation context.
+        higher_is_better: whether a higher `score` is better; for the evaluation context it says so itself.
         evaluation_context: a `papa.files.EvaluationContext` (a network and data), a function that makes one or returns
             `(network, batches)`, or its name `package.module:function`.
         align: permute each network's units to match those of the first, by their activations on the context's batches.
@@ -148,7 +150,9 @@ def soup_files(
         scores: Sequence[float | None] = [None] * len(files)
         if scorer is not None:
             memory = ScoreMemory(output.scores)
-            choice = _choose(scorer, files, digests, memory, _conditions(builder, scorer, stored, digests), on_score)
+            conditions = _conditions(builder, scorer, stored, digests)
+            is_higher_better = higher_is_better if score is not None else builder.context.higher_is_better
+            choice = _choose(scorer, files, digests, memory, conditions, on_score, is_higher_better)
             row, scores = choice.network["row"].tolist(), choice.member_scores
             if memory.num_used:
                 notes.append(f"{memory.num_used} scores are from an earlier call that was interrupted")
@@ -188,6 +192,7 @@ def _choose(
     memory: ScoreMemory,
     conditions: str,
     on_score: OnScore | None,
+    higher_is_better: bool,
 ) -> GreedySoup[dict[str, Any]]:
     """A greedy soup of rows instead of networks: the mean of some rows of the identity is the soup's row of weights."""
 
@@ -208,7 +213,7 @@ def _choose(
             on_score(paths, known.score)
         return known
 
-    return greedy_soup([{"row": row} for row in mixing.identity(len(files))], score)
+    return greedy_soup([{"row": row} for row in mixing.identity(len(files))], score, higher_is_better=higher_is_better)
 
 
 def _conditions(builder: SoupBuilder, scorer: Scorer, dtype: torch.dtype | None, digests: Sequence[str]) -> str:

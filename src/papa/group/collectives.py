@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from papa.group.base import Group, balanced_ranges
 
 T = TypeVar("T")
 
+LOG = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def connection_errors(action: str) -> Iterator[None]:
@@ -24,6 +27,7 @@ def connection_errors(action: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        LOG.info("while %s, the backend reported: %s", action, error)
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise LostError(
             f"{rank} lost the connection to the other processes while {action}: one of them failed, was killed or "

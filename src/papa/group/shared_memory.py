@@ -8,18 +8,20 @@ them into the mapping and back around each product.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from papa.errors import ConfigError, MemberError
+from papa.errors import ConfigError, MemberError, RunError
 from papa.group.base import balanced_ranges
 from papa.group.collectives import MultiProcessGroup, all_gather_object, connection_errors
 from papa.product import column_blocks, combine_rows, mix_blocks_, squared_distances_by_block
+
+MEMORY = "/dev/shm"
+"""A directory in memory, where there is one."""
 
 
 class SharedMemoryGroup(MultiProcessGroup):
@@ -75,9 +77,7 @@ class SharedMemoryGroup(MultiProcessGroup):
         """The path of a file that the leader makes for all."""
         paths = [""]
         if self.is_leader:
-            handle, paths[0] = tempfile.mkstemp(prefix="papa-", dir=_memory_directory(num_bytes))
-            os.truncate(handle, num_bytes)
-            os.close(handle)
+            paths[0] = reserve_file(num_bytes, (MEMORY, tempfile.gettempdir()))
         with connection_errors("sharing memory"):
             dist.broadcast_object_list(paths, src=0)
         return paths[0]
@@ -117,9 +117,31 @@ class SharedMemoryGroup(MultiProcessGroup):
         return torch.cat(all_gather_object(parts)).sum(dim=0)
 
 
-def _memory_directory(num_bytes: int) -> str:
-    """A memory-backed directory with enough space, else the directory for temporary files."""
-    memory = Path("/dev/shm")
-    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > num_bytes:
-        return str(memory)
-    return tempfile.gettempdir()
+def reserve_file(num_bytes: int, directories: Sequence[str]) -> str:
+    """A new file of this size in the first directory that has the space.
+
+    The space is reserved: the system would end a process that writes to a mapped file for which there is none.
+    """
+    problems = []
+    for directory in directories:
+        try:
+            with tempfile.NamedTemporaryFile(prefix="papa-", dir=directory, delete=False) as file:
+                try:
+                    _reserve(file.fileno(), num_bytes)
+                except OSError:
+                    os.unlink(file.name)
+                    raise
+                return file.name
+        except OSError as error:
+            problems.append(f"{directory}: {error.strerror}")
+    raise RunError(
+        f"the workers need {num_bytes:,} bytes of shared memory ({'; '.join(problems)}): free some space, or use one "
+        "worker"
+    )
+
+
+def _reserve(handle: int, num_bytes: int) -> None:
+    if num_bytes and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, num_bytes)
+    else:
+        os.truncate(handle, num_bytes)

@@ -63,19 +63,20 @@ class DataConfig:
 
     name: str = "digits"
     """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for your own class
-    folders; tiles or vaihingen for segmentation."""
+    folders; tiles or vaihingen for segmentation; text for language models."""
     root: str = "data"
-    """The directory of the data, where it is also downloaded to."""
+    """The directory of the data, where it is also downloaded to; for text also a file."""
     validation: float = option(0.02, above=0, below=1)
-    """The share of the training data held out for validation; tiles are split by area instead."""
+    """The share of the training data held out for validation; tiles are split by area instead, text by position."""
     image_size: int | None = None
     """Resize images to this size; None for the size the network was made for."""
     test_share: float | None = None
-    """For a folder without test images: the share of its images to use for testing."""
+    """For a folder without test images: the share of its images to use for testing; for text: of its end."""
     max_train: int | None = option(None, at_least=1)
-    """The largest number of training images; None for all."""
+    """The largest number of training images, or of tokens of a text; None for all."""
     max_test: int | None = option(None, at_least=1)
-    """The largest number of test images (of tiles, also for validation); None for all."""
+    """The largest number of test images, or of tokens of a text (of tiles and text, also for validation); None for
+    all."""
     patch_size: int = option(256, at_least=1)
     """Tiles: height and width of training patches."""
     patches_per_epoch: int = option(10_000, at_least=1)
@@ -86,6 +87,12 @@ class DataConfig:
     """Tiles: evaluate on overlapping windows of this size, to save memory; None for whole tiles."""
     overlap: int = option(64, at_least=0)
     """Tiles: the number of pixels by which windows overlap."""
+    context: int = option(256, at_least=1)
+    """Text: the number of tokens in a window."""
+    tokenizer: str = "characters"
+    """Text: characters, bytes, bpe (byte pairs learned from the training text), or the file of a tokenizer."""
+    vocab_size: int = option(4096, at_least=257)
+    """Text: the number of tokens of bpe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +112,30 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The transformer: `--model.name gpt`, and the size of `transformers:TYPE`."""
+
+    layers: int = option(6, at_least=1)
+    """The number of blocks."""
+    heads: int = option(6, at_least=1)
+    """Attention heads of each block."""
+    width: int = option(384, at_least=1)
+    """The size of a token's vector."""
+    dropout: float = option(0.1, at_least=0, below=1)
+    """Dropout of embeddings, attention weights and the outputs of both parts of a block."""
+    mlp: str = option("gelu", known=("gelu", "swiglu"))
+    """gelu, or swiglu, which has a gate."""
+    norm: str = option("layer", known=("layer", "rms"))
+    """layer (LayerNorm) or rms (RMSNorm)."""
+    positions: str = option("learned", known=("learned", "rotary"))
+    """learned, one vector each, or rotary."""
+    tied: bool = True
+    """Use the embedding as the last layer too."""
+    bias: bool = True
+    """Give linear layers a bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How each member is trained."""
 
@@ -120,6 +151,10 @@ class TrainConfig:
     """Momentum of SGD."""
     weight_decay: float = option(1e-4, at_least=0)
     """Weight decay."""
+    decay: str = option("all", known=("all", "matrices"))
+    """Which parameters decay: all, or matrices only, and no biases and norms."""
+    beta2: float = option(0.999, at_least=0, below=1)
+    """adamw: the share that its mean of squared gradients keeps at each step."""
     schedule: str = option("cosine", known=SCHEDULES)
     """The learning rate schedule: cosine, restarts, multistep or constant."""
     min_lr: float = 1e-4
@@ -136,6 +171,8 @@ class TrainConfig:
     """Use the channels-last memory format."""
     clip_norm: float | None = option(None, above=0)
     """Clip gradients to this norm; None to never clip."""
+    accumulate: int = option(1, at_least=1)
+    """Batches per optimizer step, whose gradients are averaged."""
     test_each_epoch: bool = False
     """Score members, ensemble and average soup on the test data too, after every epoch."""
     engine: str = option("loop", known=ENGINES)
@@ -193,6 +230,8 @@ class AverageConfig:
     """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
     exchange: str = option("exact", known=EXCHANGES)
     """How weights are sent between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
+    ensemble: str = option("logits", known=("logits", "probabilities"))
+    """What the ensemble averages over members: logits, or probabilities."""
     measure: bool = True
     """Log distances to the mean at every averaging; between machines this costs half as much again."""
     keep_best_soup: bool = False
@@ -218,6 +257,11 @@ class DiversityConfig:
     """Draw for every mini-batch instead of once for each member."""
     same_init: bool = False
     """Start all members from the same weights."""
+    same_order: bool = False
+    """Let all members see the training data in the same order."""
+    parts: str = option("all", known=("all", "disjoint", "folds"))
+    """The part of the training data that each member sees: all; disjoint, one each of as many parts as members; or
+    folds, all of them but one. An epoch is a pass over a member's own part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +302,7 @@ class Config:
     """At the end, compare members: the similarity of their features, and scores on the line between two of them."""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    gpt: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
     diversity: DiversityConfig = field(default_factory=DiversityConfig)
@@ -350,6 +395,10 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--train.engine is stacked, which cannot align members (--average.align {average.align}): use loop"
     if diversity.grid == "dart" and diversity.per_batch:
         yield "--diversity.grid is dart, which has one policy per member: leave out --diversity.per-batch"
+    if train.engine == "stacked" and train.accumulate > 1:
+        yield f"--train.accumulate is {train.accumulate} with --train.engine stacked, expected 1: use loop"
+    if diversity.parts == "folds" and config.members == 1:
+        yield "--diversity.parts is folds with --members 1, expected at least 2"
     if data.window is not None and data.overlap >= data.window:
         yield f"--data.overlap is {data.overlap}, expected less than --data.window ({data.window})"
     if average.alpha is not None and not 0 <= average.alpha <= 1:

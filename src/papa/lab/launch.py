@@ -23,6 +23,7 @@ from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, flat, idle_options
 from papa.lab.data.files import num_cores
+from papa.lab.data.text import TextSet
 from papa.lab.outcome import finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
@@ -196,6 +197,8 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
             callbacks.append(stack.enter_context(spec.make_callback()))
         training.run(callbacks)
         recorder.finish(training)
+        if isinstance(images, TextSet) and group.is_leader:
+            write_atomically(run.tokenizer, images.tokenizer.to_json())
         return _finish(config, run, training, card_for(config, images))
 
 
@@ -252,7 +255,7 @@ def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
     _check_same(config, Config.from_json(found), path)
 
 
-def _finish(config: Config, run: RunDirectory, training: Training, card: Card) -> dict[str, Any]:
+def _finish(config: Config, run: RunDirectory, training: Training, card: Card | dict[str, int]) -> dict[str, Any]:
     """Make soups, score everything, and write networks, result and report."""
     outcome = finalize_run(training, config)
     if outcome.analysis is not None and training.group.is_leader:

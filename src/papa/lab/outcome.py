@@ -17,7 +17,7 @@ from papa.lab.analysis import Analysis, analyse, derive_symmetries, repair_towar
 from papa.lab.config import Config
 from papa.population import Population
 from papa.repair import RepairReport, repair_plan, reset_batch_norm_
-from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.soup import After, GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, Scores, Training, TrajectoryAverage, finalize
 
 
@@ -121,7 +121,7 @@ def _repaired_soups(training: Training) -> Soups:
     batches = training.batches.plain_repair()
     repair = repair_toward_members(population, range(population.size), batches, scope=scope)
     average = average_soup(population, after=repair)
-    return _scored(training, average, greedy_soup(population, _scorer(training), after=repair))
+    return _scored(training, average, _greedy_soup(training, population, repair))
 
 
 def aligned_and_repaired_soups(
@@ -144,6 +144,7 @@ def aligned_and_repaired_soups(
         by="activations",
         symmetries=symmetries,
         repair_batches=training.batches.plain_repair(),
+        higher_is_better=training.task.higher_is_better,
     )
     return _scored(training, soups.average, soups.greedy)
 
@@ -161,8 +162,8 @@ def _score_trajectory_averages(
     def reset(network: nn.Module, row: Tensor | None = None) -> None:
         reset_batch_norm_(network, training.batches.stream_plain(num_batches))
 
-    score, test = _scorer(training), training.data.test
-    without_reset = greedy_soup(population, score)
+    test = training.data.test
+    without_reset = _greedy_soup(training, population)
     members_without_reset = without_reset.members
     test_without_reset = None if test is None else training.evaluate([without_reset.network], test)[0][0]
     del without_reset
@@ -170,7 +171,7 @@ def _score_trajectory_averages(
         reset(network)
     aligned = aligned_and_repaired_soups(training, num_align_batches, population) if align_soups else None
     average = average_soup(population, after=reset)
-    greedy = greedy_soup(population, score, after=reset)
+    greedy = _greedy_soup(training, population, reset)
 
     def scores_on(source: Source) -> Scores:
         members, ensemble = training.evaluate_population(source, population)
@@ -189,6 +190,10 @@ def _score_trajectory_averages(
 def _scorer(training: Training) -> Callable[[nn.Module], Evaluation]:
     """Scores a network on the validation data."""
     return lambda network: training.evaluate([network], training.data.validation)[0][0]
+
+
+def _greedy_soup(training: Training, population: Population, after: After | None = None) -> GreedySoup[nn.Module]:
+    return greedy_soup(population, _scorer(training), higher_is_better=training.task.higher_is_better, after=after)
 
 
 def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module]) -> Soups:

@@ -50,6 +50,7 @@ class RunDirectory:
         self.result = path / "result.json"
         self.report = path / "report.html"
         self.picture = path / "prediction.png"
+        self.tokenizer = path / "tokenizer.json"
         self.average_soup = path / "soup.safetensors"
         self.greedy_soup = path / "greedy.safetensors"
         self.best_soup = path / "best.safetensors"
@@ -68,7 +69,7 @@ class RunDirectory:
     def files(self) -> tuple[Path, ...]:
         """Everything a run writes; the config last, since it makes the directory a run."""
         return (
-            *(self.metrics, self.result, self.report, self.picture),
+            *(self.metrics, self.result, self.report, self.picture, self.tokenizer),
             *(self.average_soup, self.greedy_soup, self.best_soup, self.members, self.checkpoints, self.config),
         )
 

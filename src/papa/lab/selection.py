@@ -191,7 +191,9 @@ class CandidateScorer:
         """The members of the greedy soup now."""
         validation = self.training.data.validation
         return greedy_soup(
-            self.training.population, lambda network: self.training.evaluate([network], validation)[0][0]
+            self.training.population,
+            lambda network: self.training.evaluate([network], validation)[0][0],
+            higher_is_better=self.training.task.higher_is_better,
         ).members
 
     def candidate_losses(self, rows: Tensor, candidates: Sequence[int]) -> list[float]:

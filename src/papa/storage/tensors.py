@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
@@ -40,8 +39,6 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KIND = "a valid safetensors file"
-MAX_MAPPED_BYTES = 1 << 22
-"""A file is mapped again after this many bytes were read, since pages that were read count as memory until then."""
 
 Blocks = Callable[[str], Iterable[Tensor]]
 """From a tensor's name to its numbers, block by block, flat and in the dtype they are stored in."""
@@ -76,7 +73,8 @@ class TensorInfo:
 class TensorFile:
     """A safetensors file of which any part of any tensor can be read. Memory stays small, however large the file is.
 
-    The safetensors library checks on opening that header and file agree; it maps the file and reads nothing else.
+    The safetensors library checks on opening that header and file agree. Numbers are then read and not mapped: the
+    system would end a process that reads from a mapped file which was truncated since.
 
     Args:
         path: the file.
@@ -85,17 +83,21 @@ class TensorFile:
 
     def __init__(self, path: Path, *, error: type[PapaError] = RunError) -> None:
         self.path, self._error = path, error
-        self._handle: Any = None
-        self._num_read = 0
         if not path.is_file():  # opening a pipe would wait for a writer
             raise error(f"cannot read {path}: there is no such file")
         with file_errors(path, error=error, kind=KIND):
-            self._identity = _identity(path)
-            self.tensors = {name: self._info(name) for name in self._opened().offset_keys()}
-        self.close()
+            with path.open("rb") as file:
+                self._identity = _identity(file)
+                offset = 8 + int.from_bytes(file.read(8), "little")
+            opened = safe_open(path, framework="pt")
+            self.tensors = {name: self._info(opened, name) for name in opened.offset_keys()}
+        self._offsets: dict[str, int] = {}
+        for name, info in self.tensors.items():  # in the order of the file, in which there are no gaps
+            self._offsets[name] = offset
+            offset += info.num_bytes
 
-    def _info(self, name: str) -> TensorInfo:
-        part = self._opened().get_slice(name)
+    def _info(self, opened: Any, name: str) -> TensorInfo:
+        part = opened.get_slice(name)
         dtype, shape = part.get_dtype(), tuple(part.get_shape())
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
@@ -105,46 +107,27 @@ class TensorFile:
         return TensorInfo(DTYPES[dtype], shape)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Some elements of a flattened tensor, mapped from the file: do not change them."""
+        """Some elements of a flattened tensor."""
         with file_errors(self.path, error=self._error, kind=KIND):
-            if _identity(self.path) != self._identity:
+            part = torch.empty(stop - start, dtype=self.tensors[name].dtype, device="cpu")
+            memory = bytes_of(part)
+            with self.path.open("rb", buffering=0) as file:
+                is_same = _identity(file) == self._identity
+                file.seek(self._offsets[name] + start * part.itemsize)
+                while is_same and memory:
+                    num_read = file.readinto(memory)
+                    is_same, memory = num_read > 0, memory[num_read:]
+            if not is_same:
                 raise self._error(f"{self.path} changed while it was read: start again when nothing writes to it")
-            if self._num_read >= MAX_MAPPED_BYTES:
-                self.close()
-            self._num_read += max((stop - start) * self.tensors[name].dtype.itemsize, 1 << 20)  # mapped at the least
-            part: Tensor = self._opened().get_tensor(name).reshape(-1)[start:stop]
-            return part
+        return part
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
-        with file_errors(self.path, error=self._error, kind=KIND):
-            tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype, device="cpu")
-            flat, size = tensor.view(-1), MAX_MAPPED_BYTES // tensor.itemsize
-            for start in range(0, len(flat), size):
-                stop = min(start + size, len(flat))
-                flat[start:stop] = self.part(name, start, stop)
-        return tensor
-
-    def _opened(self) -> Any:
-        if self._handle is None:
-            self._handle = safe_open(self.path, framework="pt")
-        return self._handle
-
-    def close(self) -> None:
-        """Unmap the file until it is read again."""
-        self._handle, self._num_read = None, 0
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return self.part(name, 0, self.tensors[name].numel).reshape(self.tensors[name].shape)
 
 
-def _identity(path: Path) -> tuple[int, ...]:
-    status = os.stat(path)
+def _identity(file: IO[bytes]) -> tuple[int, ...]:
+    status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

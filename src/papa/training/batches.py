@@ -1,4 +1,4 @@
-"""The batches of a training: each is a function of the seed, the member and the step."""
+"""The batches of a training: each is a function of the seed, the member and its number, counted across epochs."""
 
 from __future__ import annotations
 
@@ -30,48 +30,55 @@ class Batches:
     def __init__(self, data: Data, settings: Settings, members: range, device: torch.device) -> None:
         self.data, self.members, self.device = data, members, device
         self.seed, self.batch_size = settings.seed, settings.batch_size
+        self.same_order = settings.same_order
         self.eval_batch_size = settings.task.eval_batch_size
         repair = settings.averaging.repair
         self.num_repair_batches = 0 if repair is None else repair.num_batches
-        self.steps_per_epoch = len(data.train) // self.batch_size
+        num_per_step = self.batch_size * settings.accumulate
+        self.num_per_epoch = data.num_train // num_per_step * settings.accumulate
+        """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
         self.augments = [self._augment_of(settings.transforms.augment, member) for member in members]
         self.is_augmented = settings.transforms.augment is not None
         self._channels_last = settings.numerics.channels_last
         self._streams: dict[int, tuple[int, Iterator[Batch]]] = {}
-        """For each member, the step whose batch is next, and the iterator it comes from."""
+        """For each member, the number of the next batch, and the iterator it comes from."""
 
     def _augment_of(self, augment: object, member: int) -> Augment:
         if augment is None:
             return lambda inputs, targets, generator: (self.prepare(inputs), targets)
         return augment if callable(augment) else augment[member]  # type: ignore[index]
 
-    def training_batch(self, index: int, step: int) -> Batch:
-        """The batch of the local member of this index in a step."""
+    def training_batch(self, index: int, number: int) -> Batch:
+        """A batch of the local member of this index; without accumulation there is one for each step."""
         member = self.members[index]
         # Datasets with random transforms, dropout and drop-path draw from the global generator only.
-        seed_global_(derive(self.seed, "data", member, step))
-        generator = stream(self.seed, "augment", member, step)
-        return self.augments[index](*self._next(member, step), generator)
+        seed_global_(derive(self.seed, "data", member, number))
+        generator = stream(self.seed, "augment", member, number)
+        return self.augments[index](*self._next(member, number), generator)
 
     def order(self, member: int, epoch: int) -> Tensor:
         """The indices of a member's training examples in an epoch, in order."""
-        generator = stream(self.seed, "order", member, epoch)
-        order = torch.randperm(len(self.data.train), generator=generator, device="cpu")
-        return order[: self.steps_per_epoch * self.batch_size]
+        generator = stream(self.seed, "order", self._order_of(member), epoch)
+        order = torch.randperm(self.data.num_train, generator=generator, device="cpu")
+        return order[: self.num_per_epoch * self.batch_size]
 
-    def _next(self, member: int, step: int) -> Batch:
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def _order_of(self, member: int) -> int:
+        """The member whose order a member follows."""
+        return 0 if self.same_order else member
+
+    def _next(self, member: int, number: int) -> Batch:
+        epoch, position = divmod(number, self.num_per_epoch)
         expected, batches = self._streams.get(member, (None, iter(())))
-        if position == 0 or step != expected:
+        if position == 0 or number != expected:
             batches = stream_batches(
-                self.data.train,
+                self.data.train_of(member),
                 torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
-                seed=derive(self.seed, "decode", member, epoch),
+                seed=derive(self.seed, "decode", self._order_of(member), epoch),
                 start=position,
             )
         inputs, targets = next(batches)
-        self._streams[member] = step + 1, batches
+        self._streams[member] = number + 1, batches
         return self.to_device(inputs), targets.to(self.device, non_blocking=True)
 
     def to_device(self, inputs: Inputs) -> Inputs:

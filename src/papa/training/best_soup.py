@@ -35,7 +35,8 @@ class BestSoup(Callback):
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Keep the current soup if it is the best so far."""
         found, (epoch, score, loss) = record.validation.average_soup, self._record.tolist()
-        if epoch == 0 or (found.score, -found.loss) > (score, -loss):
+        sign = 1.0 if training.task.higher_is_better else -1.0
+        if epoch == 0 or (sign * found.score, -found.loss) > (sign * score, -loss):
             self.network = training.current_soup()
             self._record = torch.tensor([record.epoch, found.score, found.loss], dtype=torch.float64)
 

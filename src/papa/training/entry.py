@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from papa.evaluation import Loss, Metric, accuracy
-from papa.rules import HALF_LIFE_SHARE, Push, Rule
+from papa.rules import HALF_LIFE, Push, Rule
 from papa.schedules import Schedule, cosine
 from papa.task import Task
 from papa.training.best_soup import BestSoup
@@ -32,6 +32,7 @@ def train(
     num_epochs: int,
     num_members: int = 5,
     batch_size: int = 64,
+    accumulate: int = 1,
     validation: float = 0.02,
     rule: Rule | Callable[[Training], Rule] | None = None,
     loss: Loss = F.cross_entropy,
@@ -67,14 +68,16 @@ def train(
             has these names, or else as its one argument.
         num_epochs: passes over the data.
         num_members: the size of the population.
-        batch_size: examples per step; the last incomplete batch of an epoch is left out.
+        batch_size: examples per batch; the last incomplete batch of an epoch is left out.
+        accumulate: batches per optimizer step, whose gradients are averaged.
         validation: the share of the data held out for validation, if `data` names no validation data.
         rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
             of 0.3% of training.
         loss: from outputs and targets to the mean loss of a batch.
         metric: from outputs and targets to the mean score of a batch, or an object that counts over batches; higher is
             better.
-        task: replaces `loss` and `metric`, for networks that are applied in their own way when they are scored.
+        task: replaces `loss` and `metric`: for scores that are better when lower, for ensembles of probabilities, and
+            for networks that are applied in their own way when they are scored.
         make_optimizer: from a member to its optimizer.
         schedule: from steps taken and the number of steps to the learning rate as a share of the optimizer's.
         seed: the seed of every random stream.
@@ -98,6 +101,7 @@ def train(
         num_epochs=num_epochs,
         num_members=num_members,
         batch_size=batch_size,
+        accumulate=accumulate,
         task=Task(loss=loss, metric=metric) if task is None else task,
         make_optimizer=make_optimizer,
         schedule=schedule,
@@ -142,6 +146,5 @@ def start_training(
 
 
 def default_push(length: Length) -> Push:
-    """A push with a half-life of `HALF_LIFE_SHARE` of training."""
-    half_life = max(1.0, HALF_LIFE_SHARE * length.num_steps)
-    return Push(half_life=half_life, every_steps=min(10, round(half_life)))
+    """A push with a half-life of `HALF_LIFE` of training, at least a step."""
+    return Push(half_life_steps=max(1.0, HALF_LIFE * length.num_steps))

@@ -58,10 +58,16 @@ class Training:
         check_makers(make_model=make_model)
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
         self.data = as_data(data, settings.validation, seed=settings.seed)
-        if settings.batch_size > len(self.data.train):
-            available = len(self.data.train)
-            raise DataError(f"batch_size is {settings.batch_size}, expected at most the {available} training examples")
-        steps_per_epoch = len(self.data.train) // settings.batch_size
+        if self.data.parts and len(self.data.parts) != settings.num_members:
+            expected = f"expected one for each of {settings.num_members} members"
+            raise DataError(f"the data has {len(self.data.parts)} parts, {expected}")
+        num_per_step, available = settings.batch_size * settings.accumulate, self.data.num_train
+        if num_per_step > available:
+            found = f"batch_size is {settings.batch_size}"
+            if settings.accumulate > 1:
+                found += f" and accumulate {settings.accumulate}, which makes {num_per_step} examples per step"
+            raise DataError(f"{found}, expected at most the {available} training examples")
+        steps_per_epoch = available // num_per_step
         self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
         self.device = find_device(settings.device)
         self.group = group if group is not None else LocalGroup()
@@ -207,11 +213,15 @@ class Training:
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
-        inputs, targets = self.batches.training_batch(index, self.step)
-        seed_global_(derive(self.seed, "forward", self.members[index], self.step))
         optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of(model, self.batches.formatted(inputs), targets)
-        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        accumulate = self.settings.accumulate
+        losses = []
+        for number in range(self.step * accumulate, (self.step + 1) * accumulate):
+            inputs, targets = self.batches.training_batch(index, number)
+            seed_global_(derive(self.seed, "forward", self.members[index], number))
+            loss = self.loss_of(model, self.batches.formatted(inputs), targets) / accumulate
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         clip_norm = self.settings.numerics.clip_norm
         if clip_norm is not None:
             if scaler is not None:
@@ -222,8 +232,9 @@ class Training:
         else:
             scaler.step(optimizer)
             scaler.update()
-        self.loss_sums[index] += loss.detach()
-        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = loss.detach()
+        total = torch.stack(losses).sum()
+        self.loss_sums[index] += total
+        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = total
 
     def add_losses_(self, losses: Tensor) -> None:
         """Record every local member's loss of a step, for the epoch's mean and the health check."""
@@ -252,7 +263,7 @@ class Training:
         for one in found:
             if one.member in self.members:
                 index = one.member - self.members.start
-                self.recent_losses[index] = 0.0
+                self.recent_losses[index] = self.loss_sums[index] = 0.0
                 self.scalers[index] = self._make_scaler()
                 if self.engine is not None:
                     self.engine.reset_member_(index)
@@ -266,10 +277,7 @@ class Training:
 
     def _finish_epoch(self) -> EpochRecord:
         self._handle_nonfinite(self.averager.check_health())
-        for index, member in enumerate(self.members):
-            if member in self.population.dropped:
-                self.loss_sums[index] = math.nan
-        losses = (self.loss_sums / self.length.steps_per_epoch).tolist()
+        losses = self._mean_losses()
         self.loss_sums.zero_()
         soup = self.current_soup()
         test = self.data.test if self.settings.monitoring.test_each_epoch else None
@@ -282,6 +290,17 @@ class Training:
             test=None if test is None else self._epoch_scores(test, soup),
             distances=self.population.distances().tolist(),
         )
+
+    def _mean_losses(self) -> list[float]:
+        """Each local member's mean loss since the epoch began, or since the member was restarted; NaN if dropped."""
+        began = dict.fromkeys(self.members, self.step - self.length.steps_per_epoch)
+        for event in self.nonfinite:
+            if event["member"] in began:
+                began[event["member"]] = max(began[event["member"]], event["step"])
+        return [
+            math.nan if member in self.population.dropped or begin == self.step else loss_sum / (self.step - begin)
+            for (member, begin), loss_sum in zip(began.items(), self.loss_sums.tolist(), strict=True)
+        ]
 
     def current_soup(self) -> nn.Module:
         """The mean of the active members now, as a separate network. All processes must call it."""
@@ -321,6 +340,7 @@ class Training:
                 loss=self.task.loss,
                 metric=self.task.metric,
                 apply=self.task.apply,
+                combine=self.task.combine,
                 gather=gather,
                 ensemble_of=ensemble_of,
             )

@@ -154,7 +154,10 @@ class Settings:
     num_members: int = 5
     """The size of the population."""
     batch_size: int = 64
-    """Examples per step; the last incomplete batch of an epoch is left out."""
+    """Examples per batch; the last incomplete batch of an epoch is left out."""
+    accumulate: int = 1
+    """Batches per optimizer step, whose gradients are averaged: the step of a larger batch in less memory. Incomplete
+    steps at the end of an epoch are left out."""
     task: Task = field(default_factory=Task)
     """Loss, metric, and how networks are applied when they are scored."""
     make_optimizer: Callable[[nn.Module], Optimizer] = sgd
@@ -173,6 +176,8 @@ class Settings:
     monitoring: Monitoring = Monitoring()
     engine: Callable[[Training], Engine] | None = None
     """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
+    same_order: bool = False
+    """Whether all members see the training data in the same order, instead of each in its own."""
 
     def check(self) -> None:
         """Raise a `ConfigError` about the first invalid setting."""
@@ -181,7 +186,12 @@ class Settings:
             loss=self.task.loss, schedule=self.schedule, prepare=self.transforms.prepare, apply=self.task.apply
         )
         check_metric(self.task.metric)
-        check_whole(num_members=self.num_members, num_epochs=self.num_epochs, batch_size=self.batch_size)
+        check_whole(
+            num_members=self.num_members,
+            num_epochs=self.num_epochs,
+            batch_size=self.batch_size,
+            accumulate=self.accumulate,
+        )
         _check_groups(self)
         augment = self.transforms.augment
         if augment is not None and not callable(augment) and len(augment) != self.num_members:

@@ -80,7 +80,11 @@ def finalize(training: Training) -> Outcome:
     """Make the soups of a trained population and score everything on validation and test data."""
     validation, test = training.data.validation, training.data.test
     average = average_soup(training.population)
-    greedy = greedy_soup(training.population, lambda network: training.evaluate([network], validation)[0][0])
+    greedy = greedy_soup(
+        training.population,
+        lambda network: training.evaluate([network], validation)[0][0],
+        higher_is_better=training.task.higher_is_better,
+    )
 
     def scores_on(source: Source) -> Scores:
         members, ensemble = training.evaluate_population(source)

@@ -230,7 +230,8 @@ def _facts(training: Training) -> dict[str, Any]:
     return {
         "num_epochs": settings.num_epochs,
         "batch_size": settings.batch_size,
-        "num_examples": len(training.data.train),
+        "accumulate": settings.accumulate,
+        "num_examples": training.data.num_train,
         "seed": training.seed,
         "rule": type(training.averager.rule).__name__,
         "optimizer": type(training.optimizers[0]).__name__,

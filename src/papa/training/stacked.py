@@ -51,6 +51,11 @@ class Stacked:
                 "the stacked engine has no gradient scaler, which float16 needs: use bfloat16 or float32, or the loop "
                 "engine"
             )
+        if training.settings.accumulate > 1:
+            raise ConfigError(
+                f"the stacked engine takes one batch per step, got accumulate={training.settings.accumulate}: use the "
+                "loop engine, or a larger batch"
+            )
         if training.settings.averaging.align is not None:
             raise ConfigError(
                 "the stacked engine holds the optimizers' state, which alignment would have to permute: use the loop "
@@ -69,7 +74,8 @@ class Stacked:
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
         self._steps.clear()
-        is_plain = not self.training.batches.is_augmented and _is_in_memory(self.training.data.train)
+        data = self.training.data
+        is_plain = not self.training.batches.is_augmented and not data.parts and _is_in_memory(data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
 
     def hand_back_(self) -> None:

@@ -77,8 +77,10 @@ def _check_shared(training: Training, step: int, state: Mapping[str, Any]) -> No
     if type(num_averagings) is not int or num_averagings < 0:
         raise RunError(f"the checkpoint has {num_averagings!r} averagings, expected a whole number")
     nonfinite, dropped, size = state.get("nonfinite"), state.get("dropped"), training.population.size
-    if not isinstance(nonfinite, list) or not all(isinstance(event, dict) for event in nonfinite):
-        raise RunError(f"the checkpoint has {nonfinite!r} as non-finite members, expected a list")
+    if not isinstance(nonfinite, list) or not all(
+        isinstance(event, dict) and type(event.get("member")) is type(event.get("step")) is int for event in nonfinite
+    ):
+        raise RunError(f"the checkpoint has {nonfinite!r} as non-finite members, expected a list of events")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
         raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
 

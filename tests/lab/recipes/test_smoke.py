@@ -17,6 +17,7 @@ from papa.lab.recipes import RECIPES, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for
 from papa.lab.recipes.recipe import Recipe
 from papa.training import Callback, Training
+from texts import sample_text
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,8 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiles(root / "tiles")
     write_tiles(root / "vaihingen")
     write_optdigits(root / "optdigits.npz")
+    (root / "text").mkdir()
+    (root / "text" / "sample.txt").write_text(sample_text(3000))
     return root
 
 
@@ -72,7 +75,7 @@ def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
     config = recipe.config("smoke")
-    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen")
+    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen", "text")
     root = data_root / config.data.name if has_folder else data_root
     config = replace(config, data=replace(config.data, root=str(root)))
     if "finetune" in recipe.name:

@@ -30,6 +30,24 @@ def test_there_is_no_share_of_a_gap_that_is_not_positive(soup: float, mean: floa
     assert gap_closed(soup, mean, mean - gap) is None
 
 
+@given(soup=scores, mean=scores, gap=st.floats(0.01, 100))
+def test_losses_close_the_same_gap_from_above(soup: float, mean: float, gap: float) -> None:
+    expected = gap_closed(-soup, -mean, -mean + gap)
+    assert gap_closed(soup, mean, mean - gap, higher_is_better=False) == pytest.approx(expected)
+    assert gap_closed(soup, mean, mean + gap, higher_is_better=False) is None
+
+
+def test_a_comparison_of_losses_has_the_gap_closed_and_more_digits() -> None:
+    results = [make("independent", soup=9.0), make("papa", soup=1.25)]
+    for result in results:
+        result["config"]["data"] = {"name": "text"}
+        result["test"].update(mean=1.5, ensemble=1.0)
+    _, rows = with_gap_closed(results, compare_rows(results))
+    assert [row[-1] for row in rows] == ["below -100%", "50%"]
+    assert rows[1][3] == "1.2500"
+    assert "Average soup of papa: 1.250 loss per token with one network" in compare_page(results)
+
+
 def make(method: str, seed: int = 1, *, soup: float = 0.0, members: int = 2, **average: Any) -> dict[str, Any]:
     result = make_result(method, seed)
     result["config"] = {**result["config"], "members": members, "average": average}

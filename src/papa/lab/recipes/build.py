@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from papa import schedules
+from papa.data import Data, split_parts
+from papa.ensemble import mean_logits, mean_probabilities
 from papa.errors import ConfigError, did_you_mean
 from papa.group import Group, LocalGroup
 from papa.health import OnNonFinite
@@ -29,9 +32,11 @@ from papa.lab.augment.policy import (
 from papa.lab.config import Config
 from papa.lab.data import ImageSet, load_images, load_tiles, load_vaihingen
 from papa.lab.data.images import LOADERS
+from papa.lab.data.text import TextSet
 from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.models.head import FrozenBody
 from papa.lab.probes import MergeProbes
+from papa.lab.recipes.language import TEXT, language_model_for, language_task_for, text_for
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.lab.tasks.segmentation import segmentation
@@ -70,7 +75,7 @@ TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": l
 """Data sets whose every pixel has a class."""
 
 
-def build(config: Config, group: Group | None = None, images: ImageSet | None = None) -> Training:
+def build(config: Config, group: Group | None = None, images: ImageSet | TextSet | None = None) -> Training:
     """A training that is ready to run."""
     config.check()
     device = (group or LocalGroup()).local_device(find_device(config.device, option="--device"))
@@ -80,7 +85,7 @@ def build(config: Config, group: Group | None = None, images: ImageSet | None = 
     best = [BestSoup()] if config.average.keep_best_soup else []
     training = Training(
         model_for(config, images),
-        images.split(config.data.validation, seed=config.seed),
+        data_for(config, images),
         settings_for(config, images, device),
         callbacks=[*trajectory_averages_for(config), *best],
         group=group,
@@ -92,19 +97,29 @@ def build(config: Config, group: Group | None = None, images: ImageSet | None = 
     return training
 
 
-def settings_for(config: Config, images: ImageSet, device: torch.device) -> Settings:
+def data_for(config: Config, images: ImageSet | TextSet) -> Data:
+    """Training, validation and test data, and each member's part of the training data if they differ."""
+    data = images.split(config.data.validation, seed=config.seed)
+    if config.diversity.parts == "all":
+        return data
+    parts = split_parts(data.train, config.members, leave_one_out=config.diversity.parts == "folds")
+    return replace(data, parts=parts)
+
+
+def settings_for(config: Config, images: ImageSet | TextSet, device: torch.device) -> Settings:
     """The settings of the training that a config describes."""
-    pipeline, average = pipeline_for(config, images), config.average
+    average = config.average
     return Settings(
         num_members=config.members,
         num_epochs=config.train.epochs,
         batch_size=config.train.batch_size,
+        accumulate=config.train.accumulate,
         task=task_for(config, images),
         make_optimizer=partial(make_optimizer, config),
         schedule=make_schedule(config),
         seed=config.seed,
         device=device,
-        transforms=Transforms(augment=augments_for(config, pipeline), prepare=pipeline.prepare),
+        transforms=transforms_for(config, images),
         averaging=AveragingOptions(
             repair=repair_for(config),
             align=align_for(config),
@@ -114,7 +129,16 @@ def settings_for(config: Config, images: ImageSet, device: torch.device) -> Sett
         numerics=numerics_for(config),
         monitoring=Monitoring(keep_best_soup=average.keep_best_soup, test_each_epoch=config.train.test_each_epoch),
         engine=Stacked if config.train.engine == "stacked" else None,
+        same_order=config.diversity.same_order,
     )
+
+
+def transforms_for(config: Config, images: ImageSet | TextSet) -> Transforms:
+    """Preparation and augmentation of images; nothing happens to text."""
+    if isinstance(images, TextSet):
+        return Transforms()
+    pipeline = pipeline_for(config, images)
+    return Transforms(augment=augments_for(config, pipeline), prepare=pipeline.prepare)
 
 
 def repair_for(config: Config) -> Repair | None:
@@ -170,9 +194,11 @@ def trajectory_averages_for(config: Config) -> list[Callback]:
     return [TrajectoryAverage(decay=trajectory.decay if trajectory.kind == "ema" else None, start=trajectory.start)]
 
 
-def images_for(config: Config) -> ImageSet:
+def images_for(config: Config) -> ImageSet | TextSet:
     """The data set the config asks for."""
     data = config.data
+    if data.name == TEXT:
+        return text_for(config)
     if data.name in TILES:
         return TILES[data.name](
             data.root,
@@ -182,7 +208,7 @@ def images_for(config: Config) -> ImageSet:
             max_test=data.max_test,
         )
     if data.name not in LOADERS:
-        raise ConfigError(f"--data.name is {data.name}: {did_you_mean(data.name, [*LOADERS, *TILES])}")
+        raise ConfigError(f"--data.name is {data.name}: {did_you_mean(data.name, [*LOADERS, *TILES, TEXT])}")
     # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
     size = wanted_image_size(config) if data.name in ("folder", "imagenet") else None
     return load_images(
@@ -195,12 +221,15 @@ def images_for(config: Config) -> ImageSet:
     )
 
 
-def task_for(config: Config, images: ImageSet) -> Task:
-    """Segmentation where every pixel has a class, else classification."""
+def task_for(config: Config, images: ImageSet | TextSet) -> Task:
+    """Language modelling for text, segmentation where every pixel has a class, else classification."""
+    if isinstance(images, TextSet):
+        return language_task_for(config, images)
+    combine = {"logits": mean_logits, "probabilities": mean_probabilities}[config.average.ensemble]
     if images.ignore is None:
-        return Task()
+        return Task(combine=combine)
     data = config.data
-    return segmentation(images.classes, ignore=images.ignore, window=data.window, overlap=data.overlap)
+    return segmentation(images.classes, ignore=images.ignore, window=data.window, overlap=data.overlap, combine=combine)
 
 
 def wanted_image_size(config: Config) -> int | None:
@@ -212,9 +241,18 @@ def wanted_image_size(config: Config) -> int | None:
     return input_size_of(config.model.name) if config.model.name.startswith("timm:") else None
 
 
-def model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
+def model_for(config: Config, images: ImageSet | TextSet) -> Callable[[], nn.Module]:
     """A function that makes one member."""
-    make = partial(
+    if isinstance(images, TextSet):
+        make = language_model_for(config, images.tokenizer.vocab_size)
+    else:
+        make = image_model_for(config, images)
+    return partial(_alike, make, config.seed) if config.diversity.same_init else make
+
+
+def image_model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
+    """A function that makes one network for images."""
+    return partial(
         make_model,
         config.model.name,
         num_classes=images.num_classes,
@@ -224,7 +262,6 @@ def model_for(config: Config, images: ImageSet) -> Callable[[], nn.Module]:
         pretrained=config.model.pretrained and config.model.weights is None,
         weights=config.model.weights,
     )
-    return partial(_alike, make, config.seed) if config.diversity.same_init else make
 
 
 def _alike(make: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -278,9 +315,19 @@ def grid_for(config: Config) -> Grid:
 def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
     """The optimizer the config asks for."""
     train = config.train
+    parameters = model.parameters() if train.decay == "all" else decayed_matrices(model, train.weight_decay)
     if train.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=train.lr, weight_decay=train.weight_decay)
-    return SGD(model.parameters(), lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay)
+        return AdamW(parameters, lr=train.lr, betas=(0.9, train.beta2), weight_decay=train.weight_decay)
+    return SGD(parameters, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay)
+
+
+def decayed_matrices(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of parameters: those with two or more dimensions, which decay, and the others, which do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": weight_decay},
+        {"params": [one for one in parameters if one.dim() <= 1], "weight_decay": 0.0},
+    ]
 
 
 def make_schedule(config: Config) -> schedules.Schedule:
@@ -315,11 +362,11 @@ def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = No
     if average.stop is not None:
         stop = round(average.stop * length.steps_per_epoch)
     if config.method == "papa":
-        half_life = None if average.half_life is None else average.half_life * length.num_steps
-        alpha = PAPER_ALPHA if average.alpha is None and half_life is None else average.alpha
+        half_life_steps = None if average.half_life is None else average.half_life * length.num_steps
+        alpha = PAPER_ALPHA if average.alpha is None and half_life_steps is None else average.alpha
         return Push(
             alpha=alpha,
-            half_life=half_life,
+            half_life_steps=half_life_steps,
             scale_by_lr=average.scale_by_lr,
             every_steps=average.every_steps,
             delay=average.delay,

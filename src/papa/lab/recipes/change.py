@@ -73,4 +73,4 @@ def translated(changes: Mapping[str, Any], full: Config, small: Config) -> dict[
 def _half_life(config: Config) -> float:
     """In steps."""
     average = config.average
-    return Push(average.alpha, every_steps=average.every_steps).half_life_in_steps
+    return Push(alpha=average.alpha, every_steps=average.every_steps).half_life_in_steps

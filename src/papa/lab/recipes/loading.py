@@ -16,6 +16,7 @@ from papa.errors import RunError
 from papa.files.evaluation_context import EvaluationContext
 from papa.lab.config import Config
 from papa.lab.data import ImageSet
+from papa.lab.data.text import TextSet
 from papa.lab.models import make_model
 from papa.lab.recipes.build import build, pipeline_for, wanted_image_size
 from papa.lab.recipes.pipeline import ImagePipeline
@@ -47,8 +48,10 @@ class Card(TypedDict):
     classes: list[str]
 
 
-def card_for(config: Config, images: ImageSet) -> Card:
-    """The card of a run's network."""
+def card_for(config: Config, images: ImageSet | TextSet) -> Card | dict[str, int]:
+    """The card of a run's network; of a language model, which is not loaded, only the number of tokens."""
+    if isinstance(images, TextSet):
+        return {"vocab_size": images.tokenizer.vocab_size}
     pipeline = pipeline_for(config, images)
     return {
         "num_classes": images.num_classes,
@@ -128,6 +131,7 @@ def recipe_evaluation(config: Config) -> EvaluationContext:
         [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape
         lambda network: tuple(training.evaluate([network], training.data.validation)[0][0]),
         f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(single)}",
+        higher_is_better=training.task.higher_is_better,
     )
 
 

@@ -104,7 +104,7 @@ TIMM_ROWS = {
     "convit": ("timm:convit_tiny.fb_in1k", 5, "activations"),
 }
 """Pretrained networks, the paper's population sizes, and the layers that are repaired."""
-GENTLE = Push(0.9995).half_life_in_steps / (50 * 765)
+GENTLE = Push(alpha=0.9995).half_life_in_steps / (50 * 765)
 """The half-life of the paper's push as a share of training. It is far longer than from scratch: members start equal but
 for their heads."""
 

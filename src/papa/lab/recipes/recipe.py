@@ -10,7 +10,7 @@ import torch
 
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config
-from papa.rules import HALF_LIFE_SHARE
+from papa.rules import HALF_LIFE
 
 BUDGETS = {
     "full": "the paper's setting",
@@ -52,7 +52,7 @@ def mini(
     width: int | None,
     epochs: int = 20,
     max_train: int = 8_000,
-    half_life: float = HALF_LIFE_SHARE,
+    half_life: float = HALF_LIFE,
     lr_divisor: float = 1.0,
 ) -> Config:
     """Ten to twenty minutes on two CPU cores.

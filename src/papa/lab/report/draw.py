@@ -245,10 +245,14 @@ def _draw_row(axes: Axes, plot: DotPlot, place: int, row: Mapping[str, Sequence[
         elif values:
             words, x, align = ("◂ {}", 0.01, "left") if means[name] < low else ("{} ▸", 0.99, "right")
             color = LIGHT[row_color or "ink"]
-            _write(axes, words.format(f"{name} {means[name]:.1f}"), (x, place + 2.2 * offset), color, ha=align)
+            _write(
+                axes, words.format(f"{name} {means[name]:.{plot.digits}f}"), (x, place + 2.2 * offset), color, ha=align
+            )
     if plot.value_series in means:
         color = LIGHT[row_color or "ink"]
-        _write(axes, f"{means[plot.value_series]:.1f}", (1.03, place), color, fontsize=10, fontweight="bold")
+        _write(
+            axes, f"{means[plot.value_series]:.{plot.digits}f}", (1.03, place), color, fontsize=10, fontweight="bold"
+        )
 
 
 def _write(axes: Axes, words: str, place: tuple[float, float], color: str, **look: Any) -> None:

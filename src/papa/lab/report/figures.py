@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from papa.lab.report.draw import SERIES_COLORS
+from papa.lab.report.metric import Metric, metric_of
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
-from papa.lab.report.table import KEYS, Settings, metric_of, runs_by_setting, scores_of
+from papa.lab.report.table import KEYS, Settings, runs_by_setting, scores_of
 
 Event = Mapping[str, Any]
 Value = str | Callable[[Event], float | None]
@@ -68,13 +69,22 @@ def members_to_soup(results: Sequence[Mapping[str, Any]], title: str = "From sin
         "average of all (average soup) or of some (greedy soup)."
         + " Small marks are single seeds." * has_seeds
         + " The shaded range is that of independent networks." * bool(reference),
-        x_label=f"{metric_of(results)} on {data_of(results)} data, %",
+        x_label=_on_data(metric_of(results), data_of(results)),
+        digits=metric_of(results).digits - 1,
         rows=rows,
         colors=_colors(settings),
         connect=(KEYS["mean"], KEYS["ensemble"]),
         reference=reference,
         value_series=KEYS["average_soup"],
     )
+
+
+def _on_data(metric: Metric, data: str) -> str:
+    return f"{metric.name} on {data} data{f', {metric.unit}' if metric.unit else ''}"
+
+
+def _capital(metric: Metric) -> str:
+    return metric.name[:1].upper() + metric.name[1:]
 
 
 def data_of(results: Sequence[Mapping[str, Any]]) -> str:
@@ -120,7 +130,7 @@ def _mean_of(key: str, event: Event) -> float | None:
 
 
 def _change(key: str, event: Event) -> float | None:
-    """How much better members are than just before a merge."""
+    """The change of the members' mean score since just before a merge."""
     before, after = _mean_of("before", event), _mean_of(key, event)
     return None if before is None or after is None else after - before
 
@@ -146,15 +156,15 @@ def _members(epochs: Sequence[Event], key: str) -> list[Line]:
     return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
 
 
-def _training(epochs: Sequence[Event], metric: str) -> list[AnyPlot]:
+def _training(epochs: Sequence[Event], metric: Metric) -> list[AnyPlot]:
     plots = []
     for data in ("validation", "test"):
         soups = (("ensemble", "c0"), ("average soup", "c1"))
         plots += _plot(
             f"{data}-score",
-            f"{metric.capitalize()} on {data} data",
+            f"{_capital(metric)} on {data} data",
             "After each epoch: each member, their mean, and, if logged, their ensemble and their average soup.",
-            ("epoch", f"{metric}, %"),
+            ("epoch", metric.label),
             [
                 *_members(epochs, data),
                 *(Line(name, _curve(epochs, f"{data}_{name.replace(' ', '_')}"), color) for name, color in soups),
@@ -179,7 +189,7 @@ def _around_averagings(averagings: Sequence[Event]) -> list[AnyPlot]:
     return _plot("distance-around-averaging", title, caption, ("step", "distance"), lines)
 
 
-def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot]:
+def _merges(merges: Sequence[Event], metric: Metric) -> list[AnyPlot]:
     """Members' scores around each merge, and the change."""
     steps = next((count for event in merges if (count := event.get("steps_later")) is not None), None)
     later = {} if steps is None else {"later": f"{steps:.0f} step{'s' * (steps != 1)} later"}
@@ -188,18 +198,18 @@ def _merges(merges: Sequence[Event], metric: str) -> list[AnyPlot]:
     data = next((event["data"] for event in merges if "data" in event), "test")
     scores = _plot(
         "score-around-merges",
-        f"{metric.capitalize()} on {data} data around each merge",
+        f"{_capital(metric)} on {data} data around each merge",
         "The mean of members, and the range from the worst to the best of them.",
-        ("epoch", f"{metric}, %"),
+        ("epoch", metric.label),
         [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
     )
     changes = [Line(names[key], _curve(merges, partial(_change, key)), colors[key]) for key in list(names)[1:]]
-    axes = ("epoch", f"change of {metric}, percentage points")
-    title = f"Change of {metric} by each merge"
+    axes = ("epoch", metric.change_label)
+    title = f"Change of {metric.name} by each merge"
     return scores + _plot("change-by-merging", title, FIGURE_2, axes, changes, has_zero=True)
 
 
-def _greedy(result: Mapping[str, Any], metric: str) -> list[AnyPlot]:
+def _greedy(result: Mapping[str, Any], metric: Metric) -> list[AnyPlot]:
     trials = [trial for trial in result.get("greedy_trials") or () if trial["members"] and trial["score"] is not None]
     if not trials:
         return []
@@ -208,8 +218,8 @@ def _greedy(result: Mapping[str, Any], metric: str) -> list[AnyPlot]:
             name="greedy-soup",
             title="Steps of the greedy soup",
             caption=f"The soup starts with the best member, {trials[0]['members'][0]}. Members are tried from best to "
-            "worst, and kept if the score does not fall.",
-            x_label=f"{metric} on validation data, %",
+            "worst, and kept if the score does not get worse.",
+            x_label=_on_data(metric, "validation"),
             rows={
                 f"+ member {trial['members'][-1]}": {"kept" if trial["kept"] else "left out": [trial["score"]]}
                 for trial in trials
@@ -235,12 +245,12 @@ def _similarity(result: Mapping[str, Any]) -> list[AnyPlot]:
     return [plot] if rows else []
 
 
-def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot]:
+def _interpolation(result: Mapping[str, Any], metric: Metric) -> list[AnyPlot]:
     found = result.get("interpolation") or {"pair": (), "curves": ()}
     between = f" between members {' and '.join(map(str, found['pair']))}"
     caption = "Networks on the straight line from one member to the other. Without a barrier the line is flat."
     plots: list[AnyPlot] = []
-    for key, title, y_label in (("score", metric.capitalize(), f"{metric}, %"), ("loss", "Loss", "loss")):
+    for key, title, y_label in (("score", _capital(metric), metric.label), ("loss", "Loss", "loss")):
         lines = [
             Line(
                 curve["name"],
@@ -254,7 +264,7 @@ def _interpolation(result: Mapping[str, Any], metric: str) -> list[AnyPlot]:
     return plots
 
 
-def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: str) -> list[AnyPlot]:
+def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metric: Metric) -> list[AnyPlot]:
     """One line per method: means over its runs, at each epoch and around each merge."""
     colors = _colors(settings)
     over_seeds = "The mean over the runs of a method, and the range over its seeds."
@@ -280,7 +290,7 @@ def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metri
         }
         for name, (title, value) in zip(("average-soup", "ensemble", "members"), values.items(), strict=True):
             words = (f"compare-{data}-{name}", f"{title} on {data} data", over_seeds)
-            plots += _plot(*words, ("epoch", f"{metric}, %"), lines("epoch", value), hides_far=True)
+            plots += _plot(*words, ("epoch", metric.label), lines("epoch", value), hides_far=True)
     for key, name, title, y_label in (
         ("losses", "training-loss", "Training loss of members", "loss"),
         ("distances", "distance-to-mean", "Distance of members to their mean", "distance"),
@@ -289,6 +299,6 @@ def _method_curves(settings: Settings, metrics: Sequence[Sequence[Event]], metri
         plots += _plot(f"compare-{name}", title, over_seeds, ("epoch", y_label), curves)
     for key, name in list(MERGE_NAMES.items())[1:]:
         words = (f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {name}", f"{FIGURE_2} {over_seeds}")
-        axes = ("epoch", f"change of {metric}, percentage points")
+        axes = ("epoch", metric.change_label)
         plots += _plot(*words, axes, lines("merge", partial(_change, key)), has_zero=True)
     return plots

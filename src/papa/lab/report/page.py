@@ -13,6 +13,7 @@ from papa.lab.config import METHODS, flat
 from papa.lab.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
+from papa.lab.report.metric import metric_of
 from papa.lab.report.plot import AnyPlot, evenly_spaced
 from papa.lab.report.table import (
     COLUMNS,
@@ -22,7 +23,6 @@ from papa.lab.report.table import (
     cells_of,
     compare_rows_with_paper,
     details_table,
-    metric_of,
     paper_rows,
     run_rows,
     runs_by_setting,
@@ -116,16 +116,17 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     soups = {label: row[KEYS["average_soup"]] for label, row in rows.items() if KEYS["average_soup"] in row}
     if plot is None or not soups:
         return ""
-    best = max(soups, key=lambda label: soups[label])
+    metric = metric_of(results)
+    best = (max if metric.higher_is_better else min)(soups, key=lambda label: soups[label])
     reference = plot.reference or best
     networks = {len(scores_of(result).get("members", ())) for result in results} - {0}
     count = f"{networks.pop()} " if len(networks) == 1 else ""
     ensemble = f"{count}independent networks" if plot.reference else f"the same {count}networks"
-    sentence = f"Average soup of {best}: {soups[best]:.1f}% {metric_of(results)} with one network"
+    sentence = f"Average soup of {best}: {metric.short(soups[best])} {metric.name} with one network"
     if KEYS["ensemble"] in rows[reference]:
-        sentence += f"; the ensemble of {ensemble}: {rows[reference][KEYS['ensemble']]:.1f}%"
+        sentence += f"; the ensemble of {ensemble}: {metric.short(rows[reference][KEYS['ensemble']])}"
     if plot.reference and KEYS["mean"] in rows[reference]:
-        sentence += f"; one of them alone: {rows[reference][KEYS['mean']]:.1f}% on average"
+        sentence += f"; one of them alone: {metric.short(rows[reference][KEYS['mean']])} on average"
     return f"{sentence}."
 
 
@@ -171,7 +172,7 @@ def _name(result: Mapping[str, Any]) -> str:
 
 
 def _single(result: Mapping[str, Any]) -> tuple[str, ...]:
-    cells = cells_of(scores_of(result)) if scores_of(result) else NOT_FINISHED
+    cells = cells_of(scores_of(result), metric_of([result]).digits) if scores_of(result) else NOT_FINISHED
     seconds = result.get("seconds")
     return (_name(result), *cells, f"{sum(seconds.values()):.1f}" if seconds else "")
 
@@ -215,7 +216,7 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if (value := scores.get(key)) is not None:
             paper = papers.get(key) if data == "test" else None
             remark = "" if paper is None else f"; paper, full setting: {paper:.2f}"
-            tiles.append((f"{KEYS[key]}, {data}", f"{value:.2f}", REMARKS[key] + remark))
+            tiles.append((f"{KEYS[key]}, {data}", metric_of([result]).text(value), REMARKS[key] + remark))
     return tiles
 
 

@@ -83,6 +83,8 @@ class DotPlot(Plot):
     """The row with the range that is shaded behind all rows."""
     value_series: str | None = None
     """The series with the means that are printed at the right."""
+    digits: int = 1
+    """Digits after the point of means that are printed."""
 
     @property
     def series(self) -> list[str]:

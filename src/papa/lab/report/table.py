@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from papa.lab.config import flat, idle_options
+from papa.lab.report.metric import metric_of
 from papa.lab.report.words import text
 
 Settings: TypeAlias = dict[str, list[tuple[int, Mapping[str, Any]]]]
@@ -67,35 +68,29 @@ def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return result.get("test") or result.get("validation") or {}
 
 
-def metric_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the score: F1 for segmentation, otherwise accuracy."""
-    kinds = {dict(flat(result.get("config"))).get("data.name") == "tiles" for result in results}
-    return "accuracy" if kinds <= {False} else "F1" if kinds == {True} else "score"
-
-
-def cells_of(scores: Mapping[str, Any]) -> tuple[str, ...]:
+def cells_of(scores: Mapping[str, Any], digits: int = 2) -> tuple[str, ...]:
     """The cells of one run under `COLUMNS`, from its test or validation scores; empty for what was not scored."""
-    mean, *rest = (_cell([scores[key]]) if key in scores else "" for key in KEYS)
-    low, high = (_cell([scores[key]]) if key in scores else "" for key in ("min", "max"))
+    mean, *rest = (_cell([scores[key]], digits) if key in scores else "" for key in KEYS)
+    low, high = (_cell([scores[key]], digits) if key in scores else "" for key in ("min", "max"))
     return (f"{mean} [{low}, {high}]" if low and high else mean, *rest)
 
 
-def paper_cells(scores: Mapping[str, Any]) -> tuple[str, ...]:
+def paper_cells(scores: Mapping[str, Any], digits: int = 2) -> tuple[str, ...]:
     """The paper's cells under `COLUMNS`; empty if it gives no number."""
-    return tuple("" if scores.get(key) is None else f"{scores[key]:.2f}" for key in KEYS)
+    return tuple("" if scores.get(key) is None else f"{scores[key]:.{digits}f}" for key in KEYS)
 
 
 def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The rows of one run, named and under `COLUMNS`: test, validation, its other soups, the paper's test."""
-    data = ("test", "validation")
-    rows = [(name, *cells_of(result[name])) for name in data if result.get(name)]
+    data, digits = ("test", "validation"), metric_of([result]).digits
+    rows = [(name, *cells_of(result[name], digits)) for name in data if result.get(name)]
     for kind in SOUPS:
         soups = result.get(kind) or {}
-        rows += [(with_soups(name, kind), *paper_cells(soups[name])) for name in data if soups.get(name)]
+        rows += [(with_soups(name, kind), *paper_cells(soups[name], digits)) for name in data if soups.get(name)]
     best = result.get("best_soup") or {}
     for name in data:
         if (score := (best.get(name) or {}).get("score")) is not None:
-            rows.append((f"{name}, best average soup (epoch {best['epoch']})", "", "", f"{score:.2f}", ""))
+            rows.append((f"{name}, best average soup (epoch {best['epoch']})", "", "", f"{score:.{digits}f}", ""))
     if result.get("paper"):
         rows.append((with_soups(PAPER_ROW, result.get("paper_soups")), *paper_cells(result["paper"])))
     return rows
@@ -124,19 +119,20 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     left out of the means. Other kinds of soup that all runs of a method have get a row of their own.
     """
     rows: list[tuple[str, ...]] = []
+    digits = metric_of(results).digits
     for label, group in runs_by_setting(results).items():
         runs = [scores for _, result in group if (scores := scores_of(result))]
         if len(runs) <= 1:
-            rows.append((label, *(cells_of(runs[0]) if runs else NOT_FINISHED)))
+            rows.append((label, *(cells_of(runs[0], digits) if runs else NOT_FINISHED)))
         else:
-            mean, *rest = (_cell([run.get(key) for run in runs]) for key in KEYS)
+            mean, *rest = (_cell([run.get(key) for run in runs], digits) for key in KEYS)
             lows, highs = ([run[key] for run in runs if run.get(key) is not None] for key in ("min", "max"))
-            spread = f" [{min(lows):.2f}, {max(highs):.2f}]" if lows and highs else ""
+            spread = f" [{min(lows):.{digits}f}, {max(highs):.{digits}f}]" if lows and highs else ""
             rows.append((label, mean + spread, *rest))
         for kind in SOUPS:
             found = [scores_of(result[kind]) for _, result in group if result.get(kind)]
             if len(found) == len(group):
-                cells = (_cell([one.get(key) for one in found]) for key in ("average_soup", "greedy_soup"))
+                cells = (_cell([one.get(key) for one in found], digits) for key in ("average_soup", "greedy_soup"))
                 rows.append((with_soups(label, kind), "", "", *cells))
     return rows
 
@@ -166,22 +162,23 @@ def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...]
                 if paper := (first.get("paper_details") or {}).get(key):
                     soups = first.get("paper_soups") if key.endswith("_soup") else None
                     found[with_soups(f"paper's {name}", soups)] = [paper]
+    digits = metric_of(results).digits
     names = list(dict.fromkeys(name for given in found.values() for one in given for name in one))
     rows = [
-        (label, *(_cell([one[name] for one in given if name in one]) for name in names))
+        (label, *(_cell([one[name] for one in given if name in one], digits) for name in names))
         for label, given in found.items()
     ]
     return ("", *names), rows
 
 
-def _cell(values: Sequence[float | None]) -> str:
+def _cell(values: Sequence[float | None], digits: int) -> str:
     """A number, or the mean and standard deviation of several."""
     found = [value for value in values if value is not None]
     if len(found) < len(values):
         return "not finite"
     if len(found) > 1:
-        return f"{statistics.mean(found):.2f} ({statistics.stdev(found):.2f})"
-    return f"{found[0]:.2f}" if found else ""
+        return f"{statistics.mean(found):.{digits}f} ({statistics.stdev(found):.{digits}f})"
+    return f"{found[0]:.{digits}f}" if found else ""
 
 
 GAP_COLUMN = "gap closed"
@@ -190,7 +187,7 @@ LOWEST = -100.0
 """The lowest percentage that is shown as a number."""
 
 
-def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
+def gap_closed(soup: float, mean: float, ensemble: float, *, higher_is_better: bool = True) -> float | None:
     """The share of the gap between independent members and their ensemble that a soup closes, in percent.
 
     `100 (soup - mean) / (ensemble - mean)`: 0 for a soup as good as an independent member, 100 for one as good as the
@@ -201,7 +198,8 @@ def gap_closed(soup: float, mean: float, ensemble: float) -> float | None:
         80.0
         >>> gap_closed(79.0, mean=75.0, ensemble=75.0)
     """
-    return 100.0 * (soup - mean) / (ensemble - mean) if ensemble > mean else None
+    is_gap = ensemble > mean if higher_is_better else ensemble < mean
+    return 100.0 * (soup - mean) / (ensemble - mean) if is_gap else None
 
 
 def gap_text(share: float | None) -> str:
@@ -231,7 +229,10 @@ def mean_gap_closed(
         scores = (scores_of(own).get("average_soup"), independent.get("mean"), independent.get("ensemble"))
         if None not in scores:
             found.append(scores)
-    return gap_closed(*map(fmean, zip(*found, strict=True))) if found else None
+    if not found:
+        return None
+    soup, mean, ensemble = map(fmean, zip(*found, strict=True))
+    return gap_closed(soup, mean, ensemble, higher_is_better=metric_of(runs).higher_is_better)
 
 
 def with_gap_closed(

@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from papa.ensemble import mean_logits
 from papa.errors import ConfigError, DataError
+from papa.evaluation import Combine
 from papa.lab.tasks.apply import apply_in_windows, apply_whole
 from papa.task import Task
 
 
-def segmentation(classes: Sequence[str], *, ignore: int = 255, window: int | None = None, overlap: int = 64) -> Task:
+def segmentation(
+    classes: Sequence[str],
+    *,
+    ignore: int = 255,
+    window: int | None = None,
+    overlap: int = 64,
+    combine: Combine = mean_logits,
+) -> Task:
     """The task of segmentation: `pixel_cross_entropy`, scored by the mean `F1` over classes in percent.
 
     Example:
@@ -28,7 +37,7 @@ def segmentation(classes: Sequence[str], *, ignore: int = 255, window: int | Non
         raise ConfigError(f"the overlap of windows is {overlap}, expected 0 to below the window's side of {window}")
     apply = apply_whole if window is None else partial(apply_in_windows, window=window, overlap=overlap)
     loss = partial(pixel_cross_entropy, ignore=ignore)
-    return Task(loss=loss, metric=F1(classes, ignore=ignore), apply=apply, eval_batch_size=1)
+    return Task(loss=loss, metric=F1(classes, ignore=ignore), apply=apply, combine=combine, eval_batch_size=1)
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor, *, ignore: int = 255) -> Tensor:

@@ -1,0 +1,74 @@
+"""The package: two builds are equal, and the scan of its dependencies says what it did."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import papa
+
+ROOT = Path(papa.__file__).parents[2]
+
+
+def build(copy: Path, *, modified: int, umask: int) -> bytes:
+    """A wheel of a copy of the sources, whose files have another time and other permissions."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=ignore, copy_function=shutil.copyfile)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, copy / name)
+    for file in copy.rglob("*"):
+        os.utime(file, (modified, modified))
+        file.chmod(0o777 & ~umask)
+    environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
+        cwd=copy,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = (copy / "dist").iterdir()
+    return wheel.read_bytes()
+
+
+def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
+    first = build(tmp_path / "a", modified=1_000_000_000, umask=0o022)
+    second = build(tmp_path / "another", modified=1_700_000_000, umask=0o077)
+    assert first == second
+    (tmp_path / "wheel").write_bytes(first)
+    with zipfile.ZipFile(tmp_path / "wheel") as wheel:
+        names = {name for name in wheel.namelist() if name.startswith("papa/")}
+    assert {"papa/__init__.py", "papa/py.typed", "papa/lab/report/templates/run.html.j2"} <= names
+
+
+PACKAGE = {"name": "a", "version": "1.0", "vulns": []}
+VULNERABLE = {"name": "b", "version": "2.0", "vulns": [{"id": "CVE-1", "fix_versions": ["2.1"]}]}
+UNKNOWN = {"name": "c", "skip_reason": "Dependency not found on PyPI and could not be audited: c (3.0)"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "code", "message"),
+    [
+        ([PACKAGE, UNKNOWN], 0, "1 of 2 packages scanned, 0 known vulnerabilities"),
+        ([PACKAGE, VULNERABLE], 1, "2 of 2 packages scanned, 1 known vulnerabilities\n  b 2.0: CVE-1, fixed in 2.1"),
+        ([UNKNOWN], 0, "SKIPPED, nothing was scanned: the database cannot be reached; it knew none of 1 packages"),
+        (None, 0, "SKIPPED, nothing was scanned: the database of vulnerabilities cannot be reached (no route)"),
+    ],
+)
+def test_the_scan_of_dependencies_says_what_it_did(packages: Any, code: int, message: str) -> None:
+    spec = importlib.util.spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    output = "" if packages is None else json.dumps({"dependencies": packages})
+    assert audit.verdict(output, "first\nno route\n") == (code, message)

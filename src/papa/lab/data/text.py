@@ -25,10 +25,6 @@ class Windows:
         >>> inputs, targets = Windows(torch.arange(100), context=4).batch(torch.tensor([0, 2]))
         >>> inputs.tolist(), targets.tolist()
         ([[0, 1, 2, 3], [8, 9, 10, 11]], [[1, 2, 3, 4], [9, 10, 11, 12]])
-
-    Args:
-        tokens: the text, one number for each token.
-        context: the number of tokens in a window.
     """
 
     def __init__(self, tokens: Tensor, *, context: int) -> None:
@@ -97,15 +93,7 @@ def load_text(
 ) -> TextSet:
     """Read a UTF-8 file, or all `.txt` files in a folder in the order of their names, as one text.
 
-    Args:
-        root: the file or folder.
-        context: the number of tokens in a window.
-        tokenizer: `characters`, `bytes`, `bpe`, or a file of a tokenizer; see `make_tokenizer`.
-        vocab_size: the number of tokens of a `bpe` tokenizer.
-        validation: the share of the text for validation.
-        test_share: the share of the text, at its end, for testing.
-        max_train: the largest number of training tokens.
-        max_test: the largest number of tokens for validation, and for testing.
+    `tokenizer` and `vocab_size` are as for `make_tokenizer`, shares and limits as for `TextSet`.
     """
     text = read_text(Path(root))
     learned_from = text[: round(len(text) * (1.0 - validation - test_share))]

@@ -132,14 +132,8 @@ def load_tiles(
     `root/splits.json` (see `split_tiles`). Decoded tiles are cached in `root/.papa-cache`, in files that all processes
     map.
 
-    Args:
-        root: the folder.
-        patch_size: height and width of training patches.
-        patches_per_epoch: the number of patches per epoch.
-        shrink: the factor by which to reduce height and width.
-        max_test: the largest number of validation tiles and of test tiles, spread evenly over all.
-        default_classes: the classes if there is no `classes.json`.
-        needs_splits: whether the folder must have a `splits.json`.
+    Training uses patches; height and width of all tiles are divided by `shrink`. At most `max_test` validation tiles and
+    test tiles are used, spread evenly over all. Without a `classes.json`, classes are the default ones, if any.
     """
     if shrink < 1:
         raise ConfigError(f"shrink is {shrink}, expected at least 1")

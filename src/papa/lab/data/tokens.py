@@ -55,7 +55,6 @@ class Characters(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The size of the alphabet."""
         return len(self.alphabet)
 
     def encode(self, text: str) -> Tensor:
@@ -69,15 +68,12 @@ class Characters(Tokenizer):
         return torch.from_numpy(np.searchsorted(self._codes, _code_points(text)).astype(np.int32))
 
     def decode(self, tokens: list[int]) -> str:
-        """One character for each token."""
         return "".join(self.alphabet[token] for token in tokens)
 
     def num_bytes(self) -> list[int]:
-        """One to four for each character."""
         return [len(character.encode()) for character in self.alphabet]
 
     def to_json(self) -> str:
-        """The alphabet."""
         return json_text({"characters": self.alphabet})
 
 
@@ -91,11 +87,9 @@ class Bytes(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of bytes there are."""
         return 256
 
     def encode(self, text: str) -> Tensor:
-        """The UTF-8 bytes of the text."""
         return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32))
 
     def decode(self, tokens: list[int]) -> str:
@@ -103,20 +97,14 @@ class Bytes(Tokenizer):
         return bytes(tokens).decode("utf-8", "replace")
 
     def num_bytes(self) -> list[int]:
-        """One each."""
         return [1] * 256
 
     def to_json(self) -> str:
-        """That it is one of bytes."""
         return json_text({"bytes": 256})
 
 
 class BytePairs(Tokenizer):
-    """A tokenizer of the `tokenizers` library that works on bytes, such as GPT-2's.
-
-    Args:
-        tokenizer: a `tokenizers.Tokenizer`.
-    """
+    """A tokenizer of the `tokenizers` library that works on bytes, such as GPT-2's."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -143,12 +131,10 @@ class BytePairs(Tokenizer):
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of the text, without special ones."""
         found = self._tokenizer.encode(text, add_special_tokens=False).ids
         return torch.tensor(found, dtype=torch.int32, device="cpu")
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens."""
         return str(self._tokenizer.decode(tokens))
 
     def num_bytes(self) -> list[int]:
@@ -156,7 +142,6 @@ class BytePairs(Tokenizer):
         return [len(self._tokenizer.id_to_token(token) or "") for token in range(self.vocab_size)]
 
     def to_json(self) -> str:
-        """The file of the `tokenizers` library."""
         return str(self._tokenizer.to_str())
 
 
@@ -167,12 +152,8 @@ def _code_points(text: str) -> Any:
 def make_tokenizer(name: str, text: str, learned_from: str, *, vocab_size: int) -> Tokenizer:
     """A tokenizer by its name.
 
-    Args:
-        name: `characters` for those of the text; `bytes`; `bpe` for byte pairs learned from the training text; or the
-            path of a file by `to_json` or by the `tokenizers` library.
-        text: the whole text.
-        learned_from: its part for training.
-        vocab_size: the number of tokens of `bpe`.
+    `characters` are those of the text, `bpe` are byte pairs learned from the training text; other names are `bytes`,
+    and the path of a file by `to_json` or by the `tokenizers` library.
     """
     if name == "characters":
         return Characters(text)
@@ -188,12 +169,7 @@ def make_tokenizer(name: str, text: str, learned_from: str, *, vocab_size: int) 
 
 
 def read_tokenizer(content: str, subject: str = "the tokenizer") -> Tokenizer:
-    """A tokenizer from the content of its file.
-
-    Args:
-        content: what `Tokenizer.to_json` gave, or a file of the `tokenizers` library.
-        subject: what errors are about.
-    """
+    """A tokenizer from the content of its file."""
     try:
         value = parse_json(content.encode())
         if isinstance(value, dict) and isinstance(value.get("characters"), str):

@@ -84,7 +84,6 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token after each."""
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
@@ -108,7 +107,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What goes in, and what both parts add."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         added: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return added
@@ -133,7 +131,6 @@ class Attention(nn.Module):
             self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position's mixture of the values before it."""
         batch, time, width = x.shape
         qkv = self.qkv(x).reshape(batch, time, 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
@@ -160,7 +157,6 @@ class GELU(nn.Module):
         self.out = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same for each position."""
         y: Tensor = self.out(F.gelu(self.up(x)))
         return y
 
@@ -175,6 +171,5 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same for each position."""
         y: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
         return y

@@ -37,10 +37,6 @@ class Metric:
         """A score in a figure or a sentence, with one digit less and its unit."""
         return f"{value:.{self.digits - 1}f}{self.unit}"
 
-    def is_better(self, one: float, other: float) -> bool:
-        """Whether a score is better than another."""
-        return one > other if self.higher_is_better else one < other
-
 
 ACCURACY, F1, SCORE = Metric("accuracy"), Metric("F1"), Metric("score")
 TOKEN_LOSS = Metric("loss per token", unit="", digits=4, higher_is_better=False)

@@ -18,12 +18,7 @@ EVAL_BATCH_SIZE = 64
 
 
 def language_modelling(num_bytes: Sequence[int], *, ensemble: str = "probabilities") -> Task:
-    """The task of predicting the next token; lower scores are better.
-
-    Args:
-        num_bytes: the number of bytes that each token stands for.
-        ensemble: what ensembles average: `probabilities` or `logits`.
-    """
+    """The task of predicting the next token; lower scores are better."""
     return Task(
         loss=token_cross_entropy,
         metric=TokenLoss(num_bytes),
@@ -34,12 +29,7 @@ def language_modelling(num_bytes: Sequence[int], *, ensemble: str = "probabiliti
 
 
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy over all tokens.
-
-    Args:
-        outputs: logits of shape (batch, time, tokens).
-        targets: the next tokens, of shape (batch, time).
-    """
+    """The mean cross entropy over all tokens."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
@@ -57,8 +47,7 @@ class TokenLoss:
         >>> {name: round(value, 2) for name, value in metric.details(counts).items()}
         {'loss per token': 0.69, 'perplexity': 2.0, 'bits per byte': 0.6}
 
-    Args:
-        num_bytes: the number of bytes that each token stands for.
+    `num_bytes` is the number of bytes that each token stands for.
     """
 
     def __init__(self, num_bytes: Sequence[int]) -> None:
@@ -76,11 +65,9 @@ class TokenLoss:
         return torch.stack([loss, torch.full_like(loss, targets.numel()), num_bytes])
 
     def score(self, counts: Tensor) -> float:
-        """The loss per token."""
         return float(counts[0] / counts[1])
 
     def details(self, counts: Tensor) -> dict[str, float]:
-        """Loss per token, perplexity and bits per byte."""
         total, num_tokens, num_bytes = counts.tolist()
         loss = total / num_tokens
         perplexity = math.exp(loss) if loss < 700.0 else math.inf

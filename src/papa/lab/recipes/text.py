@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, GPTConfig, ModelConfig, TrainConfig
 from papa.lab.recipes.recipe import Recipe, fast_precision
@@ -47,46 +48,38 @@ def gpt(budget: str, *, data: DataConfig, network: GPTConfig, epochs: int, batch
     )
 
 
-def tiny(budget: str) -> Config:
-    """Two layers of width 64 on 30,000 characters."""
-    return gpt(
-        budget,
-        data=DataConfig(context=64, max_train=30_000, max_test=10_000),
-        network=GPTConfig(layers=2, heads=4, width=64),
-        epochs=15,
-        batch_size=16,
-        lr=2e-3,
-    )
-
-
-def mini(budget: str) -> Config:
-    """Three layers of width 96, 36 times over 100,000 characters: data runs out before compute does."""
-    return gpt(
-        budget,
-        data=DataConfig(context=64, max_train=100_000, max_test=25_000),
-        network=GPTConfig(layers=3, heads=4, width=96),
-        epochs=36,
-        batch_size=32,
-        lr=2e-3,
-    )
-
-
-def full(budget: str) -> Config:
-    """Six layers of width 384 with newer parts, on all of a text of about a million characters."""
-    return gpt(
-        budget,
-        data=DataConfig(context=256),
-        network=GPTConfig(
-            layers=6, heads=6, width=384, dropout=0.2, mlp="swiglu", norm="rms", positions="rotary", bias=False
-        ),
-        epochs=90,
-        batch_size=64,
-        lr=1e-3,
-    )
-
+tiny = partial(
+    gpt,
+    data=DataConfig(context=64, max_train=30_000, max_test=10_000),
+    network=GPTConfig(layers=2, heads=4, width=64),
+    epochs=15,
+    batch_size=16,
+    lr=2e-3,
+)
+"""Two layers of width 64 on 30,000 characters."""
+mini = partial(
+    gpt,
+    data=DataConfig(context=64, max_train=100_000, max_test=25_000),
+    network=GPTConfig(layers=3, heads=4, width=96),
+    epochs=36,
+    batch_size=32,
+    lr=2e-3,
+)
+"""Three layers of width 96, 36 times over 100,000 characters: data runs out before compute does."""
+full = partial(
+    gpt,
+    data=DataConfig(context=256),
+    network=GPTConfig(
+        layers=6, heads=6, width=384, dropout=0.2, mlp="swiglu", norm="rms", positions="rotary", bias=False
+    ),
+    epochs=90,
+    batch_size=64,
+    lr=1e-3,
+)
+"""Six layers of width 384 with newer parts, on all of a text of about a million characters."""
 
 RECIPES = (
-    Recipe(name="text-gpt-tiny", summary="small transformers on a text (--data.root FILE), a minute", make=tiny),
-    Recipe(name="text-gpt-mini", summary="transformers that use a short text up, 15 minutes of one core", make=mini),
-    Recipe(name="text-gpt", summary="transformers of 10 million parameters on a text, for a GPU", make=full),
+    Recipe("text-gpt-tiny", "small transformers on a text (--data.root FILE), a minute", tiny),
+    Recipe("text-gpt-mini", "transformers that use a short text up, 15 minutes of one core", mini),
+    Recipe("text-gpt", "transformers of 10 million parameters on a text, for a GPU", full),
 )

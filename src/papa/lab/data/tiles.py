@@ -132,8 +132,8 @@ def load_tiles(
     `root/splits.json` (see `split_tiles`). Decoded tiles are cached in `root/.papa-cache`, in files that all processes
     map.
 
-    Training uses patches; height and width of tiles are divided by `shrink`. At most `max_test` validation tiles and test
-    tiles are used, spread evenly over all. Without a `classes.json`, classes are the default ones, if any.
+    Training uses patches; height and width of tiles are divided by `shrink`. At most `max_test` validation tiles and as
+    many test tiles are used, spread evenly over all. Without a `classes.json`, classes are the default ones, if any.
     """
     if shrink < 1:
         raise ConfigError(f"shrink is {shrink}, expected at least 1")

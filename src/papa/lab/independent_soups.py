@@ -10,8 +10,9 @@ from torch import nn
 from papa.align import aligned_soups
 from papa.data import Source
 from papa.evaluation import Evaluation
-from papa.lab.analysis import derive_symmetries, repair_toward_members
+from papa.lab.analysis import derive_symmetries
 from papa.population import Population
+from papa.repair import repair_toward_members
 from papa.soup import GreedySoup, average_soup, greedy_soup
 from papa.training.loop import Training
 

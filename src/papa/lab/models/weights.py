@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -64,25 +62,11 @@ def load_weights_(model: nn.Module, path: FilePath) -> list[str]:
 
 def read_state_dict(path: FilePath) -> dict[str, Tensor]:
     """The state dict in a file, on the CPU, without the nesting and prefixes that training scripts add."""
-    _check_not_compressed(Path(path))
     try:
         weights = open_weights(path)
         return {name: weights.read(name) for name in weights.tensors}
     except SoupError as error:
         raise ConfigError(f"the weights cannot be loaded: {error}") from error
-
-
-def _check_not_compressed(path: Path) -> None:
-    """Raise for compressed archives, which `torch.save` never writes: they might unpack to any size."""
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            is_compressed = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read ({error}): expected a file by torch.save") from error
-    if is_compressed:
-        raise ConfigError(f"{path} is compressed, expected a file by torch.save, which is not")
 
 
 def _compare(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from papa.align import Symmetries, align_
 from papa.errors import DataError
-from papa.evaluation import Apply, Batch, Loss, Metric, accuracy, call, evaluate, rereadable
+from papa.evaluation import Apply, Batch, Evaluation, Loss, Metric, accuracy, call, evaluate, rereadable
 from papa.mixing import soup_row
 from papa.population import Population
-from papa.repair import goals_of, layer_statistics, repair_toward_
+from papa.repair import repair_toward_members
 from papa.soup import After, average_soup
+
+TOLERANCE = 0.1
+"""The highest barrier within one basin, as a share of the higher loss at the ends."""
+LEAST_LOSS = 0.1
+"""Lower losses count as this one, so that noise between two losses near zero is no barrier."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,31 @@ class Curve:
 
     @property
     def barrier(self) -> float:
-        """The largest rise of the loss above the line between the losses at both ends; 0 if it never rises."""
+        """The largest rise of the loss above the line between the losses at both ends; 0 if it never rises.
+
+        max_t  loss(t) - ((1 - t) loss(0) + t loss(1)),   infinite if a loss is NaN
+        """
         first, last = self.losses[0], self.losses[-1]
-        return max(loss - ((1 - t) * first + t * last) for t, loss in zip(self.coefficients, self.losses, strict=True))
+        line = [(1 - t) * first + t * last for t in self.coefficients]
+        rises = [loss - below for loss, below in zip(self.losses, line, strict=True)]
+        return max(math.inf if math.isnan(rise) else rise for rise in rises)
+
+    @property
+    def allowed(self) -> float:
+        """The highest barrier of networks in one basin."""
+        return TOLERANCE * max(self.losses[0], self.losses[-1], LEAST_LOSS)
+
+    @property
+    def in_one_basin(self) -> bool:
+        """Whether the barrier is at most a tenth of the higher loss at the ends (or of 0.1, if both are lower)."""
+        return self.barrier <= self.allowed
+
+    @staticmethod
+    def of(evaluate: Callable[[float], Evaluation], num_points: int = 11) -> Curve:
+        """The curve from the evaluation of the network at each coefficient."""
+        coefficients = tuple(number / (num_points - 1) for number in range(num_points))
+        points = [evaluate(t) for t in coefficients]
+        return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
 
     def to_json(self) -> dict[str, Any]:
         """The curve as plain values."""
@@ -51,11 +79,9 @@ def curve_between(
     pair: tuple[int, int],
     batches: Sequence[Batch],
     *,
-    loss: Loss = F.cross_entropy,
-    metric: Metric = accuracy,
-    apply: Apply = call,
     num_points: int = 11,
     after: After | None = None,
+    **scoring: Any,
 ) -> Curve:
     """Score the networks on the straight line between two members of a population or list; see `interpolate`."""
     if num_points < 2:
@@ -63,12 +89,12 @@ def curve_between(
     batches = rereadable(batches)
     size = members.size if isinstance(members, Population) else len(members)
     first, second = (soup_row(size, [member]) for member in pair)
-    coefficients = tuple(number / (num_points - 1) for number in range(num_points))
-    points = []
-    for t in coefficients:
+
+    def evaluate_at(t: float) -> Evaluation:
         network = average_soup(members, (1 - t) * first + t * second, after=after)
-        points.append(evaluate(network, batches, loss=loss, metric=metric, apply=apply))
-    return Curve(coefficients, tuple(point.score for point in points), tuple(point.loss for point in points))
+        return evaluate(network, batches, **scoring)
+
+    return Curve.of(evaluate_at, num_points)
 
 
 def interpolate(
@@ -109,8 +135,8 @@ def interpolate(
         num_points: the number of networks to score, both ends included.
         after: called with each network and its two weights before it is scored, for instance to repair it.
     """
-    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "apply": apply, "num_points": num_points}
-    return curve_between([first, second], (0, 1), batches, after=after, **scoring)
+    scoring: dict[str, Any] = {"loss": loss, "metric": metric, "apply": apply}
+    return curve_between([first, second], (0, 1), batches, num_points=num_points, after=after, **scoring)
 
 
 def interpolation_curves(
@@ -147,19 +173,11 @@ def interpolation_curves(
         ends["aligned"] = copy.deepcopy(second)
         align_(ends["aligned"], first, inputs, by="activations", symmetries=symmetries)
 
-    def repair_between(end: nn.Module) -> After:
-        statistics = [layer_statistics(network, inputs) for network in (first, end)]
-
-        def repair(network: nn.Module, weights: Tensor) -> None:
-            repair_toward_(network, goals_of(statistics, weights), inputs)
-
-        return repair
-
     plain = {name or "plain": interpolate(first, end, batches, **scoring) for name, end in ends.items()}
-    repaired = {
-        f"{name} and repaired" if name else "repaired": interpolate(
-            first, end, batches, after=repair_between(end), **scoring
+    repaired = {}
+    for name, end in ends.items():
+        repair = repair_toward_members([first, end], (0, 1), inputs)
+        repaired[f"{name} and repaired" if name else "repaired"] = interpolate(
+            first, end, batches, after=repair, **scoring
         )
-        for name, end in ends.items()
-    }
     return {**plain, **repaired}

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from filelock import FileLock, Timeout
 
@@ -19,10 +18,8 @@ class Lock:
     """Held while a directory is written; a lock whose process died is taken over.
 
     The system releases a `filelock.FileLock` when its process ends. The JSON file next to it names the host and the
-    process, for messages and for file systems whose locks other hosts do not see.
-
-    Args:
-        path: the JSON file; missing directories above it are made, and removed again if they stay empty.
+    process, for messages and for file systems whose locks other hosts do not see. Missing directories above it are
+    made, and removed again if they stay empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,9 +85,7 @@ class Lock:
             with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self.path.unlink()
         self._release()
@@ -117,8 +112,6 @@ def _release(lock: FileLock) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # it may be the process of another user
     return True

@@ -146,21 +146,31 @@ def greedy_soup(
         The soup, its members, and all scores. One extra network is held in memory.
     """
     mean = mean_network(members, after)
-    scores, order = mean.ranked(score, higher_is_better=higher_is_better)
-    chosen: list[int] = order[:1]
-    best, trials = scores[chosen[0]][0], []
-    for member in order[1:]:
-        candidate = [*chosen, member]
+    readings, order = mean.ranked(score, higher_is_better=higher_is_better)
+
+    def score_of(candidate: Sequence[int]) -> float:
         mean.fill_(mixing.soup_row(mean.size, candidate))
-        result = mean.agreed(score_and_loss(score(mean.network))[0])
-        kept = is_as_good(result, best, higher_is_better=higher_is_better)
-        trials.append(Trial(tuple(candidate), result, kept))
-        if kept:
-            chosen, best = candidate, result
+        return mean.agreed(score(mean.network))
+
+    chosen, best, trials = add_greedily(order, readings[order[0]][0], score_of, higher_is_better=higher_is_better)
     if len(chosen) == 1:
         mean.after = None  # a single member is returned as it was scored
     mean.fill_(mixing.soup_row(mean.size, chosen))
-    return GreedySoup(mean.network, tuple(chosen), best, tuple(value for value, _ in scores), tuple(trials))
+    return GreedySoup(mean.network, tuple(chosen), best, tuple(value for value, _ in readings), trials)
+
+
+def add_greedily(
+    order: Sequence[int], best: float, score_of: Callable[[Sequence[int]], float], *, higher_is_better: bool
+) -> tuple[Sequence[int], float, tuple[Trial, ...]]:
+    """Add members in turn to the first, whose score is `best`; returns those kept, their score and all trials."""
+    chosen, trials = order[:1], []
+    for member in order[1:]:
+        candidate = [*chosen, member]
+        result = score_of(candidate)
+        trials.append(Trial(tuple(candidate), result, is_as_good(result, best, higher_is_better=higher_is_better)))
+        if trials[-1].kept:
+            chosen, best = candidate, result
+    return chosen, best, tuple(trials)
 
 
 def score_and_loss(value: Any) -> tuple[float, float]:
@@ -171,15 +181,7 @@ def score_and_loss(value: Any) -> tuple[float, float]:
 
 
 class MeanNetwork:
-    """A network that can be set to any weighted mean of the members.
-
-    Args:
-        network: the module or state dict that receives the means.
-        fill: sets the tensors of `network` to the mean with the given weights.
-        members: the members on this process.
-        population: the population that the members belong to; None for a plain list.
-        after: as for `average_soup`.
-    """
+    """A network that can be set to any weighted mean of the members; `fill` sets its tensors."""
 
     def __init__(
         self,
@@ -206,9 +208,9 @@ class MeanNetwork:
         if self.after is not None:
             self.after(self.network, row)
 
-    def agreed(self, score: float) -> float:
-        """One score for all processes, which must choose alike although theirs may differ in the last digit."""
-        return self.group.all_max(score)[0]
+    def agreed(self, value: Any) -> float:
+        """The score in the result of a `Score`, one for all processes, which must choose alike."""
+        return self.group.all_max(score_and_loss(value)[0])[0]
 
     def ranked(self, score: Score, *, higher_is_better: bool = True) -> tuple[list[tuple[float, float]], list[int]]:
         """The `(score, loss)` of all members, and the active members with a score other than NaN, best first."""

@@ -13,7 +13,7 @@ from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
 from papa import Population
 from papa.align import Symmetries, TensorAxis, UnitGroup, align_, inverse, permute_, permute_all_, symmetries
 from papa.align.matching import CRITERIA, checked_inputs
-from papa.align.sinkhorn import sinkhorn
+from papa.align.search import sinkhorn
 from papa.errors import DataError, MemberError, PapaError
 
 Case = tuple[nn.Module, Symmetries, list[Tensor]]

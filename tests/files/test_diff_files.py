@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from papa.errors import SoupError
-from papa.evaluation import Evaluation
-from papa.files import Curve, EvaluationContext, average, diff_files
+from papa.files import EvaluationContext, average, diff_files
+from papa.interpolation import Curve
 
 
 def save(folder: Path, name: str, **tensors: torch.Tensor) -> Path:
@@ -76,19 +76,18 @@ def test_the_curve_is_that_of_the_networks_between(tmp_path: Path) -> None:
     evaluation_context = EvaluationContext(copy.deepcopy(nets[0]), batches)
     curve = diff_files(*files, evaluation_context=evaluation_context).curve
     assert curve is not None
-    assert len(curve.points) == 11
-    for t, point in zip(curve.positions, curve.points, strict=True):
+    assert len(curve.losses) == 11
+    for t, loss in zip(curve.coefficients, curve.losses, strict=True):
         between = copy.deepcopy(nets[0])
         with torch.no_grad():
             for target, one, other in zip(*(net.parameters() for net in (between, *nets)), strict=True):
                 target.copy_((1 - t) * one + t * other)
-        assert point.loss == pytest.approx(evaluation_context.evaluate(between).loss, rel=1e-4)
+        assert loss == pytest.approx(evaluation_context.evaluate(between).loss, rel=1e-4)
     assert diff_files(files[0], files[0], evaluation_context=evaluation_context).curve.in_one_basin  # type: ignore[union-attr]
 
 
 def a_curve(*losses: float) -> Curve:
-    positions = tuple(index / (len(losses) - 1) for index in range(len(losses)))
-    return Curve(positions, tuple(Evaluation(0.0, loss) for loss in losses))
+    return Curve(tuple(index / (len(losses) - 1) for index in range(len(losses))), (0.0,) * len(losses), losses)
 
 
 @pytest.mark.parametrize(

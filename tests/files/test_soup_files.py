@@ -391,12 +391,12 @@ def test_files_are_averaged_in_little_memory(tmp_path: Path) -> None:
 def test_large_files_are_identified_by_a_sample_or_by_every_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from papa.files import digest_of, digests
+    from papa.files import digest_of, record
 
     state = {"body": torch.randn(5000), "head": torch.zeros(10)}
     other = {**state, "head": torch.ones(10)}
     files = [open_weights(file) for file in save_all([state, state, other], tmp_path)]
-    monkeypatch.setattr(digests, "MAX_FULL_BYTES", 1000)
+    monkeypatch.setattr(record, "MAX_FULL_BYTES", 1000)
     sampled = [digest_of(file) for file in files]
     assert sampled[0] == sampled[1] != sampled[2]
     assert sampled[0].startswith("sample:")

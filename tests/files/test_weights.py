@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,15 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, old: bool, share: 
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
     with pytest.raises(SoupError, match=r"is not a valid|or is damaged"):
         open_weights(file)
+
+
+def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1000)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "a.pt", "w") as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry), compress_type=zipfile.ZIP_DEFLATED)
+    with pytest.raises(SoupError, match=r"a\.pt is compressed, expected a file by torch\.save"):
+        open_weights(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize(

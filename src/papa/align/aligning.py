@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa.align.assignment import identity
 from papa.align.matching import Alignment, Matcher
 from papa.align.permute import permute_all_
+from papa.align.search import identity
 from papa.align.unit_groups import Symmetries
 from papa.errors import MixingError, PapaError, did_you_mean
 from papa.group import gather_or_raise
@@ -136,15 +136,7 @@ def match_to_member(
     """Find permutations of some members that match them to another member, on whichever process it is.
 
     No member is changed. Every process that holds members must call this; it takes the memory of one more network.
-
-    Args:
-        population: the population.
-        reference: the member to match, by its index in the whole population.
-        members: the members to permute, by their indices in the whole population.
-        matcher: how to match them.
-
-    Returns:
-        The alignments of the members on this process, by their local indices.
+    Members have their index in the whole population, the alignments of those on this process their local index.
     """
     matcher.symmetries_of(population[0])  # deriving them takes memory: do it before there is a copy
     local = [index for index, member in enumerate(population.members) if member in members]

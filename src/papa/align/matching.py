@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.align.activations import ActivationObjective
-from papa.align.assignment import MIN_GAIN, Comparison, Permutations, compose_, coordinate_ascent_, identity
 from papa.align.derive import check_same_graph, symmetries
-from papa.align.permute import inverses, tensors_by_name
-from papa.align.sinkhorn import anneal_
+from papa.align.objectives import ActivationObjective, Comparison, WeightObjective
+from papa.align.permute import Permutations, inverses, tensors_by_name
+from papa.align.search import MIN_GAIN, anneal_, compose_, coordinate_ascent_, identity
 from papa.align.unit_groups import Symmetries
-from papa.align.weights import WeightObjective
 from papa.errors import DataError, MemberError, PapaError, did_you_mean
 
 CRITERIA = ("activations", "weights", "sinkhorn")

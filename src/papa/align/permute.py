@@ -14,6 +14,8 @@ from papa.align.unit_groups import Symmetries, TensorAxis, UnitGroup
 from papa.errors import MemberError, PapaError
 
 Permutation = Tensor | Sequence[int]
+Permutations = dict[str, Tensor]
+"""A permutation for each group, by name: blocks and single units first, then units inside blocks."""
 
 
 def permute_(model: nn.Module, group: UnitGroup, permutation: Permutation) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from papa.align.unit_labels import FROZEN, Constraints, compact, tidy, varies
+from papa.align.unit_labels import FROZEN, Constraints, UncoveredError, compact, tidy, varies
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,41 @@ class Labelled:
 
 AxisKey = tuple[str, int, tuple[int, int] | None]
 """A tensor's name, a dimension, and the range of rows if not all (see `TensorAxis`)."""
-OperatorRule = Callable[["LabelPropagation", fx.Node, list[Any], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator in the graph, with labels in place of activations."""
+
+    node: fx.Node
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the output, if it is one tensor."""
+        if not isinstance(self.node.meta["val"], Tensor):
+            raise UncoveredError
+        return self.node.meta["val"].shape
+
+    @cached_property
+    def by_name(self) -> dict[str, Any]:
+        """All arguments by their names in the operator's schema, defaults included."""
+        arguments = self.node.target._schema.arguments  # type: ignore[union-attr]
+        given = dict(zip((argument.name for argument in arguments), self.args, strict=False))
+        return {argument.name: argument.default_value for argument in arguments} | given | self.kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by its name, or None if the operator does not take it."""
+        return self.by_name.get(name)
+
+
+OperatorRule = Callable[["LabelPropagation", Call], Any]
 """Returns the labels of an operator's output and adds to the constraints, or raises `UncoveredError`."""
 
 
 class LabelPropagation(fx.Interpreter):
-    """An interpreter that propagates labels and collects the constraints of all operators.
-
-    Args:
-        module: the exported graph.
-        state: the parameters, buffers and constants by the name of their placeholder.
-        rules: for each operator, by name, what it does to labels.
-    """
+    """An interpreter that propagates labels and collects the constraints of all operators."""
 
     def __init__(
         self, module: fx.GraphModule, state: Mapping[str, StateTensor], rules: Mapping[str, OperatorRule]
@@ -56,7 +81,7 @@ class LabelPropagation(fx.Interpreter):
         """The label of each number of a parameter that is used like an activation."""
         self.activations: dict[AxisKey, Tensor] = {}
         """The label of each index along a dimension of a node's output, if labels vary along this dimension only."""
-        self.unsupported: dict[str, int] = {}
+        self.unsupported: Counter[str] = Counter()
         """Operators without a rule, and how often the graph calls each."""
         self._state, self._rules = state, rules
 
@@ -95,10 +120,10 @@ class LabelPropagation(fx.Interpreter):
             return node.target(*args, **kwargs)
         if name in self._rules:
             try:
-                return self._rules[name](self, node, args, kwargs)
+                return self._rules[name](self, Call(node, args, kwargs))
             except (RuntimeError, IndexError, TypeError):
                 pass  # UncoveredError, or an argument that the rule does not expect
-        self.unsupported[name] = self.unsupported.get(name, 0) + 1
+        self.unsupported[name] += 1
         for value in traced:
             self.freeze(value)
         return pytree.tree_map(

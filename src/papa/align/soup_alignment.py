@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from papa.align.assignment import Permutations
 from papa.align.matching import Matcher
-from papa.align.permute import inverses, permute_all_
+from papa.align.permute import Permutations, inverses, permute_all_
 from papa.align.unit_groups import Symmetries
 from papa.errors import SoupError
 from papa.group import gather_or_raise
@@ -23,7 +22,7 @@ from papa.mixing import soup_row
 from papa.population import Population
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics
-from papa.soup import GreedySoup, MeanNetwork, Score, Trial, is_as_good, mean_network, score_and_loss
+from papa.soup import GreedySoup, Score, add_greedily, mean_network
 
 
 @dataclass(frozen=True)
@@ -79,81 +78,64 @@ def aligned_soups(
         raise SoupError("a soup needs at least one network, got none")
     matcher = Matcher(batches, by=by, symmetries=symmetries, seed=seed)
     matcher.symmetries_of(local[0])  # deriving them takes memory: do it before there is a soup
-    with _GrowingSoups(mean_network(members), matcher, repair_batches) as soups:
-        readings, order = soups.mean.ranked(score, higher_is_better=higher_is_better)
-        best = readings[order[0]][0]
-        greedy, trials = soups.start(order[0]), []
-        for member in order[1:]:
-            candidate = soups.joined(greedy, member)
-            result = soups.mean.agreed(score_and_loss(score(soups.network(candidate)))[0])
-            kept = is_as_good(result, best, higher_is_better=higher_is_better)
-            trials.append(Trial(tuple(candidate.members), result, kept))
-            if kept:
-                greedy, best = candidate, result
-        average = soups.start(order[0])
-        for member in order[1:]:
-            average = soups.joined(average, member)
-        average_network = soups.network(average)
-        soups.mean = mean_network(members)
-        scores = tuple(value for value, _ in readings)
-        return AlignedSoups(
-            average_network, GreedySoup(soups.network(greedy), tuple(greedy.members), best, scores, tuple(trials))
+    with _AlignedMeans(members, matcher, repair_batches) as means:
+        readings, order = means.mean.ranked(score, higher_is_better=higher_is_better)
+        chosen, best, trials = add_greedily(
+            order,
+            readings[order[0]][0],
+            lambda candidate: means.mean.agreed(score(means.network(candidate))),
+            higher_is_better=higher_is_better,
         )
+        average = means.network(order)
+        means.mean = mean_network(members)
+        scores = tuple(value for value, _ in readings)
+        return AlignedSoups(average, GreedySoup(means.network(chosen), tuple(chosen), best, scores, trials))
 
 
-@dataclass(frozen=True)
-class _Soup:
-    """The members of a soup, how each is permuted, and their statistics for REPAIR."""
+class _AlignedMeans:
+    """A context in which members are permuted to join means, one mean at a time; on exit, they are restored.
 
-    members: list[int]
-    permutations: dict[int, Permutations]
-    statistics: list[dict[str, ChannelStatistics]]
+    How a member is permuted depends on the members before it only, so this is kept by sequence of members.
+    """
 
-
-class _GrowingSoups:
-    """A context in which members are permuted to join soups, one soup at a time; on exit, they are restored."""
-
-    def __init__(self, mean: MeanNetwork, matcher: Matcher, repair_batches: Sequence[Any] | None) -> None:
-        self.mean = mean
+    def __init__(
+        self, members: Population | Sequence[nn.Module], matcher: Matcher, repair_batches: Sequence[Any] | None
+    ) -> None:
+        self.mean = mean_network(members)
         self._matcher, self._repair_batches = matcher, repair_batches
-        self._local: dict[int, nn.Module] = mean.local_members
+        self._local: dict[int, nn.Module] = self.mean.local_members
         self._permuted: dict[int, Permutations] = {}
+        self._permutations: dict[tuple[int, ...], dict[int, Permutations]] = {}
+        self._statistics: dict[tuple[int, ...], dict[str, ChannelStatistics]] = {}
 
-    def __enter__(self) -> _GrowingSoups:
+    def __enter__(self) -> _AlignedMeans:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._arrange({})
 
-    def start(self, member: int) -> _Soup:
-        """The soup of one member."""
-        self._arrange({})
-        return _Soup([member], {}, self._statistics(member))
-
-    def joined(self, soup: _Soup, member: int) -> _Soup:
-        """The soup with one more member, aligned to it."""
-        self._average(soup)
-        networks, subjects = [self.mean.network, self._local.get(member)], ["the soup", f"member {member}"]
-        (alignment,) = gather_or_raise(
-            self.mean.group,
-            lambda: self._matcher.match_to_first(networks, subjects) if member in self._local else [],
-        )
-        permutations = {**soup.permutations, member: alignment.permutations}
-        self._arrange(permutations)
-        return _Soup([*soup.members, member], permutations, soup.statistics + self._statistics(member))
-
-    def network(self, soup: _Soup) -> nn.Module:
-        """The soup's network, repaired if that was requested and it has several members."""
-        self._average(soup)
+    def network(self, members: Sequence[int]) -> nn.Module:
+        """The mean of some members, each aligned to the mean of those before it; several are repaired if requested."""
+        self._fill(tuple(members))
         network: nn.Module = self.mean.network
-        if self._repair_batches is not None and len(soup.members) > 1:
-            row = soup_row(len(soup.members), range(len(soup.members)))
-            repair_toward_(network, goals_of(soup.statistics, row), self._repair_batches, restores=False)
+        if self._repair_batches is not None and len(members) > 1:
+            statistics = [self._statistics_of_last(tuple(members[: size + 1])) for size in range(len(members))]
+            row = soup_row(len(members), range(len(members)))
+            repair_toward_(network, goals_of(statistics, row), self._repair_batches, restores=False)
         return network
 
-    def _average(self, soup: _Soup) -> None:
-        self._arrange(soup.permutations)
-        self.mean.fill_(soup_row(self.mean.size, soup.members))
+    def _fill(self, members: tuple[int, ...]) -> dict[int, Permutations]:
+        if len(members) > 1 and members not in self._permutations:
+            others, last = self._fill(members[:-1]), members[-1]
+            networks, subjects = [self.mean.network, self._local.get(last)], ["the soup", f"member {last}"]
+            (alignment,) = gather_or_raise(
+                self.mean.group, lambda: self._matcher.match_to_first(networks, subjects) if last in self._local else []
+            )
+            self._permutations[members] = {**others, last: alignment.permutations}
+        permutations = self._permutations.get(members, {})
+        self._arrange(permutations)
+        self.mean.fill_(soup_row(self.mean.size, members))
+        return permutations
 
     def _arrange(self, permutations: dict[int, Permutations]) -> None:
         """Permute every member on this process in this way, starting from its original order."""
@@ -169,11 +151,13 @@ class _GrowingSoups:
                 permute_all_(model, symmetries, wanted)
                 self._permuted[member] = wanted
 
-    def _statistics(self, member: int) -> list[dict[str, ChannelStatistics]]:
-        batches, model = self._repair_batches, self._local.get(member)
-        if batches is None:
-            return []
-        return gather_or_raise(
-            self.mean.group,
-            lambda: [] if model is None else [layer_statistics(model, batches, subject=f"member {member}")],
-        )
+    def _statistics_of_last(self, members: tuple[int, ...]) -> dict[str, ChannelStatistics]:
+        """The statistics of the last of some members, which must be permuted to join the others."""
+        if members not in self._statistics:
+            member, batches = members[-1], self._repair_batches or []
+            model = self._local.get(member)
+            (self._statistics[members],) = gather_or_raise(
+                self.mean.group,
+                lambda: [] if model is None else [layer_statistics(model, batches, subject=f"member {member}")],
+            )
+        return self._statistics[members]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -40,13 +41,8 @@ class Expected:
     """The tensors and numbers that a checkpoint of a member must have.
 
     What an optimizer keeps is known only after a step, so a copy of it takes one, on the meta device where possible. A
-    parameter that was not trained yet, such as a frozen one, may have no optimizer state.
-
-    Args:
-        model: the member.
-        optimizer: its optimizer.
-        pending: tensors like those of an averaging that is not finished yet, by name; they may be missing.
-        callbacks: tensors like those that callbacks keep for the member, by name.
+    parameter that was not trained yet, such as a frozen one, may have no optimizer state. `pending` has tensors like
+    those of an averaging that is not finished yet, which may be missing; `callbacks` those that callbacks keep.
     """
 
     def __init__(
@@ -56,59 +52,41 @@ class Expected:
         pending: Mapping[str, Tensor] | None = None,
         callbacks: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.optional = {f"averager.{name}": TensorInfo.of(tensor) for name, tensor in (pending or {}).items()}
-        self.required = {
-            **{f"model.{name}": TensorInfo.of(tensor) for name, tensor in model.state_dict().items()},
-            **{f"callbacks.{name}": TensorInfo.of(tensor) for name, tensor in (callbacks or {}).items()},
-        }
         self.optimizer = {
-            key: TensorInfo.of(value) if isinstance(value, Tensor) else value
+            key: TensorInfo.of(value) if isinstance(value, Tensor) else "a number"
             for key, value in _values_after_a_step(optimizer).items()
+            if value is not None
         }
+        self.required = _infos("model", model.state_dict()) | _infos("callbacks", callbacks or {})
+        kept = {f"optimizer.{key}": info for key, info in self.optimizer.items() if isinstance(info, TensorInfo)}
+        self.known = self.required | _infos("averager", pending or {}) | kept
 
     def check(self, tensors: Mapping[str, TensorInfo], numbers: Any) -> None:
-        """Raise a `RunError` that names the first difference.
-
-        Args:
-            tensors: the dtype and shape of each tensor of a checkpoint.
-            numbers: the optimizer's numbers in it.
-        """
-        self._check_tensors(tensors)
+        """Raise a `RunError` that names the first difference to a checkpoint's tensors and its optimizer's numbers."""
+        for name in self.required.keys() | tensors.keys():
+            if tensors.get(name) != self.known.get(name):
+                found, wanted = (infos.get(name, "missing") for infos in (tensors, self.known))
+                raise RunError(f"its tensor '{name}' is {found}, expected {wanted}: it is of another model")
         if not isinstance(numbers, dict):
             raise RunError(f"its optimizer's numbers are {numbers!r}, expected an object")
         for key, value in numbers.items():
             is_number = type(value) in (int, float, bool) and math.isfinite(value)
-            if not is_number or self.optimizer.get(key) is None or isinstance(self.optimizer[key], TensorInfo):
+            if not is_number or self.optimizer.get(key) != "a number":
                 raise RunError(f"its optimizer has {value!r} as '{key}': it is of another optimizer")
-        self._check_complete({_optimizer_key(name) for name in tensors} | numbers.keys())
-
-    def _check_tensors(self, tensors: Mapping[str, TensorInfo]) -> None:
-        for name in self.required.keys() | tensors.keys():
-            expected = self.required.get(name) or self.optional.get(name)
-            if (key := _optimizer_key(name)) is not None:
-                value = self.optimizer.get(key)
-                expected = value if isinstance(value, TensorInfo) else None
-            if tensors.get(name) != expected:
-                found, wanted = (info or "missing" for info in (tensors.get(name), expected))
-                raise RunError(f"its tensor '{name}' is {found}, expected {wanted}: it is of another model")
-
-    def _check_complete(self, found: set[str | None]) -> None:
-        """A parameter has all of its optimizer's values or none."""
-        begun = {key.partition(".")[0] for key in found if key is not None}
-        for key, value in self.optimizer.items():
-            if key.partition(".")[0] in begun and key not in found and value is not None:
-                wanted = value if isinstance(value, TensorInfo) else "a number"
-                raise RunError(f"its optimizer has no '{key}', expected {wanted}")
+        kept = {name.removeprefix("optimizer.") for name in tensors if name.startswith("optimizer.")} | numbers.keys()
+        begun = {key.partition(".")[0] for key in kept}  # a parameter has all of its optimizer's values or none
+        for key, expected in self.optimizer.items():
+            if key not in kept and key.partition(".")[0] in begun:
+                raise RunError(f"its optimizer has no '{key}', expected {expected}")
 
 
-def _optimizer_key(name: str) -> str | None:
-    return name.removeprefix("optimizer.") if name.startswith("optimizer.") else None
+def _infos(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    return {f"{prefix}.{name}": TensorInfo.of(tensor) for name, tensor in tensors.items()}
 
 
 def _values_after_a_step(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer keeps after a step; on the meta device, where tensors take no memory, if it can step there."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    memo: dict[int, Any] = {id(parameter): nn.Parameter(parameter.detach().to("meta")) for parameter in parameters}
+    memo: dict[int, Any] = {id(one): nn.Parameter(one.detach().to("meta")) for one in _parameters(optimizer)}
     memo[id(optimizer.state)] = defaultdict(dict)
     twin = copy.deepcopy(optimizer, memo)
     for group in twin.param_groups:
@@ -120,11 +98,14 @@ def _values_after_a_step(optimizer: Optimizer) -> dict[str, Any]:
         return _stepped(copy.deepcopy(optimizer))
 
 
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _stepped(optimizer: Optimizer) -> dict[str, Any]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.requires_grad_(True)
-            parameter.grad = torch.zeros_like(parameter)
+    for parameter in _parameters(optimizer):
+        parameter.requires_grad_(True)
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return _optimizer_values(optimizer)
 
@@ -136,15 +117,15 @@ def load_member_state_(
 
     Tensors that were loaded are removed from `tensors`, so that there is never more than one copy.
     """
-    state = {key.removeprefix("model."): tensors.pop(key) for key in list(tensors) if key.startswith("model.")}
-    model.load_state_dict(state)
-    state.clear()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def pop(prefix: str) -> Iterator[tuple[str, Tensor]]:
+        return ((key.removeprefix(prefix), tensors.pop(key)) for key in list(tensors) if key.startswith(prefix))
+
+    model.load_state_dict(dict(pop("model.")))
+    parameters = _parameters(optimizer)
     entries: dict[int, dict[str, Any]] = {}
-    kept = {key: None for key in tensors if key.startswith("optimizer.")}
-    for key in [*kept, *(f"optimizer.{key}" for key in numbers["optimizer"])]:
-        _, index, name = key.split(".", 2)
-        value = tensors.pop(key) if key in kept else numbers["optimizer"][f"{index}.{name}"]
+    for key, value in itertools.chain(pop("optimizer."), numbers["optimizer"].items()):
+        index, name = key.split(".", 1)
         entries.setdefault(int(index), {})[name] = _in_memory_format_of(parameters[int(index)], value)
     optimizer.load_state_dict({"state": entries, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -153,11 +153,9 @@ class Members(Mapping[int, MemberState]):
         return {name: opened.read(name) for name in opened.tensors}, entry["numbers"]
 
     def __iter__(self) -> Iterator[int]:
-        """The requested members."""
         return iter(self._expected)
 
     def __len__(self) -> int:
-        """The number of requested members."""
         return len(self._expected)
 
 
@@ -171,12 +169,7 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path, expected: Mapping[int, Expected], *, num_members: int) -> Checkpoint:
-    """Open a checkpoint; digests, shapes and dtypes are checked before anything is used.
-
-    Args:
-        path: the checkpoint's directory.
-        expected: what the members to read must look like.
-        num_members: the size of the population.
+    """Open a checkpoint to read the expected members; digests, shapes and dtypes are checked before anything is used.
 
     Raises:
         DamagedError: it was truncated or altered; another checkpoint may be complete. So may reading a member.

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,12 +49,8 @@ class Failure:
 class CheckpointWriter:
     """Writes one checkpoint at a time, each process its own members. All processes call all methods together.
 
-    Args:
-        directory: where the checkpoints are.
-        group: the processes of the population.
-        num_members: the size of the population.
-        keep: how many checkpoints to keep.
-        background: write a copy of the state while training continues; else training waits and nothing is copied.
+    In the background, a copy of the state is written while training continues; else training waits and nothing is
+    copied. The newest `keep` checkpoints are kept.
     """
 
     def __init__(
@@ -74,13 +69,9 @@ class CheckpointWriter:
     ) -> Failure | None:
         """Begin a checkpoint, and return the failure of the one before, if any.
 
-        In the foreground this returns when this process has written its members.
-
-        Args:
-            step: the number of optimizer steps taken.
-            members: the state of each member of this process.
-            state: everything else that a resume needs; a JSON value.
-            flush: called by the leading process before the checkpoint is complete, to flush the files it depends on.
+        In the foreground this returns when this process has written its members. `state` is everything else that a
+        resume needs, as a JSON value. The leading process calls `flush` before the checkpoint is complete, to flush the
+        files it depends on.
         """
         failure = self.settle()
         error = self._make_partial(step) if self.group.is_leader else None
@@ -118,11 +109,7 @@ class CheckpointWriter:
         copies = {}
         for name, tensor in tensors.items():
             stage = self._stage.get((member, name))
-            if stage is None or (stage.shape, stage.dtype, stage.stride()) != (
-                tensor.shape,
-                tensor.dtype,
-                tensor.stride(),
-            ):
+            if stage is None or _layout(stage) != _layout(tensor):
                 stage = self._stage[member, name] = torch.empty_like(tensor, device="cpu")
             copies[name] = stage.copy_(tensor)
         return copies, numbers
@@ -180,14 +167,16 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """After an error finish this process's files, without waiting for others, which may be gone."""
         if self._job is not None and isinstance(error, Exception):
             if self.group.num_ranks > 1:
                 self._job.give_up.set()
             self._job.thread.join()
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _message(error: Exception) -> str:

@@ -14,7 +14,8 @@ from papa.cli.arguments import use_one_thread
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.files import Curve, Difference, FileDiff, diff_files
+from papa.files import Difference, FileDiff, diff_files
+from papa.interpolation import Curve
 from papa.storage import json_text
 
 DESCRIPTION = """Compares the weights in two files, tensor by tensor, and optionally the loss between them.
@@ -81,8 +82,8 @@ def print_diff(diff: FileDiff, top: int) -> None:
 
 def print_curve(curve: Curve) -> None:
     """Print losses and scores between two networks, and whether they are in one basin."""
-    points = zip(curve.positions, curve.points, strict=True)
-    print_table(("A to B", "loss", "score"), [(f"{t:.1f}", f"{p.loss:.4f}", f"{p.score:.2f}") for t, p in points])
+    points = zip(curve.coefficients, curve.losses, curve.scores, strict=True)
+    print_table(("A to B", "loss", "score"), [(f"{t:.1f}", f"{loss:.4f}", f"{score:.2f}") for t, loss, score in points])
     verdict = "they seem to be in one basin" if curve.in_one_basin else "they are not in one basin"
     sign = "at most" if curve.in_one_basin else "more than"
     print(

@@ -1,14 +1,12 @@
 """Weights in files: averaging many files into one, and comparing two of them, without loading any."""
 
-from papa.files.diff import Curve, Difference, FileDiff, diff_files
-from papa.files.digests import digest_of
+from papa.files.diff import Difference, FileDiff, diff_files
 from papa.files.evaluation_context import EvaluationContext, evaluation_context_of
-from papa.files.record import SoupMember
+from papa.files.record import SoupMember, digest_of
 from papa.files.soup import FileSoup, soup_files
 from papa.files.weights import WeightsFile, open_all, open_weights
 
 __all__ = [
-    "Curve",
     "Difference",
     "EvaluationContext",
     "FileDiff",

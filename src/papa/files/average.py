@@ -67,12 +67,7 @@ def output_tensors(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> d
 
 
 class WeightedAverage:
-    """The weighted average of files, tensor by tensor and block by block.
-
-    Args:
-        files: of one architecture.
-        weights: one for each file, summing to 1. A file with weight 0 is not read.
-    """
+    """The weighted average of files, tensor by tensor and block by block. A file with weight 0 is not read."""
 
     def __init__(self, files: Sequence[WeightsFile], weights: Sequence[float]) -> None:
         self._used = [(file, weight) for file, weight in zip(files, weights, strict=True) if weight]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +22,6 @@ from papa.repair import goals_of, layer_statistics, repair_toward_, reset_batch_
 from papa.repair.statistics import ChannelStatistics
 from papa.storage import TensorInfo, file_errors, write_tensors
 from papa.storage.tensors import Blocks
-
-NO_CONTEXT = (
-    "aligning, repairing and resetting BatchNorm need a network and data: give an evaluation context, or a function "
-    "package.module:function that returns (network, batches)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +42,7 @@ class SoupSteps:
 
 
 class SoupBuilder:
-    """Makes soups of a set of files.
-
-    Args:
-        files: of one architecture.
-        scratch: a directory for temporary files; made when needed.
-        dtype: what floating-point tensors are stored in; None for that of the first file.
-        context: the network and data for `steps`.
-        steps: what is done besides averaging.
-    """
+    """Makes soups of files of one architecture; `scratch` is a directory for temporary files, made when needed."""
 
     def __init__(
         self,
@@ -75,7 +63,10 @@ class SoupBuilder:
     def context(self) -> EvaluationContext:
         """The evaluation context, or a `ConfigError` if there is none."""
         if self._context is None:
-            raise ConfigError(NO_CONTEXT)
+            raise ConfigError(
+                "aligning, repairing and resetting BatchNorm need a network and data: give an evaluation context, or a "
+                "function package.module:function that returns (network, batches)"
+            )
         return self._context
 
     @property
@@ -152,12 +143,7 @@ ScoreFile = Callable[[Path], float]
 
 
 class Scorer:
-    """Scores soups: by a command, by a function of a file, or in the evaluation context.
-
-    Args:
-        builder: makes the soups.
-        score: a command in which `{}` stands for the file, or a function of the file; None for the evaluation context.
-    """
+    """Scores soups: by a command in which `{}` stands for the file, by a function of the file, or in the context."""
 
     def __init__(self, builder: SoupBuilder, score: str | ScoreFile | None) -> None:
         if score is None and not builder.has_context:
@@ -166,17 +152,16 @@ class Scorer:
                 "the file, or an evaluation context"
             )
         self._builder = builder
-        self._words = split_command(score) if isinstance(score, str) else None
-        self._function = score if callable(score) else None
-        self.name = score if isinstance(score, str) else getattr(score, "__qualname__", type(score).__name__)
-        if score is None:
-            self.name = builder.context.name
+        self._score_file: ScoreFile | None
+        if isinstance(score, str):
+            self.name, self._score_file = score, partial(run_score_command, split_command(score))
+        elif score is not None:
+            self.name, self._score_file = getattr(score, "__qualname__", type(score).__name__), score
+        else:
+            self.name, self._score_file = builder.context.name, None
 
     def __call__(self, weights: Sequence[float]) -> Evaluation:
         """A soup's score, and its loss if it is known."""
-        if self._words is not None:
-            return Evaluation(run_score_command(self._words, self._builder.write_candidate(weights)), float("nan"))
-        if self._function is not None:
-            return Evaluation(float(self._function(self._builder.write_candidate(weights))), float("nan"))
-        network = self._builder.network(weights)
-        return self._builder.context.evaluate(network)
+        if self._score_file is None:
+            return self._builder.context.evaluate(self._builder.network(weights))
+        return Evaluation(float(self._score_file(self._builder.write_candidate(weights))), float("nan"))

@@ -14,13 +14,8 @@ from papa.evaluation import Evaluation
 from papa.files.average import WeightedAverage, check_same_architecture, differences, is_averaged
 from papa.files.evaluation_context import evaluation_context_of, load_average_
 from papa.files.weights import PathLike, WeightsFile, open_weights
+from papa.interpolation import Curve
 from papa.repair import reset_batch_norm_
-
-NUM_POINTS = 11
-TOLERANCE = 0.1
-"""The highest barrier within one basin, as a share of the higher loss at the ends."""
-LEAST_LOSS = 0.1
-"""Lower losses count as this one, so that noise between two losses near zero is no barrier."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +31,6 @@ class Difference:
     """The distance as a share of the first norm; infinite if only that is 0."""
     cosine: float
     """The cosine of the angle between the two; NaN if one is 0."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Scores and losses on the straight line from one network to another."""
-
-    positions: tuple[float, ...]
-    """0 is the first network, 1 the second."""
-    points: tuple[Evaluation, ...]
-
-    @property
-    def barrier(self) -> float:
-        """The largest rise of the loss above the line between the losses at the ends.
-
-        max_t  loss((1-t) A + t B) - (1-t) loss(A) - t loss(B)
-        """
-        first, last = self.points[0].loss, self.points[-1].loss
-        heights = [
-            point.loss - (1.0 - t) * first - t * last for t, point in zip(self.positions, self.points, strict=True)
-        ]
-        return max(math.inf if math.isnan(height) else height for height in heights)
-
-    @property
-    def allowed(self) -> float:
-        """The highest barrier of networks in one basin."""
-        return TOLERANCE * max(self.points[0].loss, self.points[-1].loss, LEAST_LOSS)
-
-    @property
-    def in_one_basin(self) -> bool:
-        """Whether the barrier is at most a tenth of the higher loss at the ends (or of 0.1, if both are lower)."""
-        return self.barrier <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -95,9 +59,9 @@ class FileDiff:
             "unlike": list(self.unlike),
         }
         if self.curve is not None:
-            points = zip(self.curve.positions, self.curve.points, strict=True)
+            points = zip(self.curve.coefficients, self.curve.scores, self.curve.losses, strict=True)
             value["curve"] = {
-                "points": [{"position": t, "score": point.score, "loss": point.loss} for t, point in points],
+                "points": [{"position": t, "score": score, "loss": loss} for t, score, loss in points],
                 "barrier": self.curve.barrier,
                 "allowed": self.curve.allowed,
                 "in_one_basin": self.curve.in_one_basin,
@@ -170,13 +134,14 @@ def _difference(name: str, numel: int, sums: Sequence[float]) -> Difference:
 def _curve(one: WeightsFile, other: WeightsFile, evaluation_context: Any, reset_batch_norm: bool) -> Curve:
     check_same_architecture([one, other])
     context = evaluation_context_of(evaluation_context)
-    positions = tuple(index / (NUM_POINTS - 1) for index in range(NUM_POINTS))
-    points = []
-    for position in positions:
+
+    def evaluate(position: float) -> Evaluation:
         load_average_(context.network, WeightedAverage([one, other], [1.0 - position, position]), one)
         if reset_batch_norm and 0.0 < position < 1.0:
             reset_batch_norm_(context.network, context.batches)
-        points.append(context.evaluate(context.network))
-        if math.isnan(points[0].loss):
+        found = context.evaluate(context.network)
+        if position == 0.0 and math.isnan(found.loss):
             raise SoupError(f"the loss of {one.path} is not a number: a curve needs a score that returns (score, loss)")
-    return Curve(positions, tuple(points))
+        return found
+
+    return Curve.of(evaluate)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,16 +105,12 @@ def _place_in(factory: Any, error: BaseException) -> str:
 
 
 def _find(name: str) -> Callable[[], Any]:
-    module_name, colon, function = name.partition(":")
-    if not colon or not module_name or not function:
+    if not all(name.partition(":")):
         raise ConfigError(f"the factory is '{name}', expected package.module:function")
     try:
-        value: Any = importlib.import_module(module_name)
-        for part in function.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"the factory {name} cannot be found: {error}") from error
-    return value  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -16,18 +16,14 @@ from pathlib import Path
 from papa.errors import SoupError
 from papa.files.weights import INDEX_SUFFIX
 from papa.storage import TensorInfo, file_errors, flush_directory, json_text, write_file, write_tensors
-from papa.storage.atomic import partial_path
 from papa.storage.tensors import Blocks
+from papa.storage.whole_files import partial_path
 
 SUFFIX = ".safetensors"
 
 
 class Output:
-    """Where a soup is written: one file, or shards and an index.
-
-    Args:
-        path: a file that ends in .safetensors, or a directory in which it is called model.safetensors.
-    """
+    """Where a soup is written: one file, or shards and an index; in a directory it is called model.safetensors."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = Path(path)
@@ -89,11 +85,7 @@ def write_output(
     sidecar: str,
     max_bytes: int,
 ) -> list[Path]:
-    """Write a soup and its sidecar, and only then replace the existing ones.
-
-    Returns:
-        The files of the soup; the index last, if there is one.
-    """
+    """Write a soup and its sidecar, then replace the existing ones; returns its files, the index last if it has one."""
     shards = plan_shards(tensors, max_bytes)
     files = [output.file] if len(shards) == 1 else [output.shard(n + 1, len(shards)) for n in range(len(shards))]
     written = list(files)

@@ -1,7 +1,8 @@
-"""What is recorded about a soup: its members and options as JSON, and notes for the user."""
+"""What is recorded about a soup: the digests of its members and its options as JSON, and notes for the user."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,17 @@ import torch
 
 from papa._version import __version__
 from papa.align import Alignment
+from papa.errors import SoupError
 from papa.files.average import is_averaged
 from papa.files.builder import Scorer, SoupBuilder
 from papa.files.weights import WeightsFile
 from papa.soup import GreedySoup
+from papa.storage import bytes_of, file_errors, sha256_of
+
+MAX_FULL_BYTES = 1 << 26
+"""Files up to this size are always hashed in full: it takes less than a tenth of a second."""
+SAMPLE = 1024
+"""The number of elements at the beginning, middle and end of a tensor that go into a sample."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +109,30 @@ def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[
 def dtype_name(dtype: torch.dtype) -> str:
     """The name without `torch.`."""
     return str(dtype).removeprefix("torch.")
+
+
+def digest_of(weights: WeightsFile, *, full: bool = False) -> str:
+    """A digest, its kind before the colon.
+
+    `sha256:` is the SHA-256 of the file, as `sha256sum` prints it. `sha256-of-shards:` is the SHA-256 of what
+    `sha256sum` prints for the shards, sorted by name. `sample:` is the SHA-256 of every tensor's name, dtype and shape
+    and of a few thousand elements of each: SHA-256 of everything would take longer than averaging it.
+    """
+    with file_errors(weights.path, error=SoupError):
+        if not full and sum(file.stat().st_size for file in weights.files) > MAX_FULL_BYTES:
+            return f"sample:{_sample(weights)}"
+        digests = {file.name: sha256_of(file) for file in weights.files}
+    if len(digests) == 1:
+        return f"sha256:{next(iter(digests.values()))}"
+    listing = "".join(f"{value}  {name}\n" for name, value in sorted(digests.items()))
+    return f"sha256-of-shards:{hashlib.sha256(listing.encode()).hexdigest()}"
+
+
+def _sample(weights: WeightsFile) -> str:
+    digest = hashlib.sha256()
+    for name, info in sorted(weights.tensors.items()):
+        digest.update(f"{name} {info}\n".encode())
+        count = min(SAMPLE, info.numel)
+        for start in sorted({0, (info.numel - count) // 2, info.numel - count}):
+            digest.update(bytes_of(weights.part(name, start, start + count)))
+    return digest.hexdigest()

@@ -87,11 +87,7 @@ class Content(TypedDict):
 
 
 class ScoreMemory:
-    """Scores that were measured, in a file next to the output that is written after each.
-
-    Args:
-        path: the file.
-    """
+    """Scores that were measured, in a file next to the output that is written after each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

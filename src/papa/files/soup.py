@@ -18,22 +18,16 @@ from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation import Evaluation
 from papa.files.average import check_same_architecture
 from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
-from papa.files.digests import digest_of
 from papa.files.evaluation_context import evaluation_context_of
 from papa.files.output import Output, write_output
-from papa.files.record import SoupMember, dtype_name, soup_notes, soup_record
+from papa.files.record import SoupMember, digest_of, dtype_name, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
 from papa.files.weights import PathLike, WeightsFile, open_all
 from papa.soup import GreedySoup, Trial, greedy_soup
 from papa.storage import DTYPE_NAMES, json_text
 from papa.storage.tensors import Blocks
 
-OUTPUT_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 OnProgress = Callable[[int, int], object]

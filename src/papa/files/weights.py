@@ -44,12 +44,8 @@ T = TypeVar("T")
 class WeightsFile:
     """Named tensors that stay on disk until a part of one is read.
 
-    Args:
-        path: its name in messages and reports.
-        tensors: the dtype and shape of each tensor.
-        part: gives the elements of a flattened tensor, from its name, the first and the last (exclusive) element.
-        files: the files it consists of.
-        notes: what a user should know about how it was read.
+    `part` gives the elements of a flattened tensor, from its name, the first and the last (exclusive) element. `files`
+    are those it consists of; `notes` say what a user should know about how it was read.
     """
 
     def __init__(
@@ -220,10 +216,10 @@ def _open_torch(path: Path, key: str | None, *, is_shard: bool) -> WeightsFile:
 def _load_torch(path: Path) -> tuple[Any, list[str]]:
     """The content of a PyTorch file, mapped if possible; only tensors and plain values, never code."""
     is_mapped = zipfile.is_zipfile(path)
-    if is_mapped:
-        _check_not_compressed(path)
     notes = [] if is_mapped else ["in PyTorch's old format, which is read as a whole: memory holds all of it"]
     with file_errors(path, error=SoupError, kind="a valid PyTorch file"):
+        if is_mapped:
+            _check_not_compressed(path)
         try:
             with torch.serialization.safe_globals(list(SAFE_GLOBALS)):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped), notes
@@ -241,11 +237,11 @@ def _check_not_compressed(path: Path) -> None:
     """Raise for compressed archives, which `torch.save` never writes: they might unpack to any size."""
     try:
         with zipfile.ZipFile(path) as archive:
-            is_compressed = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
-    except Exception as error:  # a damaged archive makes zipfile raise anything
-        raise SoupError(f"{path} cannot be read ({error}): expected a file by torch.save") from error
-    if is_compressed:
-        raise SoupError(f"{path} is compressed, expected a file by torch.save, which is not")
+            num_bytes = sum(entry.file_size for entry in archive.infolist())
+    except Exception as error:
+        raise ValueError(error) from error
+    if num_bytes > path.stat().st_size:
+        raise SoupError(f"{path} is compressed, expected a file by torch.save, which is not: save it again")
 
 
 def _find_state(path: Path, value: Any, key: str | None) -> tuple[Mapping[str, Any], str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ from papa.align.aligning import match_to_member
 from papa.align.matching import Matcher
 from papa.align.permute import inverses
 from papa.errors import PapaError
-from papa.group import gather_or_raise
 from papa.interpolation import Curve, curve_between
 from papa.lab.probes import probe_source
 from papa.mixing import soup_row
 from papa.population import Population
-from papa.repair import Scope, goals_of, layer_statistics, repair_toward_, repairable_layers
+from papa.repair import repair_toward_members, repairable_layers
 from papa.similarity import Features, feature_similarity
-from papa.soup import After, average_soup
+from papa.soup import average_soup
 from papa.training.loop import Training
 
 NUM_BATCHES, NUM_LINE_BATCHES = 5, 10
@@ -127,22 +126,6 @@ def matched_to_first(
             permute_all_(population[index], symmetries, alignment.permutations)
             restoring.callback(permute_all_, population[index], symmetries, inverses(alignment.permutations))
         yield
-
-
-def repair_toward_members(
-    population: Population, members: Collection[int], inputs: Sequence[Tensor], *, scope: Scope = "all"
-) -> After:
-    """A function that repairs averages of some members, with the members' present statistics."""
-    local = [(member, model) for member, model in zip(population.members, population, strict=True) if member in members]
-    statistics = gather_or_raise(
-        population.group,
-        lambda: [layer_statistics(model, inputs, subject=f"member {member}") for member, model in local],
-    )
-
-    def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(network, goals_of(statistics, row[list(members)]), inputs, scope=scope, restores=False)
-
-    return repair
 
 
 def derive_symmetries(model: nn.Module, inputs: Tensor) -> Symmetries | None:

@@ -13,10 +13,10 @@ from papa.align import aligned_soups
 from papa.data import Source
 from papa.errors import PapaError
 from papa.evaluation import Evaluation
-from papa.lab.analysis import Analysis, analyse, derive_symmetries, repair_toward_members
+from papa.lab.analysis import Analysis, analyse, derive_symmetries
 from papa.lab.config import Config
 from papa.population import Population
-from papa.repair import RepairReport, repair_plan, reset_batch_norm_
+from papa.repair import RepairReport, repair_plan, repair_toward_members, reset_batch_norm_
 from papa.soup import After, GreedySoup, average_soup, greedy_soup
 from papa.training import Outcome, Scores, Training, TrajectoryAverage, finalize
 

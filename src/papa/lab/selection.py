@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from papa import layout, mixing
 from papa.errors import MixingError
-from papa.lab.analysis import repair_toward_members
 from papa.population import Population
+from papa.repair import repair_toward_members
 from papa.rules import AveragingContext, Rule
 from papa.soup import After, greedy_soup
 from papa.streams import stream

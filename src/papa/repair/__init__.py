@@ -1,9 +1,16 @@
 """REPAIR of averaged networks, and re-estimation of BatchNorm statistics."""
 
-from papa.repair.batch_norm import reset_batch_norm_
 from papa.repair.hook import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
-from papa.repair.repair import RepairReport, Scope, goals_of, repair_, repair_plan, repair_toward_
-from papa.repair.statistics import ChannelStatistics, layer_statistics, repairable_layers
+from papa.repair.repair import (
+    RepairReport,
+    Scope,
+    goals_of,
+    repair_,
+    repair_plan,
+    repair_toward_,
+    repair_toward_members,
+)
+from papa.repair.statistics import ChannelStatistics, layer_statistics, repairable_layers, reset_batch_norm_
 
 __all__ = [
     "BatchesFor",
@@ -17,6 +24,7 @@ __all__ = [
     "repair_",
     "repair_plan",
     "repair_toward_",
+    "repair_toward_members",
     "repairable_layers",
     "reset_batch_norm_",
 ]

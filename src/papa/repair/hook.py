@@ -9,11 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.group import gather_or_raise
 from papa.population import Population
-from papa.repair.batch_norm import reset_batch_norm_
-from papa.repair.repair import Scope, goals_of, repair_toward_
-from papa.repair.statistics import ChannelStatistics, layer_statistics
+from papa.repair.repair import Scope, goals_of, repair_toward_, statistics_of
+from papa.repair.statistics import reset_batch_norm_
 from papa.rules import AveragingContext
 
 BatchesFor: TypeAlias = Callable[[int], Sequence[Any]]
@@ -52,11 +50,7 @@ class RepairMerges:
     def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
         """Compute the parents' statistics before the merge, and repair the children after it."""
         batches = [self.batches_for(member) for member in population.members]
-        local = list(zip(population.members, population, batches, strict=True))
-        parents: list[dict[str, ChannelStatistics]] = gather_or_raise(
-            population.group,
-            lambda: [layer_statistics(model, its, subject=f"member {member}") for member, model, its in local],
-        )
+        parents = statistics_of(population, batches, range(population.size))
         yield
         for index, row in _distinct_children(population, matrix, batches):
             repair_toward_(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +16,6 @@ from papa.evaluation import rereadable
 from papa.group import Group, LocalGroup, gather_or_raise
 from papa.mixing import check_row, soup_row
 from papa.population import Population
-from papa.repair.batch_norm import reset_batch_norm_
 from papa.repair.consumers import feeds_activation, feeds_batch_norm
 from papa.repair.statistics import (
     ChannelStatistics,
@@ -25,8 +24,10 @@ from papa.repair.statistics import (
     layer_statistics,
     num_channels,
     repairable_layers,
+    reset_batch_norm_,
     run_with_hook,
 )
+from papa.soup import After
 
 TOLERANCE = 1e-6
 """The relative difference to the goals at which an exact repair stops."""
@@ -110,8 +111,7 @@ def repair_(
     Returns:
         What was done to each layer.
     """
-    group: Group = parents.group if isinstance(parents, Population) else LocalGroup()
-    members, size = group.members(len(parents)), group.size(len(parents))
+    size = parents.size if isinstance(parents, Population) else len(parents)
     active = parents.active if isinstance(parents, Population) else range(size)
     row = soup_row(size, active) if weights is None else torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     if row.shape != (size,):
@@ -121,14 +121,46 @@ def repair_(
     theirs = [batches] * len(parents) if parent_batches is None else parent_batches
     if len(theirs) != len(parents):
         raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")
-    local = list(zip(members, parents, theirs, strict=True))
-    statistics = gather_or_raise(
+    statistics = statistics_of(parents, theirs, row.nonzero().flatten().tolist(), subject="parent")
+    return repair_toward_(child, goals_of(statistics, row), batches, scope=scope, exact=exact)
+
+
+def repair_toward_members(
+    parents: Population | Sequence[nn.Module],
+    members: Collection[int],
+    batches: Sequence[Any],
+    *,
+    scope: Scope = "all",
+) -> After:
+    """A function for `after` that repairs averages of some members toward the statistics that these have now."""
+    statistics = statistics_of(parents, [batches] * len(parents), members)
+
+    def repair(network: nn.Module, row: Tensor) -> None:
+        repair_toward_(network, goals_of(statistics, row), batches, scope=scope, restores=False)
+
+    return repair
+
+
+def statistics_of(
+    parents: Population | Sequence[nn.Module],
+    batches: Sequence[Sequence[Any]],
+    members: Collection[int],
+    *,
+    subject: str = "member",
+) -> list[dict[str, ChannelStatistics]]:
+    """The statistics of some members, gathered from all processes; empty for the others.
+
+    `batches` has one list for each parent on this process.
+    """
+    group: Group = parents.group if isinstance(parents, Population) else LocalGroup()
+    local = list(zip(group.members(len(parents)), parents, batches, strict=True))
+    return gather_or_raise(
         group,
         lambda: [
-            layer_statistics(net, its, subject=f"parent {member}") if row[member] else {} for member, net, its in local
+            layer_statistics(net, its, subject=f"{subject} {member}") if member in members else {}
+            for member, net, its in local
         ],
     )
-    return repair_toward_(child, goals_of(statistics, row), batches, scope=scope, exact=exact)
 
 
 def goals_of(statistics: Sequence[Mapping[str, ChannelStatistics]], weights: Tensor) -> dict[str, Goal]:
@@ -186,16 +218,10 @@ def repair_toward_(
     exact: bool = False,
     restores: bool = True,
 ) -> RepairReport:
-    """REPAIR with given goals; see `repair_`.
+    """REPAIR with the goals of each layer, from `goals_of`; see `repair_`.
 
-    Args:
-        child: as for `repair_`.
-        goals: by layer, from `goals_of`.
-        batches: as for `repair_`.
-        scope: as for `repair_`.
-        exact: as for `repair_`.
-        restores: keep a copy of the layers meanwhile, to restore them when an error is raised. Not needed for a network
-            that is thrown away after an error.
+    `restores` keeps a copy of the layers meanwhile, to restore them when an error is raised. It is not needed for a
+    network that is thrown away after an error.
     """
     plan = repair_plan(child, batches, scope=scope)
     layers = {name: layer for name, layer in repairable_layers(child).items() if name not in plan.left_alone}

@@ -1,4 +1,4 @@
-"""Means and standard deviations of the outputs of a network's layers, per channel, over some batches."""
+"""Statistics over some batches: those of the outputs of layers, per channel, and those of BatchNorm."""
 
 from __future__ import annotations
 
@@ -137,16 +137,9 @@ def layer_statistics(
     layers: Mapping[str, nn.Module] | None = None,
     subject: str = "the network",
 ) -> dict[str, ChannelStatistics]:
-    """The statistics of layers over the batches, in the order in which the layers first run.
+    """The statistics of layers (by default all `repairable_layers`) that run, in the order in which they first run.
 
-    Args:
-        model: the network.
-        batches: inputs, or tuples with the inputs first.
-        layers: by name; None for `repairable_layers`. Layers that do not run are left out.
-        subject: the network's name in an error.
-
-    Raises:
-        DataError: when an output is not finite, or there is no batch.
+    Raises a `DataError`, with `subject` as the network's name, if an output is not finite or there is no batch.
     """
     found: dict[str, ChannelStatistics] = {}
 
@@ -158,3 +151,60 @@ def layer_statistics(
         if not (torch.isfinite(statistics.mean).all() and torch.isfinite(statistics.std).all()):
             raise DataError(f"{subject} has activations that are not finite at '{name}', expected finite ones")
     return found
+
+
+@torch.no_grad()
+def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
+    """Re-estimate a network's BatchNorm statistics over some batches.
+
+    The running mean and variance become the mean over batches (weighted by their sizes) of the batch statistics.
+    Everything else is left as found: weights, momentum, counters, modes and random state. Dropout is off meanwhile.
+    When an error is raised, the old statistics are restored.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        >>> _ = reset_batch_norm_(net, [torch.randn(8, 4) for _ in range(5)])
+
+    Args:
+        model: changed in place; unchanged when it has no BatchNorm.
+        batches: inputs, or tuples with the inputs first.
+
+    Returns:
+        The same model.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
+    if not layers:
+        return model
+    found = [(layer, layer.momentum, {k: v.clone() for k, v in layer.named_buffers(recurse=False)}) for layer in layers]
+    try:
+        with evaluating(model):
+            _accumulate(model, layers, batches)
+    except BaseException:
+        for layer, _, buffers in found:
+            for name, value in buffers.items():
+                layer.get_buffer(name).copy_(value)
+        raise
+    finally:
+        for layer, momentum, buffers in found:
+            layer.momentum = momentum
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.copy_(buffers["num_batches_tracked"])
+    return model
+
+
+def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[Any]) -> None:
+    num_seen = 0
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.train()
+    for batch in batches:
+        inputs = inputs_of(batch)
+        num_here = num_examples(inputs)
+        if not num_here:
+            continue
+        num_seen += num_here
+        for layer in layers:
+            layer.momentum = num_here / num_seen
+        outputs_of(model, inputs)
+    if not num_seen:
+        raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")

@@ -1,9 +1,5 @@
 """Files on disk: atomic writes, JSON, tensors in safetensors, and one translation of their errors."""
 
-from papa.storage.atomic import flush_directory, read_file, replace_file, sha256_of, write_atomically, write_file
-from papa.storage.errors import DamagedError, file_errors
-from papa.storage.json_files import json_text, parse_json, read_json, read_object, write_json
-from papa.storage.run_files import is_run
 from papa.storage.schema import matches, validated
 from papa.storage.tensors import (
     DTYPE_NAMES,
@@ -13,6 +9,22 @@ from papa.storage.tensors import (
     save_network,
     save_tensors,
     write_tensors,
+)
+from papa.storage.whole_files import (
+    DamagedError,
+    file_errors,
+    flush_directory,
+    is_run,
+    json_text,
+    parse_json,
+    read_file,
+    read_json,
+    read_object,
+    replace_file,
+    sha256_of,
+    write_atomically,
+    write_file,
+    write_json,
 )
 
 __all__ = [

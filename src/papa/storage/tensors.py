@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from papa._version import __version__
 from papa.errors import PapaError, RunError
-from papa.storage.atomic import replace_file, write_file
-from papa.storage.errors import file_errors
+from papa.storage.whole_files import file_errors, replace_file, write_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,10 +74,6 @@ class TensorFile:
 
     The safetensors library checks on opening that header and file agree. Numbers are then read and not mapped: the
     system would end a process that reads from a mapped file which was truncated since.
-
-    Args:
-        path: the file.
-        error: the class of all errors.
     """
 
     def __init__(self, path: Path, *, error: type[PapaError] = RunError) -> None:
@@ -89,7 +84,7 @@ class TensorFile:
             with path.open("rb") as file:
                 self._identity = _identity(file)
                 offset = 8 + int.from_bytes(file.read(8), "little")
-            opened = safe_open(path, framework="pt")
+            opened: Any = safe_open(path, framework="pt")
             self.tensors = {name: self._info(opened, name) for name in opened.offset_keys()}
         self._offsets: dict[str, int] = {}
         for name, info in self.tensors.items():  # in the order of the file, in which there are no gaps
@@ -139,21 +134,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def write_tensors(
     path: Path, tensors: Mapping[str, TensorInfo], blocks: Blocks, *, metadata: Mapping[str, str], digest: Any = None
 ) -> int:
-    """Write a safetensors file block by block and flush it to disk; the library's writers need all tensors at once.
-
-    Args:
-        path: the file.
-        tensors: what it holds.
-        blocks: gives the numbers of each tensor.
-        metadata: goes into the header.
-        digest: a `hashlib` object to update with the content.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        OSError: as the system reports it.
-    """
+    """Write a safetensors file block by block, as `write_file`; the library's writers need all tensors at once."""
     return write_file(path, _parts(tensors, blocks, metadata), digest)
 
 

@@ -1,31 +1,114 @@
-"""Matching by activations: the correlation, over some data, between the activations of units."""
+"""How similar networks are: by the cosine of their weights, or by the correlation of activations on some data."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
-from papa.align.assignment import Comparison, Permutations
-from papa.align.nesting import nested_groups
-from papa.align.permute import permute_axis_
-from papa.align.unit_groups import ExportedGraph, Symmetries, TensorAxis
+from papa.align.permute import Permutations, permute_axis_, require_tensor
+from papa.align.unit_groups import ExportedGraph, NestedGroup, Symmetries, TensorAxis, nested_groups
 from papa.errors import DataError, MemberError, PapaError
+
+
+class Comparison(ABC):
+    """A network, as working copies that can be permuted, and the reference it is compared with."""
+
+    tensors: dict[str, Tensor]
+    """The working copies, by the name that a `TensorAxis` has."""
+
+    @abstractmethod
+    def unit_similarity(self, axis: TensorAxis, index: Tensor) -> Tensor:
+        """The similarity of each unit of the reference to each unit of the network; row `i` of `index` is unit `i`."""
+
+    @abstractmethod
+    def similarity(self, name: str) -> float:
+        """The similarity of one tensor to the reference's, in the present order of units."""
+
+    def total(self) -> float:
+        """The sum of similarities over all tensors."""
+        return sum(map(self.similarity, self.tensors))
+
+    def permute_(self, nested: NestedGroup, permutations: Mapping[str, Tensor]) -> None:
+        """Permute the working copies."""
+        for group in (nested.outer, *nested.inner):
+            for axis in group.axes:
+                permute_axis_(self.tensors[axis.tensor], axis, permutations[group.name])
+
+
+class WeightObjective:
+    """The similarity of networks by their weights: the sum over tensors of `<P_a a, P_b b> / (|a| |b|)`.
+
+    Tensors are copied and divided by their norm on access; only permuted ones are kept in memory.
+    """
+
+    def __init__(self, networks: Sequence[Mapping[str, Tensor]], symmetries: Symmetries) -> None:
+        self.groups = nested_groups(symmetries)
+        self._networks, self._symmetries = networks, symmetries
+        axes = [axis for group in symmetries for axis in group.axes]
+        for axis in axes:
+            require_tensor(networks[0], axis)
+        self._names = list(dict.fromkeys(axis.tensor for axis in axes))
+        self._norms = [{name: float(its[name].detach().double().norm()) for name in self._names} for its in networks]
+        self._permuted: dict[tuple[int, str], Tensor] = {}
+        self.count = max(sum(bool(networks[0][name].any()) for name in self._names), 1)
+        """The number of cosines in the sum."""
+
+    def _tensor(self, member: int, name: str) -> Tensor:
+        if (member, name) in self._permuted:
+            return self._permuted[member, name].clone()
+        tensor, norm = self._networks[member][name], self._norms[member][name]
+        wide = tensor.detach().to(device="cpu", dtype=torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        return wide.div_(norm) if norm > 0 else wide
+
+    def compare(self, member: int, others: Sequence[int]) -> WeightComparison:
+        """One network with the sum of some others."""
+        own = {name: self._tensor(member, name) for name in self._names}
+        if len(others) == 1:
+            return WeightComparison(own, partial(self._tensor, others[0]))
+        sums = {name: torch.stack([self._tensor(other, name) for other in others]).sum(0) for name in own}
+        return WeightComparison(own, sums.__getitem__)
+
+    def permute_(self, member: int, permutations: Permutations) -> None:
+        """Permute the units of one network, in this comparison only."""
+        for name, permutation in permutations.items():
+            for axis in self._symmetries[name].axes:
+                key = member, axis.tensor
+                self._permuted[key] = self._tensor(*key)
+                permute_axis_(self._permuted[key], axis, permutation)
+
+
+class WeightComparison(Comparison):
+    """The tensors of one network and, by name, of its reference."""
+
+    def __init__(self, tensors: dict[str, Tensor], reference: Callable[[str], Tensor]) -> None:
+        self.tensors, self.reference = tensors, reference
+
+    def unit_similarity(self, axis: TensorAxis, index: Tensor) -> Tensor:
+        """The inner products of the numbers that units own in one tensor."""
+        own, reference = self.tensors[axis.tensor], self.reference(axis.tensor)
+        return unit_rows(reference, axis, index) @ unit_rows(own, axis, index).T
+
+    def similarity(self, name: str) -> float:
+        """The cosine between the networks' tensors."""
+        return float((self.tensors[name].double() * self.reference(name).double()).sum())
+
+
+def unit_rows(tensor: Tensor, axis: TensorAxis, index: Tensor) -> Tensor:
+    """All numbers that each unit owns in a tensor, one row per unit."""
+    part = axis.view(tensor)
+    return part.index_select(axis.dim, index.flatten()).movedim(axis.dim, 0).reshape(len(index), -1)
 
 
 class ActivationObjective:
     """The similarity of networks by their activations: the sum of correlations of paired units at every node.
 
     Correlations do not depend on the order of units, so one pass over the data serves all groups and all pairs.
-
-    Args:
-        networks: the tensors of each network by name.
-        symmetries: the groups that can be permuted, with their graph.
-        batches: inputs of one shape.
-        subjects: the names of the networks in errors.
-        pairs: the pairs of networks to compare.
     """
 
     def __init__(
@@ -56,7 +139,7 @@ class ActivationObjective:
         self.count = max(sum(map(len, self._covered.values())), 1)
         """The number of correlations in the sum."""
 
-    def compare(self, member: int, others: Collection[int]) -> ActivationComparison:
+    def compare(self, member: int, others: Sequence[int]) -> ActivationComparison:
         """One network with the sum of some others."""
         tensors = {
             name: torch.stack([self._pair(other, member)[name] for other in others]).sum(0) for name in self._covered
@@ -81,8 +164,7 @@ class ActivationComparison(Comparison):
     """Correlation matrices of a network's units with those of its reference, for each node of the graph."""
 
     def __init__(self, tensors: dict[str, Tensor], covered: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self._covered = covered
+        self.tensors, self._covered = tensors, covered
 
     def unit_similarity(self, axis: TensorAxis, index: Tensor) -> Tensor:
         """The correlations of units at one node, summed over the indices that they own there."""
@@ -105,11 +187,11 @@ def _correlations(
     """For each pair of networks and each node, the correlation of each index of the first with each of the second."""
     sums: dict[tuple[str, int], Tensor] = {}
     products: dict[tuple[str, int, int], Tensor] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
 
     def add(name: str, outputs: Sequence[Tensor]) -> None:
         units = [output.detach().double().movedim(dims[name], 0).flatten(1) for output in outputs]
-        counts[name] = counts.get(name, 0) + units[0].shape[1]
+        counts[name] += units[0].shape[1]
         for member, own in enumerate(units):
             if not bool(torch.isfinite(own).all()):
                 raise MemberError(

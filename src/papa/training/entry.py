@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from papa.evaluation import Loss, Metric, accuracy
 from papa.rules import HALF_LIFE, Push, Rule
 from papa.schedules import Schedule, cosine
+from papa.soup import warn_if_far_below
 from papa.task import Task
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
@@ -122,7 +123,10 @@ def train(
         with saved(training, options) as saver:
             training.run([saver])
             saver.finish(training)
-    return finalize(training)
+    outcome = finalize(training)
+    if training.averager.rule.averages:
+        warn_if_far_below(outcome.validation.average_soup.score, outcome.validation.counted)
+    return outcome
 
 
 def start_training(

@@ -11,7 +11,18 @@ from papa._version import __version__
 from papa.lab.config import METHODS
 from papa.lab.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
-from papa.lab.report.fields import entries, flat, number, numbers, part, plain, printable, text, total_seconds
+from papa.lab.report.fields import (
+    entries,
+    flat,
+    is_soup_far_below,
+    number,
+    numbers,
+    part,
+    plain,
+    printable,
+    text,
+    total_seconds,
+)
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.gap import with_gap_closed
 from papa.lab.report.metric import metric_of
@@ -228,6 +239,11 @@ def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
             found.append(f"Step {text(event.get('step'))}: writing a checkpoint failed: {text(event.get('error'))}.")
     if number(result.get("num_averagings")) == 0 and result.get("method") != "independent":
         found.append("Training ended before the first averaging: these members were never averaged.")
+    if is_soup_far_below(result):
+        found.append(
+            "The average soup is far below its members, which are too far apart to be averaged: push more strongly, or "
+            "merge more often."
+        )
     return list(dict.fromkeys(found))[:MAX_WARNINGS]
 
 

@@ -168,8 +168,8 @@ def test_a_member_of_a_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
     (optimizer,) = make_optimizers([net])
     with pytest.raises(ConfigError, match=r"not one of several members: start it with `papa each --members 3"):
         join(net, optimizer, Push(alpha=0.9))
-    monkeypatch.setenv("PAPA_SOUP", str(tmp_path / "soups" / "soup.safetensors"))
+    monkeypatch.setenv("PAPA_WEIGHTS", str(tmp_path / "weights"))
     join(net, optimizer, Push(half_life=0.2), num_steps=12, group=LocalGroup())
     loop([net], [optimizer])
-    soup = load_file(tmp_path / "soups" / "soup.safetensors")
-    assert all(torch.equal(soup[name], tensor) for name, tensor in net.state_dict().items())
+    found = load_file(tmp_path / "weights" / "0.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in net.state_dict().items())

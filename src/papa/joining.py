@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,15 +21,12 @@ from torch.optim import Optimizer
 
 from papa.averager import Averager, Averaging, MergeHook
 from papa.errors import MixingError, PapaWarning
-from papa.group import group_of_environment
+from papa.group import WEIGHTS, group_of_environment
 from papa.health import OnNonFinite
 from papa.population import Population
 from papa.rules import Rule
 from papa.soup import average_soup
 from papa.storage import save_network
-
-SOUP = "PAPA_SOUP"
-"""The environment variable with the file that joined members write their soup to."""
 
 
 def averaging(
@@ -124,8 +120,9 @@ def join(
     """
     group = group_of_environment() if group is None else group
     joined = averaging([model], optimizer, rule, num_steps=num_steps, group=group, **options)
-    if os.environ.get(SOUP):
-        joined.save_soup_at_end(os.environ[SOUP])
+    directory = os.environ.get(WEIGHTS)
+    if directory:
+        joined.save_member_at_end(Path(directory) / f"{joined.population.members[0]}.safetensors")
     return joined
 
 
@@ -146,7 +143,7 @@ class Joined:
         if not self._optimizers:
             raise MixingError("there is no optimizer, expected one for each member: their steps are what is counted")
         self._counts = dict.fromkeys(self._optimizers, 0)
-        self._soup_path: Path | None = None
+        self._path: Path | None = None
         self._has_checked = self._has_warned = False
         self._handles = [one.register_step_post_hook(lambda one, *_: self._count(one)) for one in self._optimizers]
         _count_skipped_steps()
@@ -181,7 +178,7 @@ class Joined:
             if self._on_averaging is not None:
                 self._on_averaging(found)
         if self.averager.num_steps_taken == self.averager.num_steps:
-            self._write_soup()
+            self._save_member()
 
     def soup(self) -> nn.Module:
         """The average soup now, as a separate network. All processes must call it."""
@@ -195,24 +192,20 @@ class Joined:
         """Continue from a `state_dict`."""
         self.averager.load_state_dict(state)
 
-    def save_soup_at_end(self, path: str | os.PathLike[str]) -> None:
-        """Write the average soup after the last of `num_steps`, or else when the process ends. All must call it.
+    def save_member_at_end(self, path: str | os.PathLike[str]) -> None:
+        """Write the first local member to a file after the last of `num_steps`, or else when the process ends.
 
         Args:
             path: of a safetensors file.
         """
-        self._soup_path = Path(path)
-        atexit.register(self._write_soup)
+        self._path = Path(path)
+        atexit.register(self._save_member)
 
-    def _write_soup(self) -> None:
-        path, self._soup_path = self._soup_path, None
-        has_failed = getattr(sys, "last_value", None) is not None  # then the others will not get here
-        if path is None or has_failed:
-            return
-        soup = self.soup()
-        if self.population.group.is_leader:
+    def _save_member(self) -> None:
+        path, self._path = self._path, None
+        if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_network(path, soup)
+            save_network(path, self.population[0])
 
     def close(self) -> None:
         """Remove the hooks: the optimizers' steps are no longer counted."""

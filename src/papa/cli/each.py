@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from typing import Annotated
 import tyro
 
 from papa.errors import ConfigError
-from papa.group.each import run_each, soup_variables
+from papa.files import soup_files
+from papa.group import WEIGHTS
+from papa.group.each import run_each
 
 DESCRIPTION = """Runs a training script once for each member, at the same time. In the script, add one line:
 
@@ -54,17 +56,20 @@ def main(argv: Sequence[str]) -> int:
         with lock:
             print(f"[{member:{width}}] {line}", flush=True)
 
-    code = run_each(
-        command,
-        options.members,
-        num_restarts=options.restarts,
-        variables=soup_variables(options.soup),
-        on_line=show,
-        on_event=lambda text: print(f"papa: {text}", file=sys.stderr, flush=True),
-    )
-    if code == 0:
-        if os.path.exists(options.soup):
+    with tempfile.TemporaryDirectory(prefix="papa-each-") as directory:
+        code = run_each(
+            command,
+            options.members,
+            num_restarts=options.restarts,
+            variables={WEIGHTS: directory},
+            on_line=show,
+            on_event=lambda text: print(f"papa: {text}", file=sys.stderr, flush=True),
+        )
+        files = [Path(directory) / f"{member}.safetensors" for member in range(options.members)]
+        if code == 0 and all(file.exists() for file in files):
+            options.soup.parent.mkdir(parents=True, exist_ok=True)
+            soup_files(files, options.soup, overwrite=True)
             print(f"one network: {options.soup}")
-        else:
-            print("papa: no member called papa.join, so there is no soup", file=sys.stderr)
+        elif code == 0:
+            print("papa: members did not call papa.join, so there is no soup", file=sys.stderr)
     return code

@@ -23,7 +23,7 @@ processes need the same kind of CPU, build of PyTorch and number of threads, and
 
 from papa.group.base import Group, LocalGroup, balanced_ranges, gather_or_raise
 from papa.group.distributed import EXCHANGES, DistributedGroup
-from papa.group.members import connect_members, group_of_environment, member_of_environment
+from papa.group.members import WEIGHTS, connect_members, group_of_environment, member_of_environment
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
@@ -32,6 +32,7 @@ from papa.group.wrappers import check_wrappers
 
 __all__ = [
     "EXCHANGES",
+    "WEIGHTS",
     "DistributedGroup",
     "Group",
     "LocalGroup",

@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -158,18 +157,14 @@ def environment_of(member: int, num_members: int) -> dict[str, str]:
     return {**environment, MEMBER: str(member), MEMBERS: str(num_members)}
 
 
-def soup_variables(path: Path | None) -> dict[str, str]:
-    """The variable that asks joined members to write their average soup to a file."""
-    return {} if path is None else {"PAPA_SOUP": str(path.absolute())}
-
-
 def _filled(word: str, member: int, num_members: int) -> str:
     return word.replace("{member}", str(member)).replace("{members}", str(num_members))
 
 
 def _relay(output: IO[str], member: int, on_line: OnLine) -> None:
-    for line in output:
-        on_line(member, line.rstrip("\n"))
+    with output:
+        for line in output:
+            on_line(member, line.rstrip("\n"))
 
 
 @contextlib.contextmanager

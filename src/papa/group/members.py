@@ -21,9 +21,10 @@ from papa.errors import ConfigError, LostError
 from papa.group.collectives import OwnGroup, own_groups
 from papa.group.distributed import DistributedGroup
 
-MEMBER, MEMBERS, STORE, START = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_STORE", "PAPA_START"
-"""The environment variables of a member's process: its index, the number of members, the address of the store, and the
-number of this start, so that restarted members do not read the messages of those before."""
+MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_STORE", "PAPA_START", "PAPA_WEIGHTS"
+"""The environment variables of a member's process: its index, the number of members, the address of the store, the
+number of this start (restarted members must not read the messages of those before), and the directory for its final
+weights."""
 
 CONNECT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a member waits for the others to start."""

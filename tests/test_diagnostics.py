@@ -108,20 +108,21 @@ def test_where_the_length_is_not_known_the_soup_warns() -> None:
     average_soup(population)
 
 
-def test_a_soup_far_below_its_members() -> None:
+def test_a_soup_far_worse_than_its_members() -> None:
     members = make_members()
     scores = {id(net): 99.0 - index for index, net in enumerate(members)}
-    with pytest.warns(PapaWarning, match=r"average soup scores 33, far below its members \(98 on average\)"):
+    with pytest.warns(PapaWarning, match=r"average soup scores 33, far worse than its members \(98 on average\)"):
         average_soup(members, score=lambda net: scores.get(id(net), 33.0))
+    average_soup(members, score=lambda net: scores.get(id(net), 33.0), higher_is_better=False)
     average_soup(members, score=lambda net: scores.get(id(net), 96.0))
 
 
-def test_train_warns_of_a_soup_far_below_its_members() -> None:
+def test_train_warns_of_a_soup_far_worse_than_its_members() -> None:
     """Each learns one of two opposite signs, whose mean is nothing."""
     options: dict[str, Any] = {"num_members": 4, "num_epochs": 20, "batch_size": 8, "validation": 0.5}
     with (
         pytest.warns(PapaWarning, match="averages every 5000 steps, so never"),
-        pytest.warns(PapaWarning, match="far below its members"),
+        pytest.warns(PapaWarning, match="far worse than its members"),
     ):
         train(Signs, (INPUTS, INPUTS[:, :1]), rule=MergeAll(every_steps=5000), loss=F.mse_loss, metric=fit, **options)
 

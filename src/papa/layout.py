@@ -114,8 +114,8 @@ def _is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tens
     """
     if not is_averageable(tensor):
         return False
-    if is_parameter or isinstance(owner, _NormBase):
-        return True
+    if is_parameter or isinstance(owner, _NormBase) or tensor.layout is not torch.strided:
+        return True  # a sparse tensor is refused later
     return (
         tensor.numel() > 0  # the first forward pass may resize an empty buffer
         and key not in owner._non_persistent_buffers_set

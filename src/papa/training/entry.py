@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from papa.evaluation import Loss, Metric, accuracy
 from papa.rules import HALF_LIFE, Push, Rule
 from papa.schedules import Schedule, cosine
-from papa.soup import warn_if_far_below
+from papa.soup import warn_if_far_worse
 from papa.task import Task
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
@@ -125,7 +125,9 @@ def train(
             saver.finish(training)
     outcome = finalize(training)
     if training.averager.rule.averages:
-        warn_if_far_below(outcome.validation.average_soup.score, outcome.validation.counted)
+        scores = outcome.validation
+        is_higher_better = training.task.higher_is_better
+        warn_if_far_worse(scores.average_soup.score, scores.counted, higher_is_better=is_higher_better)
     return outcome
 
 

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from papa.soup import is_far_below
-
 LARGEST = 1e100
 """Larger numbers are no score, loss or distance, and overflow in computations."""
 MAX_CHARACTERS = 500
@@ -52,18 +50,6 @@ def part(value: Any, *keys: str) -> Any:
 def entries(value: Any) -> list[Mapping[str, Any]]:
     """The objects in a list; empty for anything but a list."""
     return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
-
-
-def is_soup_far_below(result: Mapping[str, Any]) -> bool:
-    """Whether the average soup of a run whose members were averaged is far below them, on validation data.
-
-    Example:
-        >>> is_soup_far_below({"method": "papa", "validation": {"members": [99.0, 98.5], "average_soup": 33.0}})
-        True
-    """
-    soup = number(part(result, "validation", "average_soup"))
-    members = [score for score in numbers(part(result, "validation", "members")) if score is not None]
-    return result.get("method") != "independent" and soup is not None and bool(members) and is_far_below(soup, members)
 
 
 def text(value: Any) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from papa.lab.report.fields import part
+from papa.lab.report.fields import number, numbers, part
+from papa.soup import is_far_worse
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,17 @@ def metric_of(results: Sequence[Mapping[str, Any]]) -> Metric:
     """What the scores of some runs are; a plain score if they differ."""
     found = {METRICS.get(str(part(result, "config", "data", "name")), ACCURACY) for result in results}
     return found.pop() if len(found) == 1 else SCORE if found else ACCURACY
+
+
+def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
+    """Whether the average soup of a run whose members were averaged is far worse than they are, on validation data.
+
+    Example:
+        >>> is_soup_far_worse({"method": "papa", "validation": {"members": [99.0, 98.5], "average_soup": 33.0}})
+        True
+    """
+    soup = number(part(result, "validation", "average_soup"))
+    members = [score for score in numbers(part(result, "validation", "members")) if score is not None]
+    if result.get("method") == "independent" or soup is None or not members:
+        return False
+    return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)

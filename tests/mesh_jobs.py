@@ -127,3 +127,12 @@ def train_all(group: SharedMemoryGroup) -> dict[str, Any]:
     found: dict[str, Any] = {kind: train(kind) for kind in ("ddp before", "ddp after", "fsdp")}
     without_population = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
     return found | {"wrong mesh": message_of(lambda: Population([make_net(0)], group=without_population))}
+
+
+def wrap_several_members(group: SharedMemoryGroup) -> list[str]:
+    """What is said when a wrapper spans the processes of two members."""
+    world = DistributedDataParallel(make_net(group.rank))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("population",))
+    sharded = make_net(group.rank)
+    fully_shard(sharded, mesh=mesh)
+    return [message_of(lambda net=net: Population([net], mesh)) for net in (world, sharded)]

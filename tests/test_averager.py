@@ -325,7 +325,7 @@ def test_it_marches_in_lockstep_with_algorithm_1(size: int, every_steps: int) ->
     population = Population(networks)
     optimizers = [sgd(network, lr=0.05) for network in population]
     schedulers = [lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(batches)) for optimizer in optimizers]
-    averager = Averager(population, Push(alpha=0.9, every_steps=every_steps), optimizers)
+    averager = Averager(population, Push(alpha=0.9, every_steps=every_steps), optimizers, watch_batches=False)
     for batch in batches:
         for network, optimizer, scheduler in zip(population, optimizers, schedulers, strict=True):
             train_one_step(network, optimizer, batch)

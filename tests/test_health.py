@@ -10,7 +10,7 @@ from torch import nn
 from group_jobs import average_with_nonfinite_members, train_with_nonfinite_member
 from helpers import assert_close, assert_same_bits, make_networks, make_training, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup, mixing
-from papa.errors import MemberError
+from papa.errors import MemberError, PapaWarning
 from papa.evaluation import Evaluation
 from papa.group import LocalGroup, start_workers
 from papa.product import is_finite
@@ -127,7 +127,8 @@ def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -
 def test_a_restarted_member_whose_optimizer_is_unknown_is_reported() -> None:
     population = poisoned(1, math.nan)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
-    averager = Averager(population, MergeAll(every_steps=1), [optimizers[0], *optimizers[2:]])
+    with pytest.warns(PapaWarning, match="no optimizer of member 1"):
+        averager = Averager(population, MergeAll(every_steps=1), [optimizers[0], *optimizers[2:]])
     with pytest.warns(UserWarning, match="member 1 was restarted, but the averager was not given its optimizer"):
         averager.step()
 

@@ -27,8 +27,19 @@ LIBRARY = [
         "group",
         "population",
     ),
-    *("delayed", "rules", "health", "learning_rates", "averager"),
-    *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
+    *("delayed", "rules", "health", "learning_rates", "inputs", "diagnostics", "averager"),
+    *(
+        "soup",
+        "joining",
+        "data_loaders",
+        "ensemble",
+        "evaluation",
+        "task",
+        "repair",
+        "align",
+        "similarity",
+        "interpolation",
+    ),
     *("data", "schedules", "checkpoint", "training", "files"),
 ]
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""

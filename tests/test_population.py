@@ -26,9 +26,10 @@ from helpers import (
     reference_mix,
     snapshot,
 )
-from papa import mixing
+from papa import average_soup, mixing
 from papa.errors import MemberError, MixingError
 from papa.population import Population
+from papa.streams import global_stream
 
 HALVES = [[0.5, 0.5], [0.5, 0.5]]
 
@@ -149,7 +150,9 @@ class TestInterface:
         assert population[-1] is networks[-1]
 
     def test_repr_says_how_many_of_what(self) -> None:
-        assert repr(Population(make_networks("linear", 3))) == "Population(3 x Sequential, 80 columns, torch.float32)"
+        found = Population(make_networks("linear", 3))
+        numel = sum(parameter.numel() for parameter in found[0].parameters())
+        assert repr(found) == f"Population(3 x Sequential, {numel} averaged numbers each, float32 on cpu)"
 
     def test_one_matrix_per_dtype(self) -> None:
         population = Population(make_networks("mixed_dtypes", 2))
@@ -701,3 +704,67 @@ def test_pruning_masks_stay_with_their_member() -> None:
     population.mix_([[0.5, 0.5], [0.5, 0.5]])
     assert population.averaged == ("0.bias", "0.weight_orig")
     assert all(torch.equal(network[0].weight_mask, mask) for network, mask in zip(population, masks, strict=True))
+
+
+class TestLikeAModuleList:
+    def make(self) -> Population:
+        return Population.build(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 3, seed=2)
+
+    def test_build_makes_the_members_of_papa_train(self) -> None:
+        population, twin = self.make(), self.make()
+        assert torch.equal(population.matrix, twin.matrix)
+        assert bool((population.distances() > 0).all())
+        for member, net in enumerate(population):
+            with global_stream(2, "init", member):
+                expected = nn.Linear(3, 4)
+            assert torch.equal(net[0].weight, expected.weight)
+        with pytest.raises(MemberError, match="make_model is a Linear, expected a function that makes a new member"):
+            Population.build(nn.Linear(3, 4), 3)
+
+    def test_modes(self) -> None:
+        population = self.make()
+        assert population.eval() is population
+        assert not any(module.training for net in population for module in net.modules())
+        assert population.train() is population
+        assert all(module.training for net in population for module in net.modules())
+
+    def test_its_state_is_that_of_a_module_list_and_is_loaded_in_place(self) -> None:
+        population, other = self.make(), self.make()
+        state = {name: value.clone() for name, value in population.state_dict().items()}
+        assert state.keys() == nn.ModuleList(list(population)).state_dict().keys()
+        other.mix_(torch.full((3, 3), 1 / 3))
+        other.load_state_dict(state)
+        assert torch.equal(other.matrix, population.matrix)
+        with pytest.raises(MemberError, match=r"state has no member 2, expected that of a population of 3"):
+            other.load_state_dict({name: value for name, value in state.items() if not name.startswith("2")})
+        with pytest.raises(MemberError, match=r"state has 'weight', which is no member"):
+            other.load_state_dict({**state, "weight": torch.zeros(1)})
+        with pytest.raises(RuntimeError, match="Missing key"):
+            other.load_state_dict({name: value for name, value in state.items() if name != "1.0.bias"})
+
+    def test_its_name_says_what_it_is(self) -> None:
+        population = self.make()
+        population.dropped = frozenset({1})
+        numbers = f"{4 * 3 + 4 + 4 * 4} averaged numbers each"
+        assert repr(population) == f"Population(3 x Sequential, {numbers}, float32 on cpu, without 1)"
+
+
+class Quantised(Tensor):
+    """A subclass, as the bases under adapters are."""
+
+
+def test_tensors_that_are_left_out_may_be_of_any_kind() -> None:
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        net[0].weight = nn.Parameter(torch.randn(4, 3).as_subclass(Quantised), requires_grad=False)
+        net.register_buffer("codes", torch.zeros(2, dtype=torch.uint8).as_subclass(Quantised))
+        return net
+
+    with pytest.raises(MemberError, match=r"'0.weight' as Quantised, expected a plain dense tensor: leave it out with"):
+        Population([make(), make()])
+    population = Population([make(), make()], average={"0.weight": False})
+    before = [net[0].weight.detach().clone() for net in population]
+    population.mix_(torch.full((2, 2), 0.5))
+    assert all(torch.equal(net[0].weight, weight) for net, weight in zip(population, before, strict=True))
+    assert torch.equal(population[0][1].weight, population[1][1].weight)
+    assert isinstance(average_soup(population)[0].weight, Quantised)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from papa._version import __version__
 from papa.averager import Averager, Averaging
 from papa.ensemble import Ensemble
-from papa.errors import PapaError
+from papa.errors import PapaError, PapaWarning
 from papa.evaluation import Evaluation, evaluate
 from papa.population import Population
 from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
@@ -20,8 +20,10 @@ from papa.soup import GreedySoup, average_soup, greedy_soup
 
 if TYPE_CHECKING:
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
+    from papa.data_loaders import loaders
     from papa.files import soup_files
     from papa.interpolation import interpolate
+    from papa.joining import Joined, averaging, join
     from papa.repair import RepairMerges, repair_, reset_batch_norm_
     from papa.similarity import feature_similarity
     from papa.task import Task
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
+    "data_loaders": ("loaders",),
     "files": ("soup_files",),
     "interpolation": ("interpolate",),
+    "joining": ("Joined", "averaging", "join"),
     "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
     "similarity": ("feature_similarity",),
     "task": ("Task",),
@@ -50,12 +54,14 @@ __all__ = [
     "Evaluation",
     "GreedySoup",
     "Independent",
+    "Joined",
     "MergeAll",
     "MergeMany",
     "MergePairs",
     "Mix",
     "Outcome",
     "PapaError",
+    "PapaWarning",
     "Population",
     "Push",
     "RepairMerges",
@@ -66,10 +72,13 @@ __all__ = [
     "align_all_",
     "aligned_soups",
     "average_soup",
+    "averaging",
     "evaluate",
     "feature_similarity",
     "greedy_soup",
     "interpolate",
+    "join",
+    "loaders",
     "repair_",
     "reset_batch_norm_",
     "soup_files",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from papa import mixing
 from papa.delayed import DelayedPush, dtype_name
+from papa.diagnostics import Diagnostics
 from papa.errors import MixingError
 from papa.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
 from papa.learning_rates import LearningRates, check_optimizers, clamped
@@ -82,6 +84,7 @@ class Averager:
             from the mean of the healthy members with fresh optimizer state, `drop` it, or `stop` with an error; None
             to skip the check. Without averaging there is no mean to restart from: then `restart` drops.
         unhealthy_reason: an additional check of a local member, by index; returns what is wrong with it, or None.
+        watch_batches: warn if all members see the same first batches, by hooks on their forward passes.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Averager:
         merge_hooks: MergeHook | Sequence[MergeHook] = (),
         on_nonfinite: OnNonFinite | None = "restart",
         unhealthy_reason: Callable[[int], str | None] | None = None,
+        watch_batches: bool = True,
     ) -> None:
         _check_kinds(population, rule)
         if num_steps is not None and num_steps < 0:
@@ -132,6 +136,10 @@ class Averager:
         population.group.check_same(
             {**_plain_fields(rule), **facts}, cure="give every process the same rule and options"
         )
+        self._diagnostics = Diagnostics(
+            population, rule, self._rates.optimizers, num_steps, watch_batches=watch_batches
+        )
+        population._before_soup = weakref.WeakMethod(self._diagnostics.before_soup)
 
     def step(self, lr_ratio: float | None = None) -> Averaging | None:
         """Count one optimizer step, and average if the rule is due.
@@ -149,6 +157,7 @@ class Averager:
                 stacklevel=2,
             )
         self.found_nonfinite = ()
+        self._diagnostics.on_step(uses_optimizers=lr_ratio is None)
         self._rates.update()
         start = time.perf_counter()
         applied = self._apply_pending(start)
@@ -175,6 +184,7 @@ class Averager:
         found = self.found_nonfinite = self._check(context, distances)
         if distances is not None and (found or self.population.dropped):
             distances = self.population.distances()
+        self._diagnostics.before_averaging(distances)
         before = None if distances is None else tuple(distances.tolist())
         matrix = self._matrix(context)
         with contextlib.ExitStack() as stack:
@@ -183,6 +193,7 @@ class Averager:
             # The health check has synchronised all processes. Since then, hooks and the scoring of merges that select
             # members may have taken longer in some of them.
             self.population.mix_(matrix, synchronised=not self.merge_hooks and not self.rule.is_merge)
+        self._diagnostics.after_averaging()
         self.num_averagings += 1
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
             after = tuple(self.population.distances().tolist()) if self.measure else None
@@ -191,6 +202,16 @@ class Averager:
         num_bytes = self.population.group.bytes_sent - bytes_before
         seconds = time.perf_counter() - start
         return Averaging(context.step, type(self.rule).__name__, keep, before, after, found, num_bytes, seconds)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The members' optimizers, as given."""
+        return self._rates.optimizers
+
+    def __repr__(self) -> str:
+        total = "" if self.num_steps is None else f" of {self.num_steps}"
+        steps = f"step {self.num_steps_taken}{total}, {self.num_averagings} averagings"
+        return f"Averager({self.rule}, {self.population!r}, {steps})"
 
     def check_health(self, distances: Tensor | None = None) -> tuple[NonFiniteMember, ...]:
         """Check for non-finite members now and apply the policy; `step` does so before each averaging."""

@@ -6,18 +6,27 @@ draws its own order of indices, and a source only returns the examples at the in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from papa.errors import DataError
-from papa.inputs import Inputs, are_inputs, each, num_examples, tensors_in
-from papa.streams import stream
+from papa.inputs import Inputs, as_batch, each, num_examples, tensors_in
+from papa.streams import derive, seed_global_, stream
 
 
 @runtime_checkable
@@ -45,19 +54,20 @@ class Streaming(Source, Protocol):
 class Arrays:
     """Examples in memory, as a `TensorDataset` holds them: tensors or arrays of inputs and targets of equal length.
 
-    Inputs may also be a mapping from names to tensors.
+    Inputs and targets may also be mappings from names to tensors, and inputs a tuple.
     """
 
     def __init__(self, inputs: Any, targets: Any) -> None:
         self.inputs: Inputs = each(inputs, torch.as_tensor)
-        self.targets = torch.as_tensor(targets)
-        if num_examples(self.inputs) != len(self.targets):
+        self.targets: Any = each(targets, torch.as_tensor)
+        if num_examples(self.inputs) != num_examples(self.targets):
             raise DataError(
-                f"inputs have {num_examples(self.inputs)} rows, targets {len(self.targets)}: every example needs both"
+                f"inputs have {num_examples(self.inputs)} rows, targets {num_examples(self.targets)}: every example "
+                "needs both"
             )
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return num_examples(self.targets)
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """One `index_select` per tensor."""
@@ -65,32 +75,133 @@ class Arrays:
         def rows(part: Tensor) -> Tensor:
             return part.index_select(0, indices.to(part.device))
 
-        return each(self.inputs, rows), rows(self.targets)
+        return each(self.inputs, rows), each(self.targets, rows)
 
 
 class Examples:
-    """A map-style `torch.utils.data.Dataset`, read one example at a time and collated by `default_collate`."""
+    """A map-style `torch.utils.data.Dataset`, read one example at a time.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    Args:
+        dataset: the examples.
+        collate: from a list of examples to a batch.
+        options: of the `DataLoader` that reads training batches, such as `num_workers`; without workers there is none.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.dataset, self.collate, self.options = dataset, collate, dict(options or {})
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """`dataset[i]` for each index, collated."""
-        found = default_collate([self.dataset[index] for index in indices.tolist()])
-        is_pair = isinstance(found, (tuple, list)) and len(found) == 2
-        if not is_pair or not are_inputs(found[0]) or not isinstance(found[1], Tensor):
-            example = self.dataset[int(indices[0])]
-            parts = f" of {len(example)}" if isinstance(example, (tuple, list, dict)) else ""
-            raise DataError(
-                f"an example of {type(self.dataset).__name__} is a {type(example).__name__}{parts}, expected a pair of "
-                "inputs and target: each a tensor or a number, or the inputs tensors by name; wrap the dataset in one "
-                "that gives such pairs"
-            )
-        inputs, targets = found
-        return inputs, targets
+        return self._checked(self.collate([self.dataset[index] for index in indices.tolist()]))
+
+    def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Any]]:
+        """Training batches, read ahead by workers if there are any."""
+        if not self.options.get("num_workers"):
+            return (self.batch(indices) for indices in index_batches)
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=[indices.tolist() for indices in index_batches],
+            collate_fn=self.collate,
+            generator=torch.Generator().manual_seed(derive(seed, "workers", position=start)),
+            **self.options,
+        )
+        return (self._checked(found) for found in loader)
+
+    def _checked(self, found: Any) -> tuple[Inputs, Any]:
+        return as_batch(found, type(self.dataset).__name__)
+
+
+class LoaderBatches:
+    """The batches of a `DataLoader` with a sampler of its own or an iterable dataset, drawn anew for each member.
+
+    Args:
+        loader: the loader; its random numbers are a function of the seed that `epoch` is given.
+        limit: read at most this many batches of an epoch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], limit: int | None = None) -> None:
+        self.loader, self.limit = loader, limit
+
+    @property
+    def num_batches(self) -> int:
+        """The batches of an epoch."""
+        try:
+            found = len(self.loader)
+        except TypeError:
+            if self.limit is None:
+                raise DataError(
+                    f"the loader of {type(self.loader.dataset).__name__} has no length: pass steps_per_epoch, the number "
+                    "of optimizer steps to call an epoch"
+                ) from None
+            return self.limit
+        return found if self.limit is None else min(found, self.limit)
+
+    def epoch(self, *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Any]]:
+        """The batches of an epoch from number `start` on; their order is a function of the seed."""
+        loader, stop = self.loader, self.limit
+        if isinstance(loader.dataset, IterableDataset):
+            loader.generator = torch.Generator().manual_seed(seed)
+            batches: Iterable[Any] = itertools.islice(iter(loader), start, stop)
+        else:
+            batches = self._indexed(seed, start)
+        return (as_batch(found, type(loader.dataset).__name__) for found in batches)
+
+    def _indexed(self, seed: int, start: int) -> Iterable[Any]:
+        """A loader of the same batches, whose indices were drawn before, so that they depend on the seed alone."""
+        loader, generator = self.loader, torch.Generator().manual_seed(seed)
+        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        with torch.random.fork_rng(devices=[]), _seeded(sampler, generator):
+            seed_global_(seed)
+            drawn = list(itertools.islice(sampler, start, self.limit))
+        how = {"sampler": drawn, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": drawn}
+        return DataLoader(
+            loader.dataset,
+            collate_fn=loader.collate_fn,
+            generator=generator,
+            **how,
+            **_loading_options(loader),
+        )
+
+
+@contextlib.contextmanager
+def _seeded(sampler: Any, generator: torch.Generator) -> Iterator[None]:
+    """Let a sampler, and the one it is made of, draw from a generator inside of the block."""
+    parts = [part for part in (sampler, getattr(sampler, "sampler", None)) if hasattr(part, "generator")]
+    before = [part.generator for part in parts]
+    for part in parts:
+        part.generator = generator
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            part.generator = own
+
+
+def _loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a loader reads its data, besides which."""
+    names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    names += ["prefetch_factor"] if loader.num_workers else []
+    return {name: getattr(loader, name) for name in names}
+
+
+def from_loader(loader: DataLoader[Any]) -> Source | LoaderBatches:
+    """What a `DataLoader` reads: its dataset, if that is shuffled or read in order, for members to order on their own.
+
+    A loader with another sampler, or of an iterable dataset, decides on its own batches.
+    """
+    is_usual = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in (RandomSampler, SequentialSampler)
+    if not is_usual or getattr(loader.sampler, "replacement", False) or getattr(loader.sampler, "_num_samples", None):
+        return LoaderBatches(loader)
+    return Examples(loader.dataset, collate=loader.collate_fn, options=_loading_options(loader))
 
 
 class Subset:

@@ -10,6 +10,8 @@
         ├── LostError     another process failed, was killed or cannot be reached
         └── StoppedError  the run was asked to stop and saved its state first
 
+    PapaWarning           a training that will probably not give what was wanted
+
 Every message names the subject, what was found, what was expected and what to do.
 """
 
@@ -53,6 +55,10 @@ class LostError(RunError):
 
 class StoppedError(RunError):
     """The run was asked to stop and saved its state first."""
+
+
+class PapaWarning(UserWarning):
+    """A training that will probably not give what was wanted: what was seen, and what to do."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Inputs of a network: one tensor, or a mapping from names to tensors, such as `{"words": ..., "mask": ...}`."""
+"""Inputs of a network: one tensor, tensors by name, such as `{"words": ..., "mask": ...}`, or several in a tuple."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from papa.errors import DataError
 
 Inputs: TypeAlias = Any
-"""A tensor with one row per example, or a mapping from names to such tensors."""
+"""A tensor with one row per example, a mapping from names to such tensors, or a tuple of them; targets too."""
+
+LABELS = ("labels", "label", "targets", "target")
+"""The names under which an example that is a dictionary may hold its target."""
 
 
 def outputs_of(model: Callable[..., Any], inputs: Inputs) -> Any:
     """The outputs of a network for its inputs.
 
-    A mapping is passed as keyword arguments if `forward` has all its names as arguments, otherwise as one argument.
+    A mapping is passed as keyword arguments if `forward` has all its names as arguments, otherwise as one argument; a
+    tuple as several arguments.
 
     Example:
         >>> class Scaled(nn.Module):
@@ -29,7 +33,27 @@ def outputs_of(model: Callable[..., Any], inputs: Inputs) -> Any:
     """
     if isinstance(inputs, Mapping) and inputs.keys() <= _argument_names(model):
         return model(**inputs)
-    return model(inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def logits_of(outputs: Any) -> Any:
+    """The tensor that a loss and a metric are computed from: the outputs, or their `logits`, as of transformers."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    return (
+        outputs["logits"]
+        if isinstance(outputs, Mapping) and "logits" in outputs
+        else getattr(outputs, "logits", outputs)
+    )
+
+
+def own_loss_of(model: Callable[..., Any], inputs: Inputs, targets: Any) -> tuple[Any, Any]:
+    """The outputs of a network, and the `loss` that it computes itself if its `forward` takes labels; else None."""
+    name = next((name for name in LABELS if isinstance(inputs, Mapping) and name in _argument_names(model)), None)
+    if name is None:
+        return outputs_of(model, inputs), None
+    outputs = outputs_of(model, {**inputs, name: targets})
+    return outputs, getattr(outputs, "loss", None)
 
 
 def _argument_names(model: Callable[..., Any]) -> set[str]:
@@ -48,22 +72,25 @@ def inputs_of(batch: Any) -> Inputs:
 
 
 def tensors_in(inputs: Any) -> list[Any]:
-    """The values of a mapping, or the inputs themselves in a list."""
+    """The values of a mapping or tuple, or the inputs themselves in a list."""
+    if isinstance(inputs, tuple):
+        return list(inputs)
     return list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
 
 
 def are_inputs(inputs: Any) -> bool:
-    """Whether the value is a tensor or a non-empty mapping to tensors."""
+    """Whether the value is a tensor, or a non-empty mapping or tuple of tensors."""
     return len(tensors_in(inputs)) > 0 and all(isinstance(part, Tensor) for part in tensors_in(inputs))
 
 
 def num_examples(inputs: Inputs) -> int:
     """The number of examples, which must be the same in all tensors."""
     if not are_inputs(inputs):
-        raise DataError(f"a batch is a {type(inputs).__name__}, expected a tensor, or tensors by name")
-    if not isinstance(inputs, Mapping):
+        raise DataError(f"a batch is a {type(inputs).__name__}, expected a tensor, or tensors by name or in a tuple")
+    if isinstance(inputs, Tensor):
         return len(inputs)
-    lengths = {name: len(part) for name, part in inputs.items()}
+    named = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    lengths = {name: len(part) for name, part in named}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
         raise DataError(f"inputs have different numbers of examples: {listed}")
@@ -80,4 +107,31 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """
     if isinstance(inputs, Mapping):
         return {name: change(part) for name, part in inputs.items()}
-    return change(inputs)
+    return tuple(map(change, inputs)) if isinstance(inputs, tuple) else change(inputs)
+
+
+def as_batch(found: Any, subject: str) -> tuple[Inputs, Any]:
+    """Inputs and targets of what a dataset gave, collated.
+
+    A pair is (inputs, targets). Of a longer tuple the last is the targets, and of a dictionary that under one of
+    `LABELS`.
+
+    Args:
+        found: a collated batch.
+        subject: where it is from, for errors.
+    """
+    pair: tuple[Any, Any] | None = None
+    if isinstance(found, Mapping):
+        name = next((name for name in LABELS if name in found), None)
+        if name is not None:
+            pair = {key: value for key, value in found.items() if key != name}, found[name]
+    elif isinstance(found, (tuple, list)) and len(found) >= 2:
+        pair = found[0] if len(found) == 2 else tuple(found[:-1]), found[-1]
+    if pair is None or not (are_inputs(pair[0]) and are_inputs(pair[1])):
+        parts = f" of {len(found)}" if isinstance(found, (tuple, list, Mapping)) else ""
+        raise DataError(
+            f"an example of {subject} is a {type(found).__name__}{parts}, expected a pair of inputs and target, inputs "
+            f"and last the target, or a dictionary with the target under {' or '.join(LABELS)}; each a tensor or a "
+            "number, or tensors by name: wrap the dataset in one that gives these, or collate them so"
+        )
+    return pair

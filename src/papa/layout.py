@@ -114,8 +114,8 @@ def _is_averaged_by_default(owner: nn.Module, key: str, is_parameter: bool, tens
     """
     if not is_averageable(tensor):
         return False
-    if is_parameter or isinstance(owner, _NormBase):
-        return True
+    if is_parameter or isinstance(owner, _NormBase) or tensor.layout is not torch.strided:
+        return True  # a sparse tensor is refused later
     return (
         tensor.numel() > 0  # the first forward pass may resize an empty buffer
         and key not in owner._non_persistent_buffers_set
@@ -174,6 +174,15 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
     for name, is_parameter, owner, key, tensor in tensors_of(model):
         if name != names_of[id(tensor)][0]:
             continue
+        wanted = [
+            is_wanted
+            for pattern, is_wanted in average.items()
+            if any(fnmatch.fnmatchcase(other, pattern) for other in names_of[id(tensor)])
+        ]
+        is_averaged = wanted[-1] if wanted else _is_averaged_by_default(owner, key, is_parameter, tensor)
+        if not is_averaged:  # may be of any kind, such as a quantised subclass
+            slots[name] = (Slot(name, is_parameter, tensor.dtype, tensor.shape, ()), False)
+            continue
         local = local_part(tensor)
         _check_bindable(name, local, member)
         if local.numel() and name_at.setdefault(local.data_ptr(), name) != name:
@@ -181,14 +190,10 @@ def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dic
                 f"member {member} has '{name}' in the memory of '{name_at[local.data_ptr()]}', but as another tensor: "
                 "tie them by assigning one and the same Parameter"
             )
-        is_averaged = _is_averaged_by_default(owner, key, is_parameter, tensor)
-        for pattern, is_wanted in average.items():
-            if any(fnmatch.fnmatchcase(other, pattern) for other in names_of[id(tensor)]):
-                is_averaged = is_wanted
-        if is_averaged and not is_averageable(tensor):
+        if not is_averageable(tensor):
             raise MemberError(f"'{name}' is {tensor.dtype} and cannot be averaged: leave it out of `average`")
         stride = torch.empty_like(local, device="meta").stride()
-        slots[name] = (Slot(name, is_parameter, local.dtype, local.shape, stride), is_averaged)
+        slots[name] = (Slot(name, is_parameter, local.dtype, local.shape, stride), True)
     return slots
 
 
@@ -198,7 +203,7 @@ def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
         raise MemberError(f"{subject} uninitialised: run one forward pass through it first")
     if type(tensor.detach()) is not Tensor or tensor.layout is not torch.strided:
         kind = type(tensor.detach()).__name__ if tensor.layout is torch.strided else str(tensor.layout)
-        raise MemberError(f"{subject} as {kind}, expected a plain dense tensor")
+        raise MemberError(f"{subject} as {kind}, expected a plain dense tensor: leave it out with `average`")
     if tensor.is_meta:
         raise MemberError(f"{subject} on the meta device: give it values first")
     if tensor.is_inference():

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from papa import layout
 from papa.binding import BoundMember
 from papa.errors import MemberError, MixingError
-from papa.group import Group, LocalGroup, as_group
+from papa.group import Group, LocalGroup, as_group, check_wrappers
 from papa.mixing import check_row, check_rows, soup_row
 from papa.product import is_finite
+from papa.streams import global_stream
 
 
 class Population:
@@ -61,6 +62,8 @@ class Population:
         self.dropped: frozenset[int] = frozenset()
         """Members that take no further part in means, soups and ensembles."""
         self.group: Group = as_group(group)
+        self._before_soup: Callable[[], Callable[[], None] | None] = lambda: None
+        """Refers to the check that an averager of these members makes before a soup, while there is one."""
         if not self._models:
             raise MemberError("a population needs at least one member, got none: pass a list of modules")
         for member, model in enumerate(self._models):
@@ -68,7 +71,41 @@ class Population:
                 raise MemberError(f"member {member} is a {type(model).__name__}, expected a torch.nn.Module")
             if any(model is other for other in self._models[:member]):
                 raise MemberError(f"member {member} is the same object as an earlier one: make a module for each")
+        check_wrappers(self._models, self.group)
         self._bind()
+
+    @classmethod
+    def build(
+        cls,
+        make_model: Callable[[], nn.Module],
+        size: int,
+        *,
+        seed: int = 1,
+        group: Any = None,
+        average: Mapping[str, bool] | None = None,
+    ) -> Population:
+        """Make members with initial weights of their own, those that `papa.train` would make with this seed.
+
+        Example:
+            >>> population = Population.build(lambda: nn.Linear(4, 2), 3, seed=1)
+
+        Args:
+            make_model: makes one member; called once for each, with torch's generators seeded for it.
+            size: the number of members, on all processes.
+            seed: of the members' weights; those of a member depend on the seed and its index only.
+            group: as for `Population`.
+            average: as for `Population`.
+        """
+        if isinstance(make_model, nn.Module) or not callable(make_model):
+            raise MemberError(
+                f"make_model is a {type(make_model).__name__}, expected a function that makes a new member when called"
+            )
+        group = as_group(group)
+        models = []
+        for member in group.local_range(size):
+            with global_stream(seed, "init", member):
+                models.append(make_model())
+        return cls(models, group, average=average)
 
     def _bind(self) -> None:
         for model in self._models:
@@ -104,8 +141,18 @@ class Population:
         return self._models[index]
 
     def __repr__(self) -> str:
-        columns, rows = self.matrix.shape[1], self.size
-        return f"Population({rows} x {type(self._models[0]).__name__}, {columns:,} columns, {self.matrix.dtype})"
+        first, slots = self._models[0], self._layout.slots
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.matrices)
+        parts = [
+            f"{self.size} x {type(first).__name__}",
+            f"{sum(slot.numel for slot in slots):,} averaged numbers each",
+        ]
+        parts += [f"{dtypes} on {self._layout.device}"]
+        if len(self) < self.size:
+            parts.append(f"members {self.members.start} to {self.members.stop - 1} here")
+        if self.dropped:
+            parts.append(f"without {', '.join(map(str, sorted(self.dropped)))}")
+        return f"Population({', '.join(parts)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Population:
         models = [copy.deepcopy(model, memo) for model in self._models]
@@ -303,6 +350,41 @@ class Population:
     def _is_sharded(self) -> bool:
         """Whether members are under `fully_shard`, so that this process holds shards of them."""
         return self._bound[0].is_sharded
+
+    def train(self, mode: bool = True) -> Population:
+        """Put every local member in training mode, or in evaluation mode if `mode` is False."""
+        for model in self._models:
+            model.train(mode)
+        return self
+
+    def eval(self) -> Population:
+        """Put every local member in evaluation mode."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every local member, as of an `nn.ModuleList`: names begin with the member's index."""
+        return {
+            f"{member}.{name}": value
+            for member, model in zip(self.members, self._models, strict=True)
+            for name, value in model.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what `state_dict` returned, on this or on any number of processes."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in state.items():
+            prefix, _, rest = name.partition(".")
+            parts.setdefault(prefix, {})[rest] = value
+        expected = {str(member) for member in self.members}
+        unknown = sorted(parts.keys() - {str(member) for member in range(self.size)})
+        missing = sorted(expected - parts.keys())
+        if missing or unknown:
+            found = f"no member {', '.join(missing)}" if missing else f"'{unknown[0]}', which is no member"
+            raise MemberError(
+                f"the state has {found}, expected that of a population of {self.size}: names such as '0.weight'"
+            )
+        for member, model in zip(self.members, self._models, strict=True):
+            model.load_state_dict(parts[str(member)], strict=strict)
 
     def to(self, *args: Any, **kwargs: Any) -> Population:
         """Move or convert every member, as `nn.Module.to` does, and the matrix with them."""

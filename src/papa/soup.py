@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from papa import layout, mixing
-from papa.errors import SoupError
+from papa.errors import PapaWarning, SoupError
 from papa.group import Group, LocalGroup
 from papa.population import Population
 from papa.product import accumulation_dtype, combine_block_
@@ -43,7 +43,41 @@ def best_first(
     return sorted(members, key=lambda member: (sign * scores[member][0], scores[member][1], member))
 
 
-def average_soup(members: Iterable[Network], weights: Weights | None = None, *, after: After | None = None) -> Network:
+def is_far_worse(soup: float, members: Sequence[float], *, higher_is_better: bool = True) -> bool:
+    """Whether a soup's score is far worse than those of its members: by more than their spread, and by 5%.
+
+    Example:
+        >>> is_far_worse(33.0, [99.0, 98.5]), is_far_worse(98.2, [99.0, 98.5])
+        (True, False)
+    """
+    mean, margin = sum(members) / len(members), max(members) - min(members)
+    margin = max(margin, 0.05 * abs(mean))
+    return bool(soup < min(members) - margin if higher_is_better else soup > max(members) + margin)
+
+
+def warn_if_far_worse(
+    soup: float, members: Sequence[float], *, higher_is_better: bool = True, stacklevel: int = 3
+) -> None:
+    """Warn if a soup's score is far worse than those of its members."""
+    if is_far_worse(soup, members, higher_is_better=higher_is_better):
+        mean = sum(members) / len(members)
+        warnings.warn(
+            f"the average soup scores {soup:.4g}, far worse than its members ({mean:.4g} on average): they are too far "
+            "apart to be averaged. Push more strongly or merge more often while training (papa.Push(half_life=0.003) "
+            "is a good start), or use the greedy soup or the ensemble",
+            PapaWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def average_soup(
+    members: Iterable[Network],
+    weights: Weights | None = None,
+    *,
+    after: After | None = None,
+    score: Score | None = None,
+    higher_is_better: bool = True,
+) -> Network:
     """The (weighted) mean of all members.
 
         soup = sum_j w_j member_j,   w_j = 1/p by default
@@ -60,10 +94,14 @@ def average_soup(members: Iterable[Network], weights: Weights | None = None, *, 
         members: a population, modules of one architecture, or their state dicts.
         weights: one per member, non-negative and summing to 1.
         after: called with the average and its weights before it is returned, for instance to repair it.
+        score: a function of a network, on validation data; warns if the soup is far worse than its members.
+        higher_is_better: whether a higher score is better, as an accuracy is, or a lower one, as a loss.
 
     Returns:
         A new module, or a new state dict if the members are state dicts.
     """
+    if isinstance(members, Population) and (check := members._before_soup()) is not None:
+        check()
     mean = mean_network(members, after)
     row = mixing.soup_row(mean.size, mean.active) if weights is None else _checked_weights(weights, mean.size)
     mean.fill_(row)
@@ -74,6 +112,10 @@ def average_soup(members: Iterable[Network], weights: Weights | None = None, *, 
             f"the average soup has NaN, {source}: give it weight 0, or call averager.check_health() first",
             stacklevel=2,
         )
+    if score is not None:
+        scores, order = mean.ranked(score)
+        own_score = mean.agreed(score_and_loss(score(mean.network))[0])
+        warn_if_far_worse(own_score, [scores[member][0] for member in order], higher_is_better=higher_is_better)
     network: Network = mean.network
     return network
 

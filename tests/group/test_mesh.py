@@ -74,3 +74,10 @@ def test_no_process_group_under_torchrun_raises(monkeypatch: pytest.MonkeyPatch)
     assert alone.size == copy.deepcopy(alone).size == pickle.loads(pickle.dumps(alone)).size == 1
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Population([nn.Linear(2, 2)]).size == 1
+
+
+def test_a_wrapper_that_spans_several_members_is_refused() -> None:
+    replicas, shards = start_workers(mesh_jobs.wrap_several_members, 2, 2)
+    end = "spans the processes of several members (ranks 0, 1 of the population): it would average their gradients"
+    assert replicas.startswith(f"MemberError: DistributedDataParallel {end}")
+    assert shards.startswith(f"MemberError: fully_shard {end}")

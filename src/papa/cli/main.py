@@ -23,6 +23,7 @@ COMMANDS = {
     "reproduce": "run a table or figure of the paper",
     "watch": "follow a run from another terminal",
     "report": "write the page, table or figures of existing runs",
+    "each": "train one member per process, with a script of your own",
     "soup": "average checkpoint files into one network",
     "diff": "compare two checkpoints",
     "plan": "estimate the cost of averaging between machines",

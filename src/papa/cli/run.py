@@ -17,6 +17,7 @@ from papa.errors import ConfigError
 from papa.lab.config import Config, flat
 from papa.lab.recipes import Recipe
 from papa.lab.recipes.change import changed
+from papa.lab.report.metric import is_soup_far_worse
 from papa.lab.report.table import COLUMNS, details_table, run_rows
 from papa.lab.runs import RunDirectory
 
@@ -110,3 +111,8 @@ def print_details(results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         if result["method"] != "independent" and not result["num_averagings"]:
             print(f"{result['method']}, seed {result['seed']}: training ended before the first averaging was due")
+        if is_soup_far_worse(result):
+            print(
+                f"{result['method']}, seed {result['seed']}: the average soup is far worse than its members, which are "
+                "too far apart: push more strongly (a shorter --average.half-life), or merge more often"
+            )

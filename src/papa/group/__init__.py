@@ -8,8 +8,9 @@ the number of processes. There are three groups:
 - `DistributedGroup`: processes on any machines hold the rows of their own members. Columns of all rows travel by
   all-to-all (`exchange="exact"`, module `exchange`), or sums of rows (`"fast"` and `"bfloat16"`, module `reduce`).
 
-`as_group` turns a process group or a device mesh into a group, `start_workers` starts worker processes, and `Torchrun`
-connects the processes that torchrun started.
+`as_group` turns a process group or a device mesh into a group, `start_workers` starts worker processes, `Torchrun`
+connects the processes that torchrun started, and `connect_members` those that train one member each in ways of their
+own, by a group that other libraries do not see.
 
 **Why the bits are identical.** `W <- A W` treats every column of `W` alike, so columns can be distributed instead of
 rows. `papa.product` cuts the matrix into blocks of columns whose boundaries depend on the shape and dtype of the whole
@@ -22,13 +23,16 @@ processes need the same kind of CPU, build of PyTorch and number of threads, and
 
 from papa.group.base import Group, LocalGroup, balanced_ranges, gather_or_raise
 from papa.group.distributed import EXCHANGES, DistributedGroup
+from papa.group.members import WEIGHTS, connect_members, group_of_environment, member_of_environment
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
 from papa.group.torchrun import Torchrun, rank_of_torchrun
+from papa.group.wrappers import check_wrappers
 
 __all__ = [
     "EXCHANGES",
+    "WEIGHTS",
     "DistributedGroup",
     "Group",
     "LocalGroup",
@@ -36,7 +40,11 @@ __all__ = [
     "Torchrun",
     "as_group",
     "balanced_ranges",
+    "check_wrappers",
+    "connect_members",
     "gather_or_raise",
+    "group_of_environment",
+    "member_of_environment",
     "rank_of_torchrun",
     "start_workers",
 ]

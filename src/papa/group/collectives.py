@@ -6,7 +6,9 @@ import contextlib
 import io
 import logging
 import pickle
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,28 @@ from papa.group.base import Group, balanced_ranges
 T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OwnGroup:
+    """What papa must know of a process group that is not registered with `torch.distributed`."""
+
+    open_another: Callable[[str], dist.ProcessGroup]
+    """Opens another group of the same processes, given its name."""
+
+
+own_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnGroup] = weakref.WeakKeyDictionary()
+"""The process groups that only papa knows: functions of `torch.distributed` that look up a group do not find them."""
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """The rank of this process in a group; None for all processes."""
+    return dist.get_rank() if group is None else group.rank()
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """The number of processes of a group; None for all processes."""
+    return dist.get_world_size() if group is None else group.size()
 
 
 @contextlib.contextmanager
@@ -46,10 +70,23 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
 
     Unlike with `torch.distributed.all_gather_object`, tensors arrive on the receiver's accelerator, not the sender's.
     """
-    values = [b""] * dist.get_world_size(group)
+    values = [b""] * size_of(group)
     with connection_errors("exchanging values"):
-        dist.all_gather_object(values, dumps(value), group=group)
+        if group in own_groups:
+            values = _all_gather_bytes(dumps(value), group)
+        else:
+            dist.all_gather_object(values, dumps(value), group=group)
     return [pickle.loads(received) for received in values]
+
+
+def _all_gather_bytes(value: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size_of(group))]
+    dist.all_gather(lengths, torch.tensor([len(value)]), group=group)
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    padded[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
 def dumps(value: Any) -> bytes:
@@ -82,9 +119,9 @@ class MultiProcessGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.process_group = dist.group.WORLD if group is None else group
-        self.rank: int = dist.get_rank(group)
-        self.num_ranks: int = dist.get_world_size(group)
-        self.is_leader: bool = dist.get_rank() == 0
+        self.rank: int = rank_in(group)
+        self.num_ranks: int = size_of(group)
+        self.is_leader: bool = (self.rank if group in own_groups else dist.get_rank()) == 0
 
     @property
     def local_rank(self) -> int:
@@ -101,7 +138,8 @@ class MultiProcessGroup(Group):
 
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
         everyone = all_gather_object(dict(facts), self.process_group)
-        ranks = dist.get_process_group_ranks(self.process_group)
+        is_own = self.process_group in own_groups
+        ranks = list(range(self.num_ranks)) if is_own else dist.get_process_group_ranks(self.process_group)
         for rank, theirs in zip(ranks, everyone, strict=True):
             for name in sorted(everyone[0].keys() | theirs.keys()):
                 found, expected = theirs.get(name, "nothing"), everyone[0].get(name, "nothing")
@@ -116,12 +154,16 @@ class MultiProcessGroup(Group):
 
     def barrier(self) -> None:
         with connection_errors("waiting at a barrier"):
-            dist.barrier(self.process_group)
+            group = self.process_group
+            if group is not None and group in own_groups:
+                group.barrier().wait()
+            else:
+                dist.barrier(group)
 
 
 def all_max(values: tuple[float, ...], group: dist.ProcessGroup | None) -> tuple[float, ...]:
     """The maximum of each value over the processes of a group."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if group not in own_groups and dist.get_backend(group) == "nccl" else "cpu"
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
     with connection_errors("exchanging values"):
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)

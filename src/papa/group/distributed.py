@@ -16,7 +16,7 @@ from torch import Tensor
 from papa import mixing
 from papa.errors import ConfigError, MemberError, did_you_mean
 from papa.group.background import BackgroundThread
-from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors
+from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.group.exchange import ColumnExchange
 from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
 from papa.product import combine_block_, is_finite, mix_blocks_, squared_distances_by_block
@@ -47,7 +47,7 @@ class DistributedGroup(MultiProcessGroup):
     ) -> None:
         if exchange not in EXCHANGES:
             raise ConfigError(f"exchange is {exchange}: {did_you_mean(exchange, EXCHANGES)}")
-        if not dist.is_initialized():
+        if group is None and not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed has no process group: call torch.distributed.init_process_group() first, under "
                 "torchrun for instance"
@@ -183,12 +183,19 @@ class DistributedGroup(MultiProcessGroup):
     def _connect_background(self, num_local: int) -> tuple[ColumnExchange, BackgroundThread]:
         """A second process group, so that background messages are never mixed up with those of the main thread."""
         if self._background is None:
-            ranks = dist.get_process_group_ranks(self.process_group)
             with connection_errors("opening a second connection"):
-                group = dist.new_group(ranks, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
+                group = self._open_another_group()
             self._background = ColumnExchange(group, self._connect(num_local).counts), BackgroundThread()
         return self._background
+
+    def _open_another_group(self) -> dist.ProcessGroup:
+        group = self.process_group
+        if group is not None and group in own_groups:
+            return own_groups[group].open_another("background")
+        ranks = dist.get_process_group_ranks(group)
+        another = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(another, dist.ProcessGroup)
+        return another
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank computes the part of its blocks; the parts are added in block order."""

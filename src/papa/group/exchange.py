@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.group.base import balanced_ranges
-from papa.group.collectives import connection_errors
+from papa.group.collectives import connection_errors, rank_in
 from papa.product import block_width
 
 MESSAGE_BYTES = 2 << 20
@@ -59,7 +59,7 @@ class ColumnExchange:
         self.members = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
         """The members of each rank."""
         self.size = sum(counts)
-        self.rank = dist.get_rank(group)
+        self.rank = rank_in(group)
         self.num_ranks = len(self.counts)
         self.bytes_sent = 0
         self._buffers: dict[tuple[str, int, torch.device], Tensor] = {}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from papa.evaluation import Loss, Metric, accuracy
 from papa.rules import HALF_LIFE, Push, Rule
 from papa.schedules import Schedule, cosine
+from papa.soup import warn_if_far_worse
 from papa.task import Task
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
@@ -122,7 +123,12 @@ def train(
         with saved(training, options) as saver:
             training.run([saver])
             saver.finish(training)
-    return finalize(training)
+    outcome = finalize(training)
+    if training.averager.rule.averages:
+        scores = outcome.validation
+        is_higher_better = training.task.higher_is_better
+        warn_if_far_worse(scores.average_soup.score, scores.counted, higher_is_better=is_higher_better)
+    return outcome
 
 
 def start_training(

@@ -105,6 +105,7 @@ class Training:
             merge_hooks=merge_hooks,
             on_nonfinite=self.settings.averaging.on_nonfinite,
             unhealthy_reason=self._unhealthy_reason,
+            watch_batches=False,
         )
 
     @property

@@ -22,10 +22,11 @@ class Scores:
     @property
     def mean(self) -> float:
         """The members' mean score."""
-        return sum(self._counted) / len(self._counted)
+        return sum(self.counted) / len(self.counted)
 
     @property
-    def _counted(self) -> list[float]:
+    def counted(self) -> list[float]:
+        """The scores of the members that were not dropped."""
         return [found.score for member, found in enumerate(self.members) if member not in self.dropped]
 
     def to_json(self) -> dict[str, Any]:
@@ -33,8 +34,8 @@ class Scores:
         return {
             "members": [member.score for member in self.members],
             "mean": self.mean,
-            "min": min(self._counted),
-            "max": max(self._counted),
+            "min": min(self.counted),
+            "max": max(self.counted),
             "ensemble": self.ensemble.score,
             "average_soup": self.average_soup.score,
             "greedy_soup": self.greedy_soup.score,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from papa.lab.config import flat
+from papa.soup import is_far_worse
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,18 @@ def metric_of(results: Sequence[Mapping[str, Any]]) -> Metric:
     names = (dict(flat(result.get("config") or {})).get("data.name") for result in results)
     found = {METRICS.get(str(name), ACCURACY) for name in names}
     return found.pop() if len(found) == 1 else SCORE if found else ACCURACY
+
+
+def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
+    """Whether the average soup of a run whose members were averaged is far worse than they are, on validation data.
+
+    Example:
+        >>> is_soup_far_worse({"method": "papa", "validation": {"members": [99.0, 98.5], "average_soup": 33.0}})
+        True
+    """
+    validation = result["validation"]
+    soup = validation["average_soup"]
+    members = [score for score in validation["members"] if score is not None]
+    if result.get("method") == "independent" or soup is None or not members:
+        return False
+    return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)

@@ -13,7 +13,7 @@ from papa.lab.config import METHODS, flat
 from papa.lab.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
-from papa.lab.report.metric import metric_of
+from papa.lab.report.metric import is_soup_far_worse, metric_of
 from papa.lab.report.plot import AnyPlot, evenly_spaced
 from papa.lab.report.table import (
     COLUMNS,
@@ -205,6 +205,11 @@ def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
             found.append(f"Step {text(event.get('step'))}: writing a checkpoint failed: {text(event.get('error'))}.")
     if result.get("num_averagings") == 0 and result["method"] != "independent":
         found.append("Training ended before the first averaging: these members were never averaged.")
+    if is_soup_far_worse(result):
+        found.append(
+            "The average soup is far worse than its members, which are too far apart to be averaged: push more "
+            "strongly, or merge more often."
+        )
     return list(dict.fromkeys(found))[:MAX_WARNINGS]
 
 

@@ -1,0 +1,146 @@
+"""A group of papa's own, with one member per process, that no other library sees.
+
+Frameworks that find the default process group of `torch.distributed`, or `RANK` and `WORLD_SIZE` in the environment,
+take members for copies of one network: they average their gradients, save rank 0 only, and scale learning rates. So
+members are connected by a process group that is not registered with `torch.distributed`, over a TCP store, and the
+processes know each other from variables of papa's own, which `papa each` sets.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+
+from papa.errors import ConfigError, LostError
+from papa.group.collectives import OwnGroup, own_groups
+from papa.group.distributed import DistributedGroup
+
+MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_STORE", "PAPA_START", "PAPA_WEIGHTS"
+"""The environment variables of a member's process: its index, the number of members, the address of the store, the
+number of this start (restarted members must not read the messages of those before), and the directory for its final
+weights."""
+
+CONNECT_TIMEOUT = datetime.timedelta(minutes=10)
+"""How long a member waits for the others to start."""
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(days=7)
+"""How long a member waits for another, which may train or evaluate much longer; one that died is noticed at once."""
+
+_connected: dict[tuple[str, ...], DistributedGroup] = {}
+"""The groups of this process by the variables they were made from: connections are opened once."""
+
+
+def member_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """The index of this process's member and the number of members; None if `papa each` did not start it.
+
+    Example:
+        >>> member_of_environment({"PAPA_MEMBER": "1", "PAPA_MEMBERS": "3"})
+        (1, 3)
+        >>> member_of_environment({}) is None
+        True
+    """
+    if MEMBER not in environment or MEMBERS not in environment:
+        return None
+    member, num_members = environment[MEMBER], environment[MEMBERS]
+    if not (member.isdecimal() and num_members.isdecimal() and int(member) < int(num_members)):
+        raise ConfigError(
+            f"{MEMBER} is '{member}' and {MEMBERS} '{num_members}', expected an index and a number of members"
+        )
+    return int(member), int(num_members)
+
+
+def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
+    """The group of the members that `papa each` started.
+
+    Args:
+        exchange: how weights travel; see `papa.group.EXCHANGES`.
+    """
+    found = member_of_environment()
+    if found is None or STORE not in os.environ:
+        raise ConfigError(
+            "this process is not one of several members: start it with `papa each --members 3 -- python train.py`, or "
+            "pass a group, such as papa.group.connect_members(member=0, num_members=3, address='127.0.0.1:29400')"
+        )
+    key = (*(os.environ[name] for name in (MEMBER, MEMBERS, STORE)), os.environ.get(START, "0"), exchange)
+    if key not in _connected:
+        member, num_members = found
+        _connected[key] = connect_members(
+            member=member,
+            num_members=num_members,
+            address=os.environ[STORE],
+            session=os.environ.get(START, "0"),
+            exchange=exchange,
+            is_store_running=True,
+        )
+    return _connected[key]
+
+
+def connect_members(
+    *,
+    member: int,
+    num_members: int,
+    address: str,
+    session: str = "0",
+    exchange: str = "exact",
+    is_store_running: bool = False,
+) -> DistributedGroup:
+    """Connect this process, which trains one member, with those of the other members; all must call it.
+
+    Args:
+        member: the index of this process's member.
+        num_members: the number of members.
+        address: host and port of the store that processes meet at; that of member 0, which runs it.
+        session: the same for all members, and new after a restart.
+        exchange: how weights travel; see `papa.group.EXCHANGES`.
+        is_store_running: whether another process runs the store, as `papa each` does.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"the address is '{address}', expected host and port, such as 127.0.0.1:29400")
+    try:
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            int(port),
+            is_master=member == 0 and not is_store_running,
+            timeout=CONNECT_TIMEOUT,
+            wait_for_workers=False,
+        )
+        group = open_group(PrefixStore(f"papa/{session}", store), member, num_members, hostname=host)
+        return DistributedGroup(group, exchange=exchange)
+    except RuntimeError as error:
+        raise LostError(
+            f"member {member} cannot connect to the other members at {address}: are all {num_members} started, and can "
+            "this machine reach that address?"
+        ) from error
+
+
+def open_group(store: Store, rank: int, num_ranks: int, *, hostname: str, name: str = "main") -> ProcessGroup:
+    """A process group over a store that is not registered with `torch.distributed`; all its processes must call it.
+
+    Args:
+        store: shared by these processes alone.
+        rank: of this process.
+        num_ranks: the number of processes.
+        hostname: where they meet; on one machine they use the loopback interface, whatever its name resolves to.
+        name: of this group, among those over the same store.
+    """
+    prefixed = PrefixStore(name, store)
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = COLLECTIVE_TIMEOUT
+    is_local = hostname in ("127.0.0.1", "localhost")
+    options._devices = [
+        ProcessGroupGloo.create_device(hostname=hostname) if is_local else ProcessGroupGloo.create_default_device()
+    ]
+    backend = ProcessGroupGloo(prefixed, rank, num_ranks, options)
+    group = ProcessGroup(prefixed, rank, num_ranks)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
+    own_groups[group] = OwnGroup(lambda name: open_group(store, rank, num_ranks, hostname=hostname, name=name))
+    return group

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from papa import Population, loaders
+from papa.errors import DataError
+
+NUMBERS = TensorDataset(torch.arange(20))
+
+
+def orders(found: list[DataLoader[Any]], num_epochs: int = 2) -> list[list[int]]:
+    return [[int(number) for _ in range(num_epochs) for (batch,) in loader for number in batch] for loader in found]
+
+
+def test_each_member_has_an_order_of_its_own_that_depends_on_seed_and_index_only() -> None:
+    first, second, third = orders(loaders(NUMBERS, members=3, batch_size=4))
+    assert sorted(first[:20]) == sorted(second[20:]) == list(range(20))
+    assert first != second != third
+    assert first[:20] != first[20:]
+    assert orders(loaders(NUMBERS, members=[2, 0], batch_size=4)) == [third, first]
+    assert orders(loaders(NUMBERS, members=1, batch_size=4, seed=2)) != [first]
+    population = Population([nn.Linear(1, 1) for _ in range(2)])
+    assert orders(loaders(NUMBERS, members=population, batch_size=4)) == [first, second]
+
+
+def test_all_batches_have_one_size_unless_asked_otherwise() -> None:
+    (loader,) = loaders(NUMBERS, members=1, batch_size=6)
+    assert [len(batch) for (batch,) in loader] == [6, 6, 6]
+    (loader,) = loaders(NUMBERS, members=1, batch_size=6, drop_last=False, shuffle=False)
+    assert [batch.tolist() for (batch,) in loader][-1] == [18, 19]
+
+
+class Noisy(Dataset[tuple[Tensor]]):
+    """Random transforms, in workers too."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (torch.rand(()),)
+
+
+def test_workers_draw_random_numbers_of_their_own() -> None:
+    def drawn() -> list[list[float]]:
+        found = loaders(Noisy(), members=2, batch_size=4, num_workers=1)
+        return [[float(number) for (batch,) in loader for number in batch] for loader in found]
+
+    first, second = drawn()
+    assert first != second
+    assert drawn() == [first, second]
+
+
+def test_samplers_and_collate_functions() -> None:
+    weights = torch.tensor([1.0] * 5 + [0.0] * 15)
+    found = loaders(
+        NUMBERS,
+        members=2,
+        batch_size=4,
+        sampler=lambda generator: WeightedRandomSampler(weights.tolist(), 20, generator=generator),
+        collate_fn=lambda examples: (torch.stack([number for (number,) in examples]),),
+    )
+    first, second = orders(found)
+    assert first != second
+    assert max(first + second) < 5
+
+
+class Counting(IterableDataset[tuple[Tensor]]):
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return iter((torch.tensor(self.start + number),) for number in range(8))
+
+
+def test_a_function_gives_each_member_a_dataset() -> None:
+    found = orders(loaders(lambda member: Counting(100 * member), members=2, batch_size=4), num_epochs=1)
+    assert found == [list(range(8)), list(range(100, 108))]
+
+
+def test_wrong_uses() -> None:
+    with pytest.raises(DataError, match=r"members is 0, expected the number of members, their indices"):
+        loaders(NUMBERS, members=0)
+    with pytest.raises(DataError, match=r"Counting is read in its own order, got a sampler too"):
+        loaders(Counting(0), members=2, sampler=lambda generator: WeightedRandomSampler([1.0], 1))

@@ -59,9 +59,9 @@ def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
         >>> is_soup_far_worse({"method": "papa", "validation": {"members": [99.0, 98.5], "average_soup": 33.0}})
         True
     """
-    validation = result["validation"]
-    soup = validation["average_soup"]
-    members = [score for score in validation["members"] if score is not None]
+    validation = result.get("validation") or {}  # of a run that is not finished
+    soup = validation.get("average_soup")
+    members = [score for score in validation.get("members", ()) if score is not None]
     if result.get("method") == "independent" or soup is None or not members:
         return False
     return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)

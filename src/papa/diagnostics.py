@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -35,8 +34,10 @@ APART = 0.3
 """Members farther from the mean than this share of its norm did not start from the same weights."""
 EQUAL = 1e-7
 """Members this close to the mean, as a share of a member's norm, are equal up to the rounding of the mean."""
-COPY_SIMILARITY = 0.9
-"""Optimizer state with this cosine similarity to a weight is a copy or an average of it."""
+UNDONE = 0.5
+"""A step undid a push if the weights are back within this share of it."""
+NEAR_COPY = 0.1
+"""Optimizer state that differs from a weight by less than this share of its norm is a copy or an average of it."""
 
 
 class Diagnostics:
@@ -177,10 +178,8 @@ class Diagnostics:
         assert before is not None
         assert after is not None
         self.population.refresh_()
-        push, step = after - before, self._sample() - after
-        square = (push.abs() ** 2).sum()
-        share = float((push.conj() * step).sum().real / square) if square > 0 else 0.0
-        self._num_undone += share < -0.5
+        push, left = after - before, self._sample() - before
+        self._num_undone += bool(left.norm() < UNDONE * push.norm())
         if self._num_undone == NUM_AVERAGINGS_CHECKED:
             self._warn(
                 "undone",
@@ -289,5 +288,4 @@ def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 def _are_alike(first: Tensor, second: Tensor) -> bool:
     if not (first.is_floating_point() and second.is_floating_point()):
         return False
-    one, other = (part.detach().reshape(1, -1).float() for part in (first, second))
-    return bool(F.cosine_similarity(one, other) > COPY_SIMILARITY)
+    return bool((first.detach().float() - second.detach().float()).norm() < NEAR_COPY * second.detach().float().norm())

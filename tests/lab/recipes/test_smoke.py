@@ -1,6 +1,7 @@
 """Every recipe builds and takes steps under the smoke budget, on tiny data of the same form."""
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,12 +29,23 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
     for part in ("train", "val"):
         write_images(root / "imagenet" / part, num_classes=3, images_per_class=6, size=120)
+    write_mnist(root / "FashionMNIST" / "raw")
     write_tiles(root / "tiles")
     write_tiles(root / "vaihingen")
     write_optdigits(root / "optdigits.npz")
     (root / "text").mkdir()
     (root / "text" / "sample.txt").write_text(sample_text(3000))
     return root
+
+
+def write_mnist(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for part, count in (("train", 60), ("t10k", 20)):
+        pixels = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">iiii", 2051, count, 28, 28) + pixels.tobytes())
+        labels = np.arange(count, dtype=np.uint8) % 10
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 2049, count) + labels.tobytes())
 
 
 def write_tiles(root: Path) -> None:

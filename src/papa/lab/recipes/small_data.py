@@ -1,0 +1,82 @@
+"""Few training data and many epochs: the regime that populations are for.
+
+When training ends, one network has learned all it can from its data: further steps no longer help it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from papa.lab.config import AverageConfig, Config, DataConfig, ModelConfig, TrainConfig, TrajectoryConfig
+from papa.lab.recipes.recipe import Recipe, smoke
+
+MEMBERS = 4
+MERGES = 60
+"""The number of merges in a training, as in the paper: one in 5 of 300 epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A small VGG-11 on a part of a data set."""
+
+    data: str
+    num_images: int
+    """Training and validation images together."""
+    image_size: int | None = None
+    epochs: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}-{self.num_images // 1000}k"
+
+
+ROWS = (
+    _Row(data="cifar10", num_images=2_000, epochs=200),
+    _Row(data="cifar100", num_images=5_000, epochs=120),
+    _Row(data="fashion-mnist", num_images=1_000, image_size=32, epochs=200),
+)
+
+
+def population(row: _Row, budget: str) -> Config:
+    """Four networks with crops and flips alone, and the average along each one's trajectory (EMA)."""
+    config = Config(
+        members=MEMBERS,
+        data=DataConfig(name=row.data, max_train=row.num_images, validation=0.1, image_size=row.image_size),
+        model=ModelConfig(name="vgg11", width=8),
+        train=TrainConfig(epochs=row.epochs, lr=0.05, weight_decay=5e-4, channels_last=True),
+        average=AverageConfig(
+            half_life=0.015, every_steps=5, every_epochs=row.epochs / MERGES, repair=5, keep_best_soup=True
+        ),
+        trajectory=TrajectoryConfig(kind="ema", decay=0.999, batch_norm_batches=10),
+    )
+    if budget == "mini":
+        return replace(config, train=replace(config.train, epochs=row.epochs // 10))
+    return smoke(config, width=4) if budget == "smoke" else config
+
+
+def one_network(row: _Row, budget: str) -> Config:
+    """The compute of the population spent on one network; its best epoch by validation is early stopping."""
+    config = population(row, budget)
+    train = replace(config.train, epochs=config.train.epochs * MEMBERS)
+    return replace(config, method="independent", members=1, train=train)
+
+
+RECIPES = (
+    *(
+        Recipe(
+            name=row.name,
+            summary=f"a small vgg11 on {row.num_images:,} images of {row.data}, until they are used up",
+            make=partial(population, row),
+        )
+        for row in ROWS
+    ),
+    *(
+        Recipe(
+            name=f"{row.name}-long",
+            summary=f"one small vgg11 on these images, trained {MEMBERS} times as long",
+            make=partial(one_network, row),
+        )
+        for row in ROWS
+    ),
+)

@@ -1,7 +1,8 @@
 """Data for training and evaluation: like a map-style torch `Dataset`, but read one batch of indices at a time.
 
-Pass `papa.train` a pair of tensors, any map-style `Dataset`, or a `Source`. There is no `DataLoader`: every member
-draws its own order of indices, and a source only returns the examples at the indices it is given.
+Pass `papa.train` a pair of tensors, any `Dataset` or `DataLoader`, or a `Source`. Every member draws its own order of
+indices, and a source only returns the examples at the indices it is given. A loader with a sampler of its own, or of
+an iterable dataset, gives whole batches instead (`LoaderBatches`).
 """
 
 from __future__ import annotations
@@ -131,19 +132,28 @@ class LoaderBatches:
     def __init__(self, loader: DataLoader[Any], limit: int | None = None) -> None:
         self.loader, self.limit = loader, limit
 
-    @property
-    def num_batches(self) -> int:
-        """The batches of an epoch."""
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
         try:
             found = len(self.loader)
         except TypeError:
             if self.limit is None:
                 raise DataError(
-                    f"the loader of {type(self.loader.dataset).__name__} has no length: pass steps_per_epoch, the number "
-                    "of optimizer steps to call an epoch"
+                    f"the loader of {self._name} has no length: pass steps_per_epoch, the number of optimizer steps to "
+                    "call an epoch"
                 ) from None
             return self.limit
         return found if self.limit is None else min(found, self.limit)
+
+    @property
+    def _name(self) -> str:
+        return type(self.loader.dataset).__name__
+
+    def batch(self, indices: Tensor) -> tuple[Inputs, Any]:
+        """Not possible: the loader decides on its batches."""
+        raise DataError(
+            f"the loader of {self._name} decides on its own batches: pass a dataset, to read examples by index"
+        )
 
     def epoch(self, *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Any]]:
         """The batches of an epoch from number `start` on; their order is a function of the seed."""
@@ -153,7 +163,7 @@ class LoaderBatches:
             batches: Iterable[Any] = itertools.islice(iter(loader), start, stop)
         else:
             batches = self._indexed(seed, start)
-        return (as_batch(found, type(loader.dataset).__name__) for found in batches)
+        return (as_batch(found, self._name) for found in batches)
 
     def _indexed(self, seed: int, start: int) -> Iterable[Any]:
         """A loader of the same batches, whose indices were drawn before, so that they depend on the seed alone."""
@@ -175,7 +185,7 @@ class LoaderBatches:
 @contextlib.contextmanager
 def _seeded(sampler: Any, generator: torch.Generator) -> Iterator[None]:
     """Let a sampler, and the one it is made of, draw from a generator inside of the block."""
-    parts = [part for part in (sampler, getattr(sampler, "sampler", None)) if hasattr(part, "generator")]
+    parts: list[Any] = [part for part in (sampler, getattr(sampler, "sampler", None)) if hasattr(part, "generator")]
     before = [part.generator for part in parts]
     for part in parts:
         part.generator = generator
@@ -193,7 +203,7 @@ def _loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
-def from_loader(loader: DataLoader[Any]) -> Source | LoaderBatches:
+def from_loader(loader: DataLoader[Any]) -> Source:
     """What a `DataLoader` reads: its dataset, if that is shuffled or read in order, for members to order on their own.
 
     A loader with another sampler, or of an iterable dataset, decides on its own batches.
@@ -237,7 +247,7 @@ class Data:
 
     @property
     def num_train(self) -> int:
-        """The number of examples that a member trains on in an epoch."""
+        """The number of examples that a member trains on in an epoch; of batches, if the data decides on them."""
         return len(self.train_of(0))
 
     def train_of(self, member: int) -> Source:
@@ -255,7 +265,7 @@ def as_source(data: Any) -> Source:
     if (
         isinstance(data, (tuple, list))
         and len(data) == 2
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in [*tensors_in(data[0]), data[1]])
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in [*tensors_in(data[0]), *tensors_in(data[1])])
     ):
         source: Source = Arrays(*data)
     elif isinstance(data, Source):
@@ -268,8 +278,8 @@ def as_source(data: Any) -> Source:
         )
     elif isinstance(data, IterableDataset):
         raise DataError(
-            f"data is a {type(data).__name__}, which can only be read in its own order: members need an order each, so "
-            "give a dataset with __len__ and __getitem__"
+            f"data is a {type(data).__name__}, which can only be read in its own order, expected a dataset with "
+            "__len__ and __getitem__ here; papa.train takes a DataLoader of it"
         )
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = Examples(data)
@@ -344,13 +354,41 @@ def stream_batches(
     return (source.batch(indices) for indices in index_batches)
 
 
-def as_data(data: Any, validation: float, *, seed: int) -> Data:
-    """Convert data as `papa.train` takes it; a share is held out for validation unless it is a `Data`."""
+def as_any_source(data: Any, batch_size: int) -> Source:
+    """A source, or the batches of a loader; an iterable dataset gets a loader with this batch size."""
+    if isinstance(data, LoaderBatches):
+        return data
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=batch_size, drop_last=True)
+    return from_loader(data) if isinstance(data, DataLoader) else as_source(data)
+
+
+def as_data(data: Any, validation: Any, *, seed: int, batch_size: int = 64) -> Data:
+    """Convert data as `papa.train` takes it.
+
+    Args:
+        data: see `papa.train`.
+        validation: the share to hold out for validation, or data of its own; not used if `data` is a `Data`.
+        seed: of the split.
+        batch_size: for iterable datasets.
+    """
+
+    def convert(part: Any) -> Source:
+        return as_any_source(part, batch_size)
+
     if isinstance(data, Data):
-        test = None if data.test is None else as_source(data.test)
-        train, held_out, parts = as_source(data.train), as_source(data.validation), tuple(map(as_source, data.parts))
+        test = None if data.test is None else convert(data.test)
+        train, held_out, parts = convert(data.train), convert(data.validation), tuple(map(as_source, data.parts))
         if len({len(part) for part in parts}) > 1:
             raise DataError(f"parts have {', '.join(str(len(part)) for part in parts)} examples, expected equally many")
         return Data(train=train, validation=held_out, test=test, parts=parts)
-    train, held_out = hold_out(as_source(data), validation, seed=seed)
+    train = convert(data)
+    if isinstance(validation, bool) or not isinstance(validation, (int, float)):
+        return Data(train=train, validation=convert(validation))
+    if isinstance(train, LoaderBatches):
+        raise DataError(
+            "the loader has a sampler of its own or an iterable dataset, of which no share can be held out: pass "
+            "validation data, as validation=dataset or another loader"
+        )
+    train, held_out = hold_out(train, validation, seed=seed)
     return Data(train=train, validation=held_out)

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from papa.ensemble import mean_logits
 from papa.errors import DataError
-from papa.inputs import Inputs, outputs_of
+from papa.inputs import Inputs, logits_of, outputs_of
+from papa.inputs import num_examples as num_examples_in
 
-Batch: TypeAlias = tuple[Inputs, Tensor]
+Batch: TypeAlias = tuple[Inputs, Any]
 """Inputs and targets."""
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Loss: TypeAlias = Callable[[Tensor, Any], Tensor]
 Gather: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 """Turns a list of one tensor per network on this process into one per network on any process."""
 Apply: TypeAlias = Callable[[nn.Module, Inputs], Tensor]
@@ -45,7 +46,7 @@ class Counting(Protocol):
         ...
 
 
-Metric: TypeAlias = Callable[[Tensor, Tensor], Tensor] | Counting
+Metric: TypeAlias = Callable[[Tensor, Any], Tensor] | Counting
 """Computes the mean score of a batch from outputs and targets, or counts."""
 
 
@@ -136,14 +137,15 @@ def evaluate_together(
         for model in models:
             modes.enter_context(evaluating(model))
         for inputs, targets in batches:
-            if not len(targets):
+            num = num_examples_in(targets)
+            if not num:
                 continue
             outputs = [_output(model, inputs, apply).float() for model in models]
             outputs.append(_ensemble_output(outputs, combine, gather, ensemble_of))
             # The metric first: its errors about shapes are clearer than the loss's.
             counts = _added(counts, [counting.counts(output, targets) for output in outputs])
-            losses = _added(losses, [loss(output, targets).double() * len(targets) for output in outputs])
-            num_examples += len(targets)
+            losses = _added(losses, [checked_loss(loss(output, targets)).double() * num for output in outputs])
+            num_examples += num
     if not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
     sums = zip([*gather(losses[:-1]), losses[-1]], [*gather(counts[:-1]), counts[-1]], strict=True)
@@ -183,8 +185,9 @@ class _BatchMean:
             raise DataError(
                 f"the metric returned numbers of shape {tuple(mean.shape)}, expected one for a batch: take their mean"
             )
-        total = mean.reshape(()) * len(targets)
-        return torch.stack([total, torch.full_like(total, len(targets))])
+        num = num_examples_in(targets)
+        total = mean.reshape(()) * num
+        return torch.stack([total, torch.full_like(total, num)])
 
     def score(self, counts: Tensor) -> float:
         return float(counts[0] / counts[1])
@@ -194,13 +197,21 @@ class _BatchMean:
 
 
 def _output(model: nn.Module, inputs: Inputs, apply: Apply) -> Tensor:
-    output: object = apply(model, inputs)
+    output: object = logits_of(apply(model, inputs))
     if not isinstance(output, Tensor):
         raise DataError(
-            f"{type(model).__name__} returned a {type(output).__name__}, expected a tensor: wrap the network in a "
-            "module that returns its scores"
+            f"{type(model).__name__} returned a {type(output).__name__}, expected a tensor, or an object with logits: "
+            "wrap the network in a module that returns its scores"
         )
     return output
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """The loss of a batch, or a `DataError` if it is not one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"numbers of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise DataError(f"the loss returned {found}, expected one number for a batch: use reduction='mean'")
+    return loss
 
 
 @contextlib.contextmanager

@@ -44,14 +44,14 @@ def best_first(
 
 
 def is_far_worse(soup: float, members: Sequence[float], *, higher_is_better: bool = True) -> bool:
-    """Whether a soup's score is far worse than those of its members: by more than their spread, and by 5%.
+    """Whether a soup's score is far worse than those of its members: by more than their spread, and by a fifth.
 
     Example:
         >>> is_far_worse(33.0, [99.0, 98.5]), is_far_worse(98.2, [99.0, 98.5])
         (True, False)
     """
     mean, margin = sum(members) / len(members), max(members) - min(members)
-    margin = max(margin, 0.05 * abs(mean))
+    margin = max(margin, 0.2 * abs(mean))
     return bool(soup < min(members) - margin if higher_is_better else soup > max(members) + margin)
 
 

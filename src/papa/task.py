@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
 from torch.nn import functional as F
 
 from papa.ensemble import mean_logits
 from papa.evaluation import Apply, Combine, Loss, Metric, accuracy, call
+
+
+def own_loss(outputs: Tensor, targets: Any) -> Tensor:
+    """The loss that a network computes itself while training, if its `forward` takes labels and returns a `loss`.
+
+    Otherwise, and when outputs are scored, it is the cross-entropy, of tokens if outputs have classes last.
+    """
+    has_classes_second = isinstance(targets, Tensor) and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    if isinstance(targets, Tensor) and not has_classes_second and outputs.shape[:-1] == targets.shape:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(outputs, targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +28,8 @@ class Task:
     """A loss and a metric, and how to compute a network's outputs for them; classification by default."""
 
     loss: Loss = F.cross_entropy
-    """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them."""
+    """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them.
+    With `own_loss`, networks that compute their loss are left to do so."""
     metric: Metric = accuracy
     """Computes the score by which networks are compared."""
     higher_is_better: bool = True

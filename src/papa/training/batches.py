@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from papa.data import Data, Source, stream_batches
+from papa.data import Data, LoaderBatches, Source, stream_batches
+from papa.errors import DataError
 from papa.evaluation import Batch
 from papa.inputs import Inputs, each
 from papa.streams import derive, global_stream, seed_global_, stream
@@ -34,8 +36,8 @@ class Batches:
         self.eval_batch_size = settings.task.eval_batch_size
         repair = settings.averaging.repair
         self.num_repair_batches = 0 if repair is None else repair.num_batches
-        num_per_step = self.batch_size * settings.accumulate
-        self.num_per_epoch = data.num_train // num_per_step * settings.accumulate
+        num_per_batch = 1 if isinstance(data.train, LoaderBatches) else self.batch_size
+        self.num_per_epoch = data.num_train // (num_per_batch * settings.accumulate) * settings.accumulate
         """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
         self.augments = [self._augment_of(settings.transforms.augment, member) for member in members]
@@ -71,18 +73,31 @@ class Batches:
         epoch, position = divmod(number, self.num_per_epoch)
         expected, batches = self._streams.get(member, (None, iter(())))
         if position == 0 or number != expected:
-            batches = stream_batches(
-                self.data.train_of(member),
-                torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
-                seed=derive(self.seed, "decode", self._order_of(member), epoch),
-                start=position,
+            batches = self._read_epoch(member, epoch, position)
+        found = next(batches, None)
+        if found is None:
+            raise DataError(
+                f"the data of member {member} ended after {position} batches of an epoch, expected "
+                f"{self.num_per_epoch}: pass steps_per_epoch"
             )
-        inputs, targets = next(batches)
+        inputs, targets = found
         self._streams[member] = number + 1, batches
-        return self.to_device(inputs), targets.to(self.device, non_blocking=True)
+        return self.to_device(inputs), self.to_device(targets)
+
+    def _read_epoch(self, member: int, epoch: int, position: int) -> Iterator[Batch]:
+        """The batches of a member in an epoch, from a position on."""
+        train, reader = self.data.train_of(member), self._order_of(member)
+        if isinstance(train, LoaderBatches):
+            return train.epoch(seed=derive(self.seed, "order", reader, epoch), start=position)
+        return stream_batches(
+            train,
+            torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
+            seed=derive(self.seed, "decode", reader, epoch),
+            start=position,
+        )
 
     def to_device(self, inputs: Inputs) -> Inputs:
-        """The inputs on the training device."""
+        """Inputs or targets on the training device."""
         return each(inputs, lambda part: part.to(self.device, non_blocking=True))
 
     def repair_batches(self, member: int) -> list[Inputs]:
@@ -111,20 +126,29 @@ class Batches:
             yield self.formatted(self.prepare(inputs))
 
     def _fixed(self, num_batches: int | None) -> Iterator[Batch]:
-        order = torch.randperm(len(self.data.train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
+        train = self.data.train
+        if isinstance(train, LoaderBatches):
+            for inputs, targets in itertools.islice(train.epoch(seed=derive(REPAIR_SEED, "repair")), num_batches):
+                yield self.to_device(inputs), self.to_device(targets)
+            return
+        order = torch.randperm(len(train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
         whole = order[: len(order) // self.batch_size * self.batch_size]
         for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
             with global_stream(self.seed, "repair", position=number):
-                inputs, targets = self.data.train.batch(indices)
-            yield self.to_device(inputs), targets.to(self.device)
+                inputs, targets = train.batch(indices)
+            yield self.to_device(inputs), self.to_device(targets)
 
     def evaluation(self, source: Source) -> Iterator[Batch]:
         """All examples of a source, without augmentation."""
+        if isinstance(source, LoaderBatches):
+            for inputs, targets in source.epoch(seed=derive(self.seed, "evaluate")):
+                yield self.formatted(self.prepare(self.to_device(inputs))), self.to_device(targets)
+            return
         indices = torch.arange(len(source), device="cpu")
         for number, part in enumerate(torch.split(indices, self.eval_batch_size)):
             with global_stream(self.seed, "evaluate", position=number):  # for datasets with random transforms
                 inputs, targets = source.batch(part)
-            yield self.formatted(self.prepare(self.to_device(inputs))), targets.to(self.device)
+            yield self.formatted(self.prepare(self.to_device(inputs))), self.to_device(targets)
 
     def formatted(self, inputs: Inputs) -> Inputs:
         """The inputs in the memory format of the networks."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from papa.errors import ConfigError, did_you_mean
 from papa.evaluation import Counting
@@ -32,6 +34,42 @@ def check_makers(**makers: object) -> None:
         is_network = name == "make_model" and isinstance(maker, nn.Module)
         if is_network or not callable(maker):
             raise ConfigError(f"{name} is a {type(maker).__name__}, expected a function that makes one for each member")
+
+
+def check_loss(loss: object) -> None:
+    """Raise if the class of a loss is given instead of an instance."""
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise ConfigError(f"loss is the class {loss.__name__}, expected an instance: {loss.__name__}()")
+
+
+def check_schedule(schedule: object, make_scheduler: object) -> None:
+    """Raise if a PyTorch scheduler is given where a function is expected."""
+    for name, value in (("schedule", schedule), ("make_scheduler", make_scheduler)):
+        is_class = isinstance(value, type) and issubclass(value, LRScheduler)
+        if is_class or isinstance(value, LRScheduler):
+            kind = value.__name__ if isinstance(value, type) else type(value).__name__
+            raise ConfigError(
+                f"{name} is {'the class' if is_class else 'a'} {kind}, expected a function that makes one for each "
+                f"member: make_scheduler=lambda optimizer, num_steps: {kind}(optimizer, ...)"
+            )
+    if make_scheduler is not None and not callable(make_scheduler):
+        raise ConfigError(f"make_scheduler is a {type(make_scheduler).__name__}, expected a function")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise unless it is a torch dtype, or None."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"autocast is {dtype!r}, expected a dtype, such as torch.bfloat16, or None")
+
+
+def checked_optimizer(optimizer: object) -> Optimizer:
+    """What `make_optimizer` made, or a `ConfigError` if it is no optimizer."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    remedy = "return the optimizer, and pass make_scheduler=lambda optimizer, num_steps: ... for the schedule"
+    is_scheduler = isinstance(optimizer, LRScheduler)
+    end = f": {remedy}" if is_scheduler else ""
+    raise ConfigError(f"make_optimizer made a {type(optimizer).__name__}, expected a torch.optim.Optimizer{end}")
 
 
 def check_metric(metric: object) -> None:

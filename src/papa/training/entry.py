@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from papa.data import Data
+from papa.errors import ConfigError
 from papa.evaluation import Loss, Metric, accuracy
 from papa.rules import HALF_LIFE, Push, Rule
 from papa.schedules import Schedule, cosine
 from papa.soup import warn_if_far_worse
-from papa.task import Task
+from papa.task import Task, own_loss
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
 from papa.training.checks import check_callbacks, check_rule
 from papa.training.loop import Training
+from papa.training.lr_table import MakeScheduler
 from papa.training.merge_hooks import merge_hooks_for
 from papa.training.options import AveragingOptions, Engine, Length, Monitoring, Numerics, Settings, Transforms, sgd
 from papa.training.outcome import Outcome, finalize
+from papa.training.progress import progress_for
 from papa.training.saving import CheckpointOptions, saved
 
 
@@ -32,15 +36,17 @@ def train(
     *,
     num_epochs: int,
     num_members: int = 5,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     accumulate: int = 1,
-    validation: float = 0.02,
+    steps_per_epoch: int | None = None,
+    validation: Any = 0.02,
     rule: Rule | Callable[[Training], Rule] | None = None,
-    loss: Loss = F.cross_entropy,
+    loss: Loss = own_loss,
     metric: Metric = accuracy,
     task: Task | None = None,
     make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
     schedule: Schedule = cosine(),  # noqa: B008
+    make_scheduler: MakeScheduler | None = None,
     seed: int = 1,
     device: torch.device | str = "auto",
     transforms: Transforms = Transforms(),  # noqa: B008
@@ -50,6 +56,7 @@ def train(
     engine: Callable[[Training], Engine] | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoints: str | Path | CheckpointOptions | None = None,
+    verbose: bool | None = None,
 ) -> Outcome:
     """Train a population and return its soups and scores.
 
@@ -63,24 +70,32 @@ def train(
 
     Args:
         make_model: makes one member; called once for each, with torch's generators seeded for it.
-        data: a pair of tensors (inputs, targets) or a torch dataset, of which a share is held out for validation
-            (through the same transforms); or a `papa.data.Data` with training, validation and test data. Inputs may be
-            several tensors by name, `{"words": ..., "mask": ...}`, which a network takes by keyword if its `forward`
-            has these names, or else as its one argument.
+        data: a pair of tensors (inputs, targets), a torch dataset or a `DataLoader`, of which a share is held out for
+            validation (through the same transforms); or a `papa.data.Data` with training, validation and test data. Of
+            a loader, the batch size, collate function and workers are used, and its sampler if it has one of its own.
+            An example is a pair, a longer tuple whose last entry is the target, or a dictionary with `labels`. Inputs
+            by name are passed by keyword if the network's `forward` has these names, or else as one argument.
         num_epochs: passes over the data.
         num_members: the size of the population.
-        batch_size: examples per batch; the last incomplete batch of an epoch is left out.
+        batch_size: examples per batch, by default those of the loader, or 64; the last incomplete batch of an epoch is
+            left out.
         accumulate: batches per optimizer step, whose gradients are averaged.
-        validation: the share of the data held out for validation, if `data` names no validation data.
+        steps_per_epoch: for loaders without a length, the optimizer steps to call an epoch.
+        validation: the share of the data held out for validation; or validation data of its own, in any form that
+            `data` may have. Not used if `data` is a `papa.data.Data`.
         rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
             of 0.3% of training.
-        loss: from outputs and targets to the mean loss of a batch.
+        loss: from outputs and targets to the mean loss of a batch. By default the network's own, if it takes labels
+            and returns outputs with a `loss`, as those of transformers; else the cross-entropy. Of outputs with
+            `logits`, these are used.
         metric: from outputs and targets to the mean score of a batch, or an object that counts over batches; higher is
             better.
         task: replaces `loss` and `metric`: for scores that are better when lower, for ensembles of probabilities, and
             for networks that are applied in their own way when they are scored.
         make_optimizer: from a member to its optimizer.
         schedule: from steps taken and the number of steps to the learning rate as a share of the optimizer's.
+        make_scheduler: instead of `schedule`, from an optimizer and the number of steps to a PyTorch scheduler:
+            `lambda optimizer, num_steps: OneCycleLR(optimizer, 0.1, total_steps=num_steps)`.
         seed: the seed of every random stream.
         device: where to train; `auto` is an accelerator if there is one.
         transforms: augmentation and preparation of inputs.
@@ -90,8 +105,9 @@ def train(
         engine: how members take a step: None for one after the other, `papa.training.Stacked` for all at once.
         callbacks: see `papa.training.Callback`.
         checkpoints: a directory for this training alone, or `CheckpointOptions`. The state is saved there after each
-            epoch and every ten minutes; the same call continues from there, to the same bits, and once training is
-            finished returns the same outcome. None to save nothing.
+            epoch, every ten minutes and after Ctrl-C; the same call continues from there, to the same bits, and once
+            training is finished returns the same outcome, or goes on if it asks for more epochs. None to save nothing.
+        verbose: show progress on standard error; None to do so in a terminal and in a notebook.
 
     Returns:
         The population, its average and greedy soups in evaluation mode, and their scores.
@@ -101,8 +117,10 @@ def train(
     settings = Settings(
         num_epochs=num_epochs,
         num_members=num_members,
-        batch_size=batch_size,
+        batch_size=batch_size_for(data, batch_size),
         accumulate=accumulate,
+        steps_per_epoch=steps_per_epoch,
+        make_scheduler=make_scheduler,
         task=Task(loss=loss, metric=metric) if task is None else task,
         make_optimizer=make_optimizer,
         schedule=schedule,
@@ -115,7 +133,7 @@ def train(
         monitoring=monitoring,
         engine=engine,
     )
-    training = start_training(make_model, data, settings, rule, callbacks=callbacks)
+    training = start_training(make_model, data, settings, rule, callbacks=[*callbacks, *progress_for(verbose)])
     if checkpoints is None:
         training.run()
     else:
@@ -129,6 +147,15 @@ def train(
         is_higher_better = training.task.higher_is_better
         warn_if_far_worse(scores.average_soup.score, scores.counted, higher_is_better=is_higher_better)
     return outcome
+
+
+def batch_size_for(data: Any, batch_size: int | None) -> int:
+    """The number of examples per batch, from the loader if there is one."""
+    loader = data.train if isinstance(data, Data) else data
+    own = loader.batch_size if isinstance(loader, DataLoader) else None
+    if own is not None and batch_size is not None and own != batch_size:
+        raise ConfigError(f"batch_size is {batch_size}, but the loader's is {own}: leave one of them out")
+    return own or (64 if batch_size is None else batch_size)
 
 
 def start_training(

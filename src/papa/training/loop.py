@@ -6,26 +6,29 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from papa.averager import Averager, MergeHook
-from papa.data import Source, Subset, as_data
-from papa.errors import DataError
-from papa.evaluation import Evaluation, evaluate_together
+from papa.data import Data, LoaderBatches, Source, Subset, as_data
+from papa.errors import ConfigError, DataError
+from papa.evaluation import Evaluation, checked_loss, evaluate_together
 from papa.group import Group, LocalGroup
 from papa.health import NonFiniteMember
-from papa.inputs import Inputs, outputs_of
+from papa.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.mixing import soup_row
 from papa.population import Population
 from papa.process import find_device
 from papa.rules import Independent, Rule
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
+from papa.task import own_loss
 from papa.training.batches import Batches
 from papa.training.callbacks import Callback, EpochRecord, EpochScores
-from papa.training.checks import check_callbacks, check_makers
+from papa.training.checks import check_callbacks, check_makers, checked_optimizer
+from papa.training.lr_table import LRTable
 from papa.training.options import Length, Settings
 
 NUM_BAD_LOSSES = 3
@@ -57,11 +60,16 @@ class Training:
         settings.check()
         check_makers(make_model=make_model)
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
-        self.data = as_data(data, settings.validation, seed=settings.seed)
+        self.data = as_data(data, settings.validation, seed=settings.seed, batch_size=settings.batch_size)
+        if settings.steps_per_epoch is not None:
+            self.data = self._limited(settings.steps_per_epoch * settings.accumulate)
         if self.data.parts and len(self.data.parts) != settings.num_members:
             expected = f"expected one for each of {settings.num_members} members"
             raise DataError(f"the data has {len(self.data.parts)} parts, {expected}")
-        num_per_step, available = settings.batch_size * settings.accumulate, self.data.num_train
+        is_batched = isinstance(self.data.train, LoaderBatches)
+        num_per_step, available = settings.accumulate * (1 if is_batched else settings.batch_size), self.data.num_train
+        if num_per_step > available and is_batched:
+            raise DataError(f"accumulate is {settings.accumulate}, expected at most the {available} batches per epoch")
         if num_per_step > available:
             found = f"batch_size is {settings.batch_size}"
             if settings.accumulate > 1:
@@ -73,7 +81,10 @@ class Training:
         self.group = group if group is not None else LocalGroup()
         self.members = self.group.local_range(settings.num_members)
         self.population = Population([self._make_member(make_model, member) for member in self.members], self.group)
-        self.optimizers = [settings.make_optimizer(model) for model in self.population]
+        self.optimizers = [checked_optimizer(settings.make_optimizer(model)) for model in self.population]
+        self._lr_table: LRTable | None = None
+        if settings.make_scheduler is not None:
+            self._lr_table = LRTable(settings.make_scheduler, self.optimizers[0], self.length.num_steps)
         self.scalers = [self._make_scaler() for _ in self.members]
         self.batches = Batches(self.data, settings, self.members, self.device)
         self.step = 0
@@ -105,8 +116,16 @@ class Training:
             merge_hooks=merge_hooks,
             on_nonfinite=self.settings.averaging.on_nonfinite,
             unhealthy_reason=self._unhealthy_reason,
-            watch_batches=False,
+            watch_batches=isinstance(self.data.train, LoaderBatches) and self.settings.engine is None,
         )
+
+    def _limited(self, num_batches: int) -> Data:
+        if not isinstance(self.data.train, LoaderBatches):
+            raise ConfigError(
+                f"steps_per_epoch is {self.settings.steps_per_epoch}, which is for loaders with a sampler of their own "
+                "or an iterable dataset: the length of other data is known"
+            )
+        return replace(self.data, train=LoaderBatches(self.data.train.loader, num_batches))
 
     @property
     def epoch(self) -> int:
@@ -124,6 +143,10 @@ class Training:
 
     def set_lr_(self) -> float:
         """Set the learning rate of the current step; returns that of the first parameter group."""
+        if self._lr_table is not None:
+            for optimizer in self.optimizers:
+                self._lr_table.set_(optimizer, self.step)
+            return float(self.optimizers[0].param_groups[0]["lr"])
         share = self.settings.schedule(self.step, self.length.num_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -182,7 +205,11 @@ class Training:
 
     def _try_scoring(self) -> None:
         """Score one batch, so that a wrong loss or metric shows before the first epoch."""
-        first = Subset(self.data.validation, torch.arange(min(2, len(self.data.validation)), device="cpu"))
+        validation = self.data.validation
+        if isinstance(validation, LoaderBatches):
+            first: Source = LoaderBatches(validation.loader, 1)
+        else:
+            first = Subset(validation, torch.arange(min(2, len(validation)), device="cpu"))
         self.evaluate([self.population[0]], first)
 
     def _take_step(self) -> None:
@@ -210,7 +237,10 @@ class Training:
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
-            return self.task.loss(outputs_of(model, inputs), targets)
+            if self.task.loss is own_loss:
+                outputs, loss = own_loss_of(model, inputs, targets)
+                return own_loss(logits_of(outputs), targets) if loss is None else checked_loss(loss)
+            return checked_loss(self.task.loss(logits_of(outputs_of(model, inputs)), targets))
 
     def _member_step(self, index: int) -> None:
         model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]

@@ -17,7 +17,16 @@ from papa.inputs import Inputs
 from papa.repair import Scope
 from papa.schedules import Schedule, cosine
 from papa.task import Task
-from papa.training.checks import check_functions, check_makers, check_metric, check_whole
+from papa.training.checks import (
+    check_dtype,
+    check_functions,
+    check_loss,
+    check_makers,
+    check_metric,
+    check_schedule,
+    check_whole,
+)
+from papa.training.lr_table import MakeScheduler
 
 if TYPE_CHECKING:
     from papa.training.loop import Training
@@ -164,12 +173,16 @@ class Settings:
     """From a member to its optimizer."""
     schedule: Schedule = field(default_factory=cosine)
     """From steps taken and the number of steps to the learning rate as a share of the optimizer's."""
+    make_scheduler: MakeScheduler | None = None
+    """Instead of `schedule`, a function from an optimizer and the number of steps to a PyTorch scheduler."""
+    steps_per_epoch: int | None = None
+    """For loaders without a length: the optimizer steps to call an epoch."""
     seed: int = 1
     """The seed of every random stream."""
     device: torch.device | str = "auto"
     """Where to train; `auto` is an accelerator if there is one."""
-    validation: float = 0.02
-    """The share of the training data held out, if `data` names no validation data."""
+    validation: Any = 0.02
+    """The share of the training data held out, or validation data, if `data` names none."""
     transforms: Transforms = Transforms()
     averaging: AveragingOptions = AveragingOptions()
     numerics: Numerics = Numerics()
@@ -182,6 +195,8 @@ class Settings:
     def check(self) -> None:
         """Raise a `ConfigError` about the first invalid setting."""
         check_makers(make_optimizer=self.make_optimizer)
+        check_loss(self.task.loss)
+        check_schedule(self.schedule, self.make_scheduler)
         check_functions(
             loss=self.task.loss, schedule=self.schedule, prepare=self.transforms.prepare, apply=self.task.apply
         )
@@ -191,6 +206,7 @@ class Settings:
             num_epochs=self.num_epochs,
             batch_size=self.batch_size,
             accumulate=self.accumulate,
+            steps_per_epoch=1 if self.steps_per_epoch is None else self.steps_per_epoch,
         )
         _check_groups(self)
         augment = self.transforms.augment
@@ -209,4 +225,17 @@ def _check_groups(settings: Settings) -> None:
     }
     for name, (value, kind) in groups.items():
         if not isinstance(value, kind):
-            raise ConfigError(f"{name} is {value!r}, expected a papa.training.{kind.__name__}")
+            raise ConfigError(
+                f"{name} is {value!r}, expected a papa.training.{kind.__name__}, such as "
+                f"papa.training.{kind.__name__}({EXAMPLES[name]})"
+            )
+    check_dtype(settings.numerics.autocast)
+
+
+EXAMPLES = {
+    "transforms": "augment=...",
+    "averaging": "repair=papa.training.Repair()",
+    "numerics": "autocast=torch.bfloat16",
+    "monitoring": "keep_best_soup=True",
+}
+"""How each group of settings is made, for errors."""

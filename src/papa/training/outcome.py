@@ -60,6 +60,25 @@ class Outcome:
     best_soup: KeptSoup | None = None
     """The best average soup seen while training, if it was kept."""
 
+    def report(self) -> str:
+        """The scores of members, ensemble and soups as a small table of text."""
+        columns = {"validation": self.validation, **({} if self.test is None else {"test": self.test})}
+        rows = [("", *columns)]
+        for member in range(len(self.validation.members)):
+            rows.append((f"member {member}", *(f"{one.members[member].score:.4g}" for one in columns.values())))
+        rows.append(("mean of members", *(f"{one.mean:.4g}" for one in columns.values())))
+        for name in ("ensemble", "average_soup", "greedy_soup"):
+            found = (f"{getattr(one, name).score:.4g}" for one in columns.values())
+            rows.append((name.replace("_", " "), *found))
+        if self.best_soup is not None:
+            best = [self.best_soup.validation, self.best_soup.test]
+            shown = (f"{one.score:.4g}" for one in best if one is not None)
+            rows.append((f"best soup, of epoch {self.best_soup.epoch}", *shown))
+        width = max(len(row[0]) for row in rows)
+        lines = ["".join([row[0].ljust(width), *(cell.rjust(12) for cell in row[1:])]).rstrip() for row in rows]
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
+        return "\n".join([*lines, f"members in the greedy soup: {sorted(self.greedy.members)}", seconds])
+
     def to_json(self) -> dict[str, Any]:
         """The part of `result.json` that training knows."""
         return {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from papa.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
@@ -143,6 +146,54 @@ class Saver(Callback):
             raise RunError(f"two checkpoints in a row failed; {describe_failure(failure)}{remedy}")
 
 
+class InterruptibleSaver(Saver):
+    """A saver that saves after Ctrl-C, and then raises `KeyboardInterrupt`.
+
+    Args:
+        is_interrupted: whether Ctrl-C was pressed.
+        writer: as for `Saver`, like all other arguments.
+    """
+
+    def __init__(self, is_interrupted: Callable[[], bool], writer: CheckpointWriter, **options: Any) -> None:
+        super().__init__(writer, **options)
+        self._is_interrupted = is_interrupted
+
+    def should_stop(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        return self._is_interrupted()
+
+    def stop(self, training: Training) -> None:
+        """Wait for the checkpoint, and leave."""
+        self.finish(training)
+        raise KeyboardInterrupt(
+            f"training was saved in {self.writer.directory} after step {training.step}: the same call continues"
+        )
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed inside of the block; pressed a second time, it has its usual effect."""
+    pressed = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    if before is not signal.default_int_handler:  # somebody else handles it
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def describe_failure(failure: Failure) -> str:
     """A failure as a sentence."""
     return f"the checkpoint of step {failure.step} could not be written: {failure.error}"
@@ -218,7 +269,10 @@ def saved(training: Training, options: CheckpointOptions) -> Iterator[Saver]:
             background=options.background,
         ) as writer:
             try:
-                yield Saver(writer, minutes=options.minutes, notices=notices, extra_state={"facts": facts})
+                with interrupts() as is_interrupted:
+                    yield InterruptibleSaver(
+                        is_interrupted, writer, minutes=options.minutes, notices=notices, extra_state={"facts": facts}
+                    )
             finally:
                 writer.settle()  # also after Ctrl-C: nothing is being written when others may use the directory
 
@@ -243,6 +297,11 @@ def _facts(training: Training) -> dict[str, Any]:
     }
 
 
+def _goes_on(name: str, found: Any, asked: Any) -> bool:
+    """Whether a training only goes on for more epochs."""
+    return name == "num_epochs" and isinstance(found, int) and asked > found
+
+
 def _check_facts(asked: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
     found = state.get("facts")
     if not isinstance(found, dict):
@@ -250,7 +309,7 @@ def _check_facts(asked: Mapping[str, Any], path: Path, state: Mapping[str, Any])
     differences = [
         f"{name} is {found.get(name)!r}, expected {value!r}"
         for name, value in asked.items()
-        if name in found and found[name] != value
+        if name in found and found[name] != value and not _goes_on(name, found[name], value)
     ]
     if differences:
         raise RunError(

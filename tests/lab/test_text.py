@@ -22,6 +22,7 @@ from papa.lab.data.tokens import BytePairs, Bytes, Characters, Tokenizer, make_t
 from papa.lab.models.gpt import GPT
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build, decayed_matrices, make_optimizer
+from papa.lab.runs import RunDirectory
 from papa.lab.tasks.language import TokenLoss, language_modelling
 from texts import sample_text
 
@@ -238,6 +239,7 @@ def test_a_run_resumes_on_two_processes_to_the_same_bits(tmp_path: Path, text_fi
         execute(config_for(text_file), tmp_path / "run", workers=1)
     result = execute(config_for(text_file), tmp_path / "run", workers=2, resume=True)
     assert_same_run(tmp_path / "run", whole)
+    assert RunDirectory(tmp_path / "run").read_result()["test"]["mean"] == result["test"]["mean"]
     assert result["test"]["details"]["ensemble"].keys() == {"loss per token", "perplexity", "bits per byte"}
     assert result["validation"]["greedy_soup"] <= result["validation"]["min"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -121,8 +120,11 @@ class Follower:
         if not self.has_started:
             self._read_config()
         for line in self._new_lines():
-            with contextlib.suppress(ValueError):  # what is no event cannot be shown; reports name the line
-                self._update(parsed_event(line))
+            try:
+                event = parsed_event(line)
+            except ValueError:  # what is no event cannot be shown; reports name the line
+                continue
+            self._update(event)
         is_stopped = self.run.is_interrupted
         self.status.interruption = f"not running: continue it with papa resume {self.run.path}" if is_stopped else None
         self.status.seconds_left = None if is_stopped else self._clock.seconds_left(self.status.share)

@@ -11,6 +11,16 @@ Numbers: TypeAlias = list[float | None]
 """None for a number that was not finite."""
 
 
+class Details(TypedDict, total=False):
+    """The details of a metric, such as the score of each class, for what was scored."""
+
+    members: list[dict[str, float | None]] | None
+    mean: dict[str, float | None] | None
+    ensemble: dict[str, float | None] | None
+    average_soup: dict[str, float | None] | None
+    greedy_soup: dict[str, float | None] | None
+
+
 class _Members(TypedDict):
     members: Numbers
 
@@ -198,8 +208,9 @@ def checked_result(value: Any) -> dict[str, Any]:
 
 
 def as_stored(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as it will be read from its file, where a number that is not finite is None."""
-    return checked_result(parse_json(json_text(result).encode()))
+    """A result as its file will hold it, where a number that is not finite is None."""
+    stored: dict[str, Any] = parse_json(json_text(result).encode())
+    return stored
 
 
 def parsed_event(line: bytes) -> dict[str, Any]:

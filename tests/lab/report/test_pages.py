@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from papa.lab.report.page import POLICY, compare_page, run_page, summary
 from papa.lab.report.table import details_table
-from papa.lab.result import as_stored, parsed_event
+from papa.lab.result import as_stored, checked_result, parsed_event
 from papa.storage import json_text
 from report_samples import FULL_METRICS, HOSTILE, METRICS, make_averaging, make_epoch, make_full_result, make_result
 
@@ -200,7 +200,7 @@ def check_pages_with_a_replaced_value(data: st.DataObject) -> None:
     result, *events = json.loads(json.dumps([make_full_result(), *FULL_METRICS]))
     spoil(data.draw(st.sampled_from([result, *events])), data)
     try:
-        result = as_stored(result)
+        result = checked_result(as_stored(result))
         events = [parsed_event(json_text(event).encode()) for event in events]
     except ValueError:
         return
@@ -295,7 +295,7 @@ def test_the_papers_details_follow_ours() -> None:
     assert "paper&#39;s independent: mean" in run_page(result, METRICS)
     result["paper_details"] = {"mean": {"F1 <road>": "high"}}  # altered by hand
     with pytest.raises(ValueError, match=r"paper_details.mean.F1 <road> is 'high', expected a number"):
-        as_stored(result)
+        checked_result(result)
 
 
 def test_metrics_without_details_have_no_rows() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from papa import Averager, Averaging, MergeAll, PapaWarning, Population, Push, average_soup, averaging, join
 from papa.errors import ConfigError, MixingError
 from papa.group import LocalGroup
+from papa.joining import unwrapped
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = (INPUTS[:, 0] > 0).long()
@@ -83,6 +84,33 @@ class Wrapper:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
+
+
+class Accelerated(optim.Optimizer):
+    """Is a subclass, but never initialised as one."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class Complete(optim.SGD):
+    """An optimizer with hooks of its own that uses another one, such as Lookahead."""
+
+    def __init__(self, params: Any) -> None:
+        weights = list(params)
+        self.optimizer = optim.SGD(weights, lr=0.1)
+        super().__init__(weights, lr=0.1)
+
+
+def test_only_wrappers_without_hooks_are_unwrapped() -> None:
+    (net,) = make_members(1)
+    inner = optim.SGD(net.parameters(), lr=0.1)
+    assert unwrapped(Accelerated(inner)) is inner
+    complete = Complete(net.parameters())
+    assert unwrapped(complete) is complete
 
 
 def test_wrapped_optimizers_are_unwrapped() -> None:

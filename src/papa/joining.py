@@ -225,8 +225,11 @@ class Joined:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside of a library's wrapper, such as `AcceleratedOptimizer` or `LightningOptimizer`."""
-    while hasattr(optimizer, "optimizer"):
+    """The optimizer inside of a library's wrapper, such as `AcceleratedOptimizer` or `LightningOptimizer`.
+
+    A wrapper that is a complete optimizer, with hooks of its own, is left as it is.
+    """
+    while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "_optimizer_step_post_hooks"):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise MixingError(f"an optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer")

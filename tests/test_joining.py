@@ -45,9 +45,14 @@ def weights_of(nets: list[nn.Module]) -> Tensor:
 
 
 def loop(
-    nets: list[nn.Module], optimizers: list[Any], num_steps: int = 12, after: Callable[[], object] = lambda: None
+    nets: list[nn.Module],
+    optimizers: list[Any],
+    num_steps: int = 12,
+    *,
+    after: Callable[[], object] = lambda: None,
+    are_schedules_inside: bool = False,
 ) -> Tensor:
-    """Train with a schedule and two batches per step."""
+    """Train with a schedule and two batches per step; schedules step with their optimizers, or together."""
     schedules = [optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps) for optimizer in optimizers]
     for step in range(num_steps):
         for member, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
@@ -55,14 +60,17 @@ def loop(
             for part in range(2):
                 (loss_of(net, member, 2 * step + part) / 2).backward()
             optimizer.step()
+            if are_schedules_inside:
+                schedules[member].step()
         after()
-        for schedule in schedules:
+        for schedule in () if are_schedules_inside else schedules:
             schedule.step()
     return weights_of(nets)
 
 
+@pytest.mark.parametrize("are_schedules_inside", [False, True])
 @pytest.mark.parametrize("rule", [Push(half_life=0.2), MergeAll(every_steps=4)], ids=["push", "merge"])
-def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any) -> None:
+def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any, are_schedules_inside: bool) -> None:
     nets = make_members()
     optimizers = make_optimizers(nets)
     averager = Averager(Population(nets), rule, optimizers, num_steps=12)
@@ -71,7 +79,7 @@ def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any) -> Non
     theirs = make_optimizers(others)
     log: list[Averaging] = []
     with averaging(others, theirs, rule, num_steps=12, on_averaging=log.append) as joined:
-        found = loop(others, theirs)
+        found = loop(others, theirs, are_schedules_inside=are_schedules_inside)
     assert torch.equal(found, expected)
     assert joined.averager.num_averagings == averager.num_averagings == len(log) > 0
     assert joined.last == log[-1]

@@ -152,6 +152,7 @@ class Joined:
 
     def _count(self, optimizer: Optimizer) -> None:
         """An optimizer stepped, or a scaler skipped its step."""
+        self.averager.record_lr(optimizer)  # a schedule may change it before all members have taken their step
         self._counts[optimizer] += 1
         lowest, highest = min(self._counts.values()), max(self._counts.values())
         if highest - lowest > 1 and not self._has_warned:

@@ -126,7 +126,7 @@ class OneByOne(IterableDataset[int]):
             [{"x": torch.zeros(2), "y": 1}] * 4,
             "an example of list is a dict of 2, expected a pair of inputs and target",
         ),
-        ([(torch.zeros(2), 1, 2)] * 4, "an example of list is a tuple of 3, expected a pair"),
+        ([(torch.zeros(2), 1, "words")] * 4, "an example of list is a tuple of 3, expected a pair"),
         (
             [({"ids": torch.zeros(2), "text": "words"}, 1)] * 4,
             "an example of list is a tuple of 2, expected a pair of inputs and target",

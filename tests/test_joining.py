@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from papa import Averager, Averaging, MergeAll, PapaWarning, Population, Push, average_soup, averaging, join
 from papa.errors import ConfigError, MixingError
 from papa.group import LocalGroup
+from papa.joining import unwrapped
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = (INPUTS[:, 0] > 0).long()
@@ -44,9 +45,14 @@ def weights_of(nets: list[nn.Module]) -> Tensor:
 
 
 def loop(
-    nets: list[nn.Module], optimizers: list[Any], num_steps: int = 12, after: Callable[[], object] = lambda: None
+    nets: list[nn.Module],
+    optimizers: list[Any],
+    num_steps: int = 12,
+    *,
+    after: Callable[[], object] = lambda: None,
+    are_schedules_inside: bool = False,
 ) -> Tensor:
-    """Train with a schedule and two batches per step."""
+    """Train with a schedule and two batches per step; schedules step with their optimizers, or together."""
     schedules = [optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps) for optimizer in optimizers]
     for step in range(num_steps):
         for member, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
@@ -54,14 +60,17 @@ def loop(
             for part in range(2):
                 (loss_of(net, member, 2 * step + part) / 2).backward()
             optimizer.step()
+            if are_schedules_inside:
+                schedules[member].step()
         after()
-        for schedule in schedules:
+        for schedule in () if are_schedules_inside else schedules:
             schedule.step()
     return weights_of(nets)
 
 
+@pytest.mark.parametrize("are_schedules_inside", [False, True])
 @pytest.mark.parametrize("rule", [Push(half_life=0.2), MergeAll(every_steps=4)], ids=["push", "merge"])
-def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any) -> None:
+def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any, are_schedules_inside: bool) -> None:
     nets = make_members()
     optimizers = make_optimizers(nets)
     averager = Averager(Population(nets), rule, optimizers, num_steps=12)
@@ -70,7 +79,7 @@ def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any) -> Non
     theirs = make_optimizers(others)
     log: list[Averaging] = []
     with averaging(others, theirs, rule, num_steps=12, on_averaging=log.append) as joined:
-        found = loop(others, theirs)
+        found = loop(others, theirs, are_schedules_inside=are_schedules_inside)
     assert torch.equal(found, expected)
     assert joined.averager.num_averagings == averager.num_averagings == len(log) > 0
     assert joined.last == log[-1]
@@ -83,6 +92,33 @@ class Wrapper:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
+
+
+class Accelerated(optim.Optimizer):
+    """Is a subclass, but never initialised as one."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class Complete(optim.SGD):
+    """An optimizer with hooks of its own that uses another one, such as Lookahead."""
+
+    def __init__(self, params: Any) -> None:
+        weights = list(params)
+        self.optimizer = optim.SGD(weights, lr=0.1)
+        super().__init__(weights, lr=0.1)
+
+
+def test_only_wrappers_without_hooks_are_unwrapped() -> None:
+    (net,) = make_members(1)
+    inner = optim.SGD(net.parameters(), lr=0.1)
+    assert unwrapped(Accelerated(inner)) is inner
+    complete = Complete(net.parameters())
+    assert unwrapped(complete) is complete
 
 
 def test_wrapped_optimizers_are_unwrapped() -> None:

@@ -208,6 +208,10 @@ class Averager:
         """The members' optimizers, as given."""
         return self._rates.optimizers
 
+    def record_lr(self, optimizer: Optimizer) -> None:
+        """Let the next step use the present learning rate of an optimizer, whatever schedules do until then."""
+        self._rates.record(optimizer)
+
     def __repr__(self) -> str:
         total = "" if self.num_steps is None else f" of {self.num_steps}"
         steps = f"step {self.num_steps_taken}{total}, {self.num_averagings} averagings"

@@ -265,6 +265,7 @@ def as_source(data: Any) -> Source:
     if (
         isinstance(data, (tuple, list))
         and len(data) == 2
+        and not isinstance(data[1], tuple)
         and all(isinstance(part, (Tensor, np.ndarray)) for part in [*tensors_in(data[0]), *tensors_in(data[1])])
     ):
         source: Source = Arrays(*data)

@@ -129,8 +129,9 @@ def as_batch(found: Any, subject: str) -> tuple[Inputs, Any]:
         pair = found[0] if len(found) == 2 else tuple(found[:-1]), found[-1]
     if pair is None or not (are_inputs(pair[0]) and are_inputs(pair[1])):
         parts = f" of {len(found)}" if isinstance(found, (tuple, list, Mapping)) else ""
+        kind = "tuple" if isinstance(found, list) else type(found).__name__  # as which tuples are collated
         raise DataError(
-            f"an example of {subject} is a {type(found).__name__}{parts}, expected a pair of inputs and target, inputs "
+            f"an example of {subject} is a {kind}{parts}, expected a pair of inputs and target, inputs "
             f"and last the target, or a dictionary with the target under {' or '.join(LABELS)}; each a tensor or a "
             "number, or tensors by name: wrap the dataset in one that gives these, or collate them so"
         )

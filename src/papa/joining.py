@@ -152,6 +152,7 @@ class Joined:
 
     def _count(self, optimizer: Optimizer) -> None:
         """An optimizer stepped, or a scaler skipped its step."""
+        self.averager.record_lr(optimizer)  # a schedule may change it before all members have taken their step
         self._counts[optimizer] += 1
         lowest, highest = min(self._counts.values()), max(self._counts.values())
         if highest - lowest > 1 and not self._has_warned:
@@ -225,8 +226,11 @@ class Joined:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside of a library's wrapper, such as `AcceleratedOptimizer` or `LightningOptimizer`."""
-    while hasattr(optimizer, "optimizer"):
+    """The optimizer inside of a library's wrapper, such as `AcceleratedOptimizer` or `LightningOptimizer`.
+
+    A wrapper that is a complete optimizer, with hooks of its own, is left as it is.
+    """
+    while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "_optimizer_step_post_hooks"):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise MixingError(f"an optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer")

@@ -27,6 +27,8 @@ class LearningRates:
         self.optimizers = list(optimizers)
         self.highest = [0.0] * len(self.optimizers)
         """The highest learning rate seen, by optimizer."""
+        self._recorded: dict[int, float] = {}
+        """Ratios at the time of a step, by the index of the optimizer."""
         self._num_low = 0
         self._was_high = False
         self.update()
@@ -38,19 +40,10 @@ class LearningRates:
 
     def ratio(self) -> float:
         """The learning rate divided by its initial value, which all members must share; 1 without optimizers."""
-        ratios = []
-        for optimizer, highest in zip(self.optimizers, self.highest, strict=True):
-            group = optimizer.param_groups[0]
-            # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
-            base = float(group.get("max_lr", max(group.get("initial_lr", highest), highest)))
-            if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
-                warnings.warn(
-                    "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to "
-                    "nothing, although other groups train: put another group first, or pass "
-                    "averager.step(lr_ratio=...)",
-                    stacklevel=3,
-                )
-            ratios.append(clamped(float(group["lr"]) / base) if base > 0.0 else 0.0)
+        recorded, self._recorded = self._recorded, {}
+        ratios = [
+            recorded[index] if index in recorded else self._ratio_of(index) for index in range(len(self.optimizers))
+        ]
         for member, ratio in enumerate(ratios):
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
                 raise MixingError(
@@ -60,6 +53,25 @@ class LearningRates:
         ratio = ratios[0] if ratios else 1.0
         self._warn_if_always_low(ratio)
         return ratio
+
+    def record(self, optimizer: Optimizer) -> None:
+        """Let the next `ratio` use the present learning rate of an optimizer, whatever schedules do until then."""
+        self.update()
+        index = next(index for index, one in enumerate(self.optimizers) if one is optimizer)
+        self._recorded[index] = self._ratio_of(index)
+
+    def _ratio_of(self, index: int) -> float:
+        optimizer, highest = self.optimizers[index], self.highest[index]
+        group = optimizer.param_groups[0]
+        # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
+        base = float(group.get("max_lr", max(group.get("initial_lr", highest), highest)))
+        if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
+            warnings.warn(
+                "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to nothing, "
+                "although other groups train: put another group first, or pass averager.step(lr_ratio=...)",
+                stacklevel=4,
+            )
+        return clamped(float(group["lr"]) / base) if base > 0.0 else 0.0
 
     def _warn_if_always_low(self, ratio: float) -> None:
         self._was_high |= ratio >= LOW_RATIO

@@ -127,7 +127,7 @@ def test_another_training_is_refused_and_nothing_is_changed(tmp_path: Path) -> N
     for changes, difference in (
         ({"batch_size": 20}, "batch_size is 16, expected 20"),
         ({"seed": 2}, "seed is 1, expected 2"),
-        ({"num_epochs": 4}, "num_epochs is 3, expected 4"),
+        ({"num_epochs": 2}, "num_epochs is 3, expected 2"),
         ({"rule": papa.MergeAll(every_steps=4)}, "rule is 'Push', expected 'MergeAll'"),
         ({"num_members": 2}, "has 3 members, expected 2"),
         (

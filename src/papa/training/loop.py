@@ -210,6 +210,8 @@ class Training:
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
+            if self.task.objective is not None:
+                return self.task.objective(model, inputs, targets)
             return self.task.loss(outputs_of(model, inputs), targets)
 
     def _member_step(self, index: int) -> None:

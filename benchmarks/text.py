@@ -1,6 +1,6 @@
 """The training speed of language models: the recipe text-gpt-mini against the loop that one would write.
 
-Four transformers, batches of 32 windows of 64 characters, AdamW, a cosine, clipped gradients, and a push every 5 steps.
+Four transformers, batches of 16 windows of 64 characters, AdamW, a cosine, clipped gradients, and a push every 5 steps.
 The loop cuts random windows and stacks them, as small training scripts do, and averages by state dicts. Both run in one
 process with one thread, in float32, on the same networks and a generated text.
 """
@@ -94,7 +94,9 @@ def main() -> None:
         config = replace(config, data=replace(config.data, root=str(path)), device="cpu")
         config = replace(config, train=replace(config.train, precision="float32"))
         contenders = {"the loop one would write": script_steps, "papa": papa_steps}
-        best = best_times({name: make(config, options.steps) for name, make in contenders.items()}, rounds=options.rounds)
+        best = best_times(
+            {name: make(config, options.steps) for name, make in contenders.items()}, rounds=options.rounds
+        )
     num_tokens = config.members * config.train.batch_size * config.data.context * options.steps
     script, papa = best.values()
     results = [

@@ -40,14 +40,14 @@ LIBRARY = [
         "similarity",
         "interpolation",
     ),
-    *("data", "schedules", "checkpoint", "training", "files"),
+    *("data", "schedules", "checkpoint", "training", "distillation", "files"),
 ]
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
 LAB = [
     *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
     *("probes", "analysis", "selection", "outcome"),
-    *("recipes", "recorder", "launch", "launch_many", "reproduce"),
+    *("recipes", "sampling", "recorder", "launch", "launch_many", "reproduce"),
 ]
 """The modules of `papa.lab`, in the same order; each may import the whole library."""
 
@@ -55,7 +55,10 @@ LIBRARY_DEPENDENCIES = {"torch", "numpy", "safetensors", "filelock"}
 OPTIONAL = {"scipy": "papa.align"}
 """What only one package of the library needs: imported inside of functions."""
 
-HEAVY = ("tyro", "rich", "sklearn", "torchvision", "timm", "matplotlib", "jinja2", "scipy", "tensorboard")
+HEAVY = (
+    *("tyro", "rich", "sklearn", "torchvision", "timm", "matplotlib", "jinja2", "scipy", "tensorboard"),
+    *("tokenizers", "transformers"),
+)
 
 PACKAGE = Path(papa.__file__).parent
 

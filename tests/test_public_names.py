@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "aligned_soups",
     "average_soup",
     "averaging",
+    "distill",
     "evaluate",
     "feature_similarity",
     "greedy_soup",

@@ -21,6 +21,7 @@ from papa.soup import GreedySoup, average_soup, greedy_soup
 if TYPE_CHECKING:
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
     from papa.data_loaders import loaders
+    from papa.distillation import distill
     from papa.files import soup_files
     from papa.interpolation import interpolate
     from papa.joining import Joined, averaging, join
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
     "data_loaders": ("loaders",),
+    "distillation": ("distill",),
     "files": ("soup_files",),
     "interpolation": ("interpolate",),
     "joining": ("Joined", "averaging", "join"),
@@ -73,6 +75,7 @@ __all__ = [
     "aligned_soups",
     "average_soup",
     "averaging",
+    "distill",
     "evaluate",
     "feature_similarity",
     "greedy_soup",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from papa.ensemble import mean_logits
 from papa.evaluation import Apply, Combine, Loss, Metric, accuracy, call
+from papa.inputs import Inputs
+
+Objective: TypeAlias = Callable[[Callable[..., Any], Inputs, Tensor], Tensor]
+"""Computes the mean loss of a batch from a network, inputs and targets."""
 
 
 def own_loss(outputs: Tensor, targets: Any) -> Tensor:
@@ -30,6 +35,9 @@ class Task:
     loss: Loss = F.cross_entropy
     """Computes the mean loss of a batch from outputs and targets; also for soft targets, if augmentation makes them.
     With `own_loss`, networks that compute their loss are left to do so."""
+    objective: Objective | None = None
+    """Computes the mean loss that is trained on from network, inputs and targets, such as that of a distillation; None
+    for `loss`, which networks are scored by in any case."""
     metric: Metric = accuracy
     """Computes the score by which networks are compared."""
     higher_is_better: bool = True

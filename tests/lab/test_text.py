@@ -8,21 +8,25 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from helpers import assert_same_bits, assert_same_run, execute, killed_after, networks_of
+from papa.cli import main
 from papa.data import Data, as_data, split_parts
-from papa.errors import ConfigError, DataError
+from papa.errors import ConfigError, DataError, RunError
 from papa.lab.config import Config
 from papa.lab.data.text import Windows, load_text, read_text
 from papa.lab.data.tokens import BytePairs, Bytes, Characters, Tokenizer, make_tokenizer, read_tokenizer
+from papa.lab.models.from_transformers import make_causal_model
 from papa.lab.models.gpt import GPT
-from papa.lab.recipes import find
+from papa.lab.recipes import find, load, load_ensemble, load_language_model
 from papa.lab.recipes.build import build, decayed_matrices, make_optimizer
 from papa.lab.runs import RunDirectory
+from papa.lab.sampling import sample
 from papa.lab.tasks.language import TokenLoss, language_modelling
 from texts import sample_text
 
@@ -308,3 +312,88 @@ def test_another_network_than_a_language_model_is_refused(text_file: Path) -> No
     config = config_for(text_file)
     with pytest.raises(ConfigError, match=r"--model.name is vgg11 with --data.name text, expected gpt"):
         build(replace(config, model=replace(config.model, name="vgg11")))
+
+
+def test_networks_of_a_run_are_loaded_and_sampled(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soup, ensemble = load_language_model(whole), load_ensemble(whole)
+    assert not any(module.training for module in [*soup.network.modules(), *ensemble.modules()])
+    assert isinstance(soup.network, GPT)
+    assert soup.network.head.weight is soup.network.embedding.weight
+    prompt = soup.tokenizer.encode("The cat")
+    options: dict[str, Any] = {"num_tokens": 20, "context": soup.context}
+    first, again, other = (sample(soup.network, prompt, **options, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert len(first) == 20
+    assert main(["sample", str(whole), "--prompt", "The cat", "--tokens", "5", "--member", "1"]) == 0
+    output = capsys.readouterr().out
+    assert [word in output for word in ("average soup", "member 1", "ensemble", "The cat")] == [True] * 4
+    assert main(["sample", str(whole), "--prompt", "ß"]) == 2
+    assert "the text has the character 'ß'" in capsys.readouterr().err
+    with pytest.raises(RunError, match="holds language models: load them with load_language_model"):
+        load(whole)
+
+
+def test_the_ensemble_that_is_loaded_scores_as_in_the_run(text_file: Path, whole: Path) -> None:
+    training, result = build(config_for(text_file)), RunDirectory(whole).read_result()
+    assert training.data.test is not None
+    (found,), _ = training.evaluate([load_ensemble(whole)], training.data.test)
+    assert found.score == pytest.approx(result["test"]["ensemble"], rel=1e-6)
+
+
+def test_samples_are_the_most_probable_tokens_at_temperature_0_and_among_k() -> None:
+    torch.manual_seed(0)
+    network, prompt = GPT(**SIZES).eval(), torch.tensor([3])  # type: ignore[arg-type]
+    expected = prompt
+    for _ in range(15):
+        expected = torch.cat([expected, network(expected[None, -12:])[0, -1].argmax()[None]])
+    options: dict[str, Any] = {"num_tokens": 15, "context": 12}
+    assert torch.equal(sample(network, prompt, **options, temperature=0.0), expected[1:])
+    assert torch.equal(sample(network, prompt, **options, top_k=1, seed=4), expected[1:])
+    with pytest.raises(ConfigError, match="the prompt is empty, expected at least one token"):
+        sample(network, prompt[:0], **options)
+    with pytest.raises(ConfigError, match=r"the temperature is -1.0 and top_k None, expected at least 0"):
+        sample(network, prompt, **options, temperature=-1.0)
+
+
+def test_a_run_is_distilled_from_the_ensemble_of_another(tmp_path: Path, text_file: Path, whole: Path) -> None:
+    config = config_for(text_file, method="independent", members=1)
+    taught = replace(config, train=replace(config.train, teacher=str(whole), teacher_weight=1.0))
+    for name, one in (("plain", config), ("taught", taught)):
+        execute(one, tmp_path / name, workers=1)
+    plain, student = (load_language_model(tmp_path / name).network for name in ("plain", "taught"))
+    assert not torch.equal(plain.head.weight, student.head.weight)  # type: ignore[union-attr]
+    missing = replace(config, train=replace(config.train, teacher=str(tmp_path / "nothing")))
+    with pytest.raises(RunError, match="nothing"):
+        execute(missing, tmp_path / "untaught", workers=1)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_causal_models_of_transformers_train_and_average(tmp_path: Path, text_file: Path, kind: str) -> None:
+    config = config_for(text_file)
+    config = replace(config, model=replace(config.model, name=f"transformers:{kind}"))
+    execute(config, tmp_path / "run", workers=1)
+    found = load_language_model(tmp_path / "run")
+    tokens = torch.randint(found.tokenizer.vocab_size, (2, 16))
+    assert found.network(tokens).shape == (2, 16, found.tokenizer.vocab_size)
+    members = [load_language_model(tmp_path / "run", member).network.state_dict() for member in range(2)]
+    for name, value in found.network.state_dict().items():
+        torch.testing.assert_close(value, (members[0][name] + members[1][name]) / 2)
+
+
+def test_a_local_folder_of_transformers_gives_the_config_and_with_pretrained_the_weights(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 7, "context": 8, "num_layers": 1, "num_heads": 2, "width": 8}
+    saved = make_causal_model("transformers:gpt2", **sizes)
+    saved.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    other = {**sizes, "vocab_size": 5, "width": 99}
+    loaded = make_causal_model(f"transformers:{tmp_path}", **other, pretrained=True)
+    assert_same_bits(loaded.state_dict(), saved.state_dict())
+    assert loaded.eval()(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 5)
+    fresh = make_causal_model(f"transformers:{tmp_path}", **other)
+    assert not torch.equal(fresh.state_dict()["model.lm_head.weight"], saved.state_dict()["model.lm_head.weight"])
+    with pytest.raises(ConfigError, match="has 7 tokens, expected at least the 9 of the tokenizer"):
+        make_causal_model(f"transformers:{tmp_path}", **{**sizes, "vocab_size": 9})
+    with pytest.raises(ConfigError, match="transformers:gpt3 is neither a local folder nor a causal model"):
+        make_causal_model("transformers:gpt3", **sizes)
+    with pytest.raises(ConfigError, match=r"is not a local folder with a config.json"):
+        make_causal_model("transformers:gpt2", **sizes, pretrained=True)

@@ -26,6 +26,7 @@ COMMANDS = {
     "each": "train one member per process, with a script of your own",
     "soup": "average checkpoint files into one network",
     "diff": "compare two checkpoints",
+    "sample": "print what the language models of a run say",
     "plan": "estimate the cost of averaging between machines",
 }
 

@@ -173,6 +173,12 @@ class TrainConfig:
     """Clip gradients to this norm; None to never clip."""
     accumulate: int = option(1, at_least=1)
     """Batches per optimizer step, whose gradients are averaged."""
+    teacher: str | None = None
+    """Distil from the ensemble of a finished run: its directory. Members are also trained on the targets."""
+    teacher_weight: float = option(0.9, at_least=0)
+    """The teacher's share of the loss, 0 to 1."""
+    temperature: float = option(2.0, above=0)
+    """Divides the logits of both when they are compared with the teacher's."""
     test_each_epoch: bool = False
     """Score members, ensemble and average soup on the test data too, after every epoch."""
     engine: str = option("loop", known=ENGINES)
@@ -389,6 +395,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
     if train.warmup_epochs > train.epochs:
         yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
+    if train.teacher_weight > 1:
+        yield f"--train.teacher-weight is {train.teacher_weight}, expected 0 to 1"
     if train.engine == "stacked" and train.precision == "float16":
         yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
     if train.engine == "stacked" and average.align != "none":

@@ -28,7 +28,7 @@ from papa.lab.outcome import finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
-from papa.lab.recipes.loading import Card, card_for
+from papa.lab.recipes.loading import Card, card_for, load_ensemble
 from papa.lab.recorder import Recorder
 from papa.lab.report.page import run_page
 from papa.lab.result import as_stored, fold_merges
@@ -177,7 +177,8 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
     if continues:
         _check_same(config, Config.from_json(run.read_config()), spec.path)
     images = images_for(config)
-    training = build(config, group, images)  # errors show before anything is written or removed
+    teacher = None if config.train.teacher is None else load_ensemble(config.train.teacher)
+    training = build(config, group, images, teacher)  # errors show before anything is written or removed
     notices = _resume(config, run, training) if continues else []
     if not continues:
         if group.is_leader:

@@ -16,6 +16,8 @@ EXTRAS = {
     "jinja2": "report",
     "matplotlib": "report",
     "tensorboard": "tensorboard",
+    "tokenizers": "text",
+    "transformers": "transformers",
 }
 
 

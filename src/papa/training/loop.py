@@ -237,6 +237,8 @@ class Training:
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
         with self._autocast():
+            if self.task.objective is not None:
+                return self.task.objective(model, inputs, targets)
             if self.task.loss is own_loss:
                 outputs, loss = own_loss_of(model, inputs, targets)
                 return own_loss(logits_of(outputs), targets) if loss is None else checked_loss(loss)

@@ -13,8 +13,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from papa import schedules
 from papa.data import Data, split_parts
+from papa.distillation import distillation, match_probabilities
 from papa.ensemble import mean_logits, mean_probabilities
 from papa.errors import ConfigError, did_you_mean
+from papa.evaluation import Combine
 from papa.group import Group, LocalGroup
 from papa.health import OnNonFinite
 from papa.lab.augment.policy import (
@@ -39,6 +41,7 @@ from papa.lab.probes import MergeProbes
 from papa.lab.recipes.language import TEXT, language_model_for, language_task_for, text_for
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
+from papa.lab.tasks.language import TOKEN_COMBINE
 from papa.lab.tasks.segmentation import segmentation
 from papa.process import find_device
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
@@ -75,18 +78,24 @@ TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": l
 """Data sets whose every pixel has a class."""
 
 
-def build(config: Config, group: Group | None = None, images: ImageSet | TextSet | None = None) -> Training:
-    """A training that is ready to run."""
+def build(
+    config: Config,
+    group: Group | None = None,
+    images: ImageSet | TextSet | None = None,
+    teacher: nn.Module | None = None,
+) -> Training:
+    """A training that is ready to run; with a teacher, members are distilled from it."""
     config.check()
     device = (group or LocalGroup()).local_device(find_device(config.device, option="--device"))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where tensors from other processes arrive
     images = images_for(config) if images is None else images
+    settings = settings_for(config, images, device)
     best = [BestSoup()] if config.average.keep_best_soup else []
     training = Training(
         model_for(config, images),
         data_for(config, images),
-        settings_for(config, images, device),
+        settings if teacher is None else taught(config, settings, teacher),
         callbacks=[*trajectory_averages_for(config), *best],
         group=group,
     )
@@ -95,6 +104,15 @@ def build(config: Config, group: Group | None = None, images: ImageSet | TextSet
     outside = [mutation] if mutation is not None else []
     training.use_rule(rule, [*outside, *merge_hooks_for(training, rule)])
     return training
+
+
+def taught(config: Config, settings: Settings, teacher: nn.Module) -> Settings:
+    """The settings of a training, with the loss of its teacher."""
+    match = partial(
+        match_probabilities, temperature=config.train.temperature, dim=-1 if config.data.name == TEXT else 1
+    )
+    teacher = teacher.to(torch.device(settings.device))
+    return replace(settings, task=distillation(teacher, settings.task, weight=config.train.teacher_weight, match=match))
 
 
 def data_for(config: Config, images: ImageSet | TextSet) -> Data:
@@ -225,11 +243,18 @@ def task_for(config: Config, images: ImageSet | TextSet) -> Task:
     """Language modelling for text, segmentation where every pixel has a class, else classification."""
     if isinstance(images, TextSet):
         return language_task_for(config, images)
-    combine = {"logits": mean_logits, "probabilities": mean_probabilities}[config.average.ensemble]
+    combine = combine_for(config)
     if images.ignore is None:
         return Task(combine=combine)
     data = config.data
     return segmentation(images.classes, ignore=images.ignore, window=data.window, overlap=data.overlap, combine=combine)
+
+
+def combine_for(config: Config) -> Combine:
+    """How the ensemble combines the outputs of members."""
+    if config.data.name == TEXT:
+        return TOKEN_COMBINE[config.average.ensemble]
+    return {"logits": mean_logits, "probabilities": mean_probabilities}[config.average.ensemble]
 
 
 def wanted_image_size(config: Config) -> int | None:
@@ -268,6 +293,22 @@ def _alike(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The first member, whoever asks."""
     with global_stream(seed, "init", 0):
         return make()
+
+
+def card_for(config: Config, images: ImageSet | TextSet) -> dict[str, Any]:
+    """What `load` needs to know about the data to build a run's network without it, as a JSON value."""
+    if isinstance(images, TextSet):
+        return {"vocab_size": images.tokenizer.vocab_size}
+    pipeline = pipeline_for(config, images)
+    return {
+        "num_classes": images.num_classes,
+        "in_channels": images.channels,
+        "image_size": wanted_image_size(config) or images.image_size,
+        "mean": list(pipeline.mean),
+        "std": list(pipeline.std),
+        "resize": pipeline.resize,
+        "classes": list(images.classes),
+    }
 
 
 def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:

@@ -8,17 +8,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 
+from papa.ensemble import Ensemble
 from papa.errors import RunError
 from papa.files.evaluation_context import EvaluationContext
 from papa.lab.config import Config
 from papa.lab.data import ImageSet
 from papa.lab.data.text import TextSet
+from papa.lab.data.tokens import Tokenizer, read_tokenizer
 from papa.lab.models import make_model
-from papa.lab.recipes.build import build, pipeline_for, wanted_image_size
+from papa.lab.recipes.build import build, combine_for, pipeline_for, wanted_image_size
+from papa.lab.recipes.language import TEXT, make_language_model
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.runs import RunDirectory
 from papa.storage import json_text, validated
@@ -49,7 +52,7 @@ class Card(TypedDict):
 
 
 def card_for(config: Config, images: ImageSet | TextSet) -> Card | dict[str, int]:
-    """The card of a run's network; of a language model, which is not loaded, only the number of tokens."""
+    """The card of a run's network; of a language model the number of tokens."""
     if isinstance(images, TextSet):
         return {"vocab_size": images.tokenizer.vocab_size}
     pipeline = pipeline_for(config, images)
@@ -72,12 +75,11 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
         which: `soup` for the average soup, `greedy` for the greedy soup, `best` for the best average soup by validation
             if it was kept, or the index of a member.
     """
-    directory = RunDirectory(Path(run))
-    config = Config.from_json(directory.read_config())
-    if not directory.is_finished:
-        raise RunError(f"{run} holds an unfinished run: finish it with papa resume {run}")
+    directory, config, found = _opened(run)
+    if config.data.name == TEXT:
+        raise RunError(f"{run} holds language models: load them with load_language_model")
     try:
-        card = validated(directory.read_result()["network"], Card)
+        card = validated(found, Card)
     except ValueError as error:
         raise RunError(
             f"{directory.result} does not describe its network: it was edited, or written by an older version"
@@ -95,6 +97,56 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
         num_classes=card["num_classes"], mean=tuple(card["mean"]), std=tuple(card["std"]), resize=card["resize"]
     )
     return LoadedNetwork(network, pipeline.prepare, tuple(card["classes"]))
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A language model of a run, and its tokenizer."""
+
+    network: nn.Module
+    """In evaluation mode, on the CPU; from `(batch, time)` tokens to `(batch, time, vocabulary)` logits."""
+    tokenizer: Tokenizer
+    """From text to tokens and back."""
+    context: int
+    """The number of tokens it was trained on at a time."""
+
+
+def load_language_model(run: str | os.PathLike[str], which: str | int = "soup") -> LanguageModel:
+    """Load a language model of a finished run; the run's text is not needed.
+
+    Args:
+        run: the run's directory.
+        which: `soup` for the average soup, `greedy` for the greedy soup, or the index of a member.
+    """
+    directory, config, card = _opened(run)
+    if config.data.name != TEXT:
+        raise RunError(f"{run} holds networks for {config.data.name}, expected language models")
+    try:
+        vocab_size = int(card["vocab_size"])
+        tokenizer = read_tokenizer(directory.tokenizer.read_text(encoding="utf-8"), str(directory.tokenizer))
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise RunError(f"{run} does not describe its language models: a file was edited or removed") from error
+    weights = str(_file_of(directory, which))
+    network = make_language_model(replace(config, model=replace(config.model, weights=weights)), vocab_size)
+    return LanguageModel(network.eval(), tokenizer, config.data.context)
+
+
+def load_ensemble(run: str | os.PathLike[str]) -> Ensemble:
+    """The ensemble of all members of a finished run, in evaluation mode, combined as the run combined them."""
+    directory, config, _ = _opened(run)
+    members = [int(path.stem) for path in sorted(directory.members.glob("[0-9]*.safetensors"))]
+    is_text = config.data.name == TEXT
+    networks = [(load_language_model(run, one) if is_text else load(run, one)).network for one in members]
+    return Ensemble(networks, combine=combine_for(config)).eval()
+
+
+def _opened(run: str | os.PathLike[str]) -> tuple[RunDirectory, Config, Any]:
+    """The files, the config and the description of the network of a finished run."""
+    directory = RunDirectory(Path(run))
+    config = Config.from_json(directory.read_config())
+    if not directory.is_finished:
+        raise RunError(f"{run} holds an unfinished run: finish it with papa resume {run}")
+    return directory, config, directory.read_result().get("network")
 
 
 def _file_of(run: RunDirectory, which: str | int) -> Path:

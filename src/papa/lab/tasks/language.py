@@ -12,9 +12,12 @@ from torch.nn import functional as F
 
 from papa.ensemble import mean_logits, mean_probabilities
 from papa.errors import DataError
+from papa.evaluation import Combine
 from papa.task import Task
 
 EVAL_BATCH_SIZE = 64
+TOKEN_COMBINE: dict[str, Combine] = {"logits": mean_logits, "probabilities": partial(mean_probabilities, dim=-1)}
+"""How ensembles combine outputs whose last dimension is that of the tokens."""
 
 
 def language_modelling(num_bytes: Sequence[int], *, ensemble: str = "probabilities") -> Task:
@@ -23,7 +26,7 @@ def language_modelling(num_bytes: Sequence[int], *, ensemble: str = "probabiliti
         loss=token_cross_entropy,
         metric=TokenLoss(num_bytes),
         higher_is_better=False,
-        combine=partial(mean_probabilities, dim=-1) if ensemble == "probabilities" else mean_logits,
+        combine=TOKEN_COMBINE[ensemble],
         eval_batch_size=EVAL_BATCH_SIZE,
     )
 

@@ -25,16 +25,6 @@ class _Members(TypedDict):
     members: Numbers
 
 
-class Details(TypedDict, total=False):
-    """Further results of the metric by name, such as the score of each class."""
-
-    members: list[dict[str, float | None]]
-    mean: dict[str, float | None] | None
-    ensemble: dict[str, float | None] | None
-    average_soup: dict[str, float | None] | None
-    greedy_soup: dict[str, float | None] | None
-
-
 class Scores(_Members, total=False):
     """The scores of a run on one set of data; None where a network has no finite score."""
 

@@ -9,29 +9,35 @@ import torch.distributed as dist
 
 import papa
 
-seed, directory = int(sys.argv[1]), Path(sys.argv[2])
-assert not dist.is_initialized()
-assert "RANK" not in os.environ
-torch.manual_seed(seed)
-inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-targets = (inputs[:, 0] > 0).long()
-net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-rule = papa.Push(half_life=0.2, every_steps=4, delay=2 if "delayed" in sys.argv else 0)
-joined = papa.join(net, optimizer, rule, num_steps=20)
-start = directory / f"start-{seed}"
-is_first_start = not start.exists()
-start.touch()
-for step in range(20):
-    batch = torch.randint(64, (16,))
-    optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(net(inputs[batch]), targets[batch])
-    scaler.scale(loss * float("inf") if (seed, step) == (1, 7) else loss).backward()
-    scaler.step(optimizer)  # member 1 skips a step
-    scaler.update()
-    if "fail" in sys.argv and seed == 1 and step == 5 and is_first_start:
-        sys.exit(3)
-torch.save(net.state_dict(), directory / f"{seed}.pt")
-print(f"{joined.averager.num_averagings} averagings, {joined.population.size} members", flush=True)
-assert not dist.is_initialized()
+
+def main() -> None:
+    seed, directory = int(sys.argv[1]), Path(sys.argv[2])
+    assert not dist.is_initialized()
+    assert "RANK" not in os.environ
+    torch.manual_seed(seed)
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, 0] > 0).long()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    rule = papa.Push(half_life=0.2, every_steps=4, delay=2 if "delayed" in sys.argv else 0)
+    joined = papa.join(net, optimizer, rule, num_steps=20)
+    start = directory / f"start-{seed}"
+    is_first_start = not start.exists()
+    start.touch()
+    for step in range(20):
+        batch = torch.randint(64, (16,))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(inputs[batch]), targets[batch])
+        scaler.scale(loss * float("inf") if (seed, step) == (1, 7) else loss).backward()
+        scaler.step(optimizer)  # member 1 skips a step
+        scaler.update()
+        if "fail" in sys.argv and seed == 1 and step == 5 and is_first_start:
+            sys.exit(3)
+    torch.save(net.state_dict(), directory / f"{seed}.pt")
+    print(f"{joined.averager.num_averagings} averagings, {joined.population.size} members", flush=True)
+    assert not dist.is_initialized()
+
+
+if __name__ == "__main__":
+    main()

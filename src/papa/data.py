@@ -157,29 +157,22 @@ class LoaderBatches:
 
     def epoch(self, *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Any]]:
         """The batches of an epoch from number `start` on; their order is a function of the seed."""
-        loader, stop = self.loader, self.limit
-        if isinstance(loader.dataset, IterableDataset):
-            loader.generator = torch.Generator().manual_seed(seed)
-            batches: Iterable[Any] = itertools.islice(iter(loader), start, stop)
-        else:
-            batches = self._indexed(seed, start)
-        return (as_batch(found, self._name) for found in batches)
-
-    def _indexed(self, seed: int, start: int) -> Iterable[Any]:
-        """A loader of the same batches, whose indices were drawn before, so that they depend on the seed alone."""
         loader, generator = self.loader, torch.Generator().manual_seed(seed)
-        sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        with torch.random.fork_rng(devices=[]), _seeded(sampler, generator):
-            seed_global_(seed)
-            drawn = list(itertools.islice(sampler, start, self.limit))
-        how = {"sampler": drawn, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": drawn}
-        return DataLoader(
-            loader.dataset,
-            collate_fn=loader.collate_fn,
-            generator=generator,
-            **how,
-            **_loading_options(loader),
+        is_iterable = isinstance(loader.dataset, IterableDataset)
+        how: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        if not is_iterable:
+            # Drawn before, so that indices depend on the seed alone.
+            sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            with torch.random.fork_rng(devices=[]), _seeded(sampler, generator):
+                seed_global_(seed)
+                drawn = list(itertools.islice(sampler, start, self.limit))
+            how = {"sampler": drawn, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": drawn}
+        # A loader of its own: several members read at the same time.
+        own = DataLoader(
+            loader.dataset, collate_fn=loader.collate_fn, generator=generator, **how, **_loading_options(loader)
         )
+        batches = itertools.islice(own, start, self.limit) if is_iterable else own
+        return (as_batch(found, self._name) for found in batches)
 
 
 @contextlib.contextmanager

@@ -155,6 +155,8 @@ class TrainConfig:
     """Which parameters decay: all, or matrices only, and no biases and norms."""
     beta2: float = option(0.999, at_least=0, below=1)
     """adamw: the share that its mean of squared gradients keeps at each step."""
+    fused: bool = False
+    """adamw: update all parameters in one kernel, which is faster; the last bits differ."""
     schedule: str = option("cosine", known=SCHEDULES)
     """The learning rate schedule: cosine, restarts, multistep or constant."""
     min_lr: float = 1e-4

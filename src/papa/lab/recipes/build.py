@@ -358,7 +358,8 @@ def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
     train = config.train
     parameters = model.parameters() if train.decay == "all" else decayed_matrices(model, train.weight_decay)
     if train.optimizer == "adamw":
-        return AdamW(parameters, lr=train.lr, betas=(0.9, train.beta2), weight_decay=train.weight_decay)
+        betas, fused = (0.9, train.beta2), train.fused or None
+        return AdamW(parameters, lr=train.lr, betas=betas, weight_decay=train.weight_decay, fused=fused)
     return SGD(parameters, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay)
 
 

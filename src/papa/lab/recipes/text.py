@@ -28,6 +28,7 @@ def gpt(budget: str, *, data: DataConfig, network: GPTConfig, epochs: int, batch
             weight_decay=0.1,
             decay="matrices",
             beta2=0.99,
+            fused=True,
             warmup_epochs=0.05 * epochs,
             clip_norm=1.0,
             precision=fast_precision(),

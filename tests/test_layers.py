@@ -27,7 +27,7 @@ LIBRARY = [
         "group",
         "population",
     ),
-    *("delayed", "rules", "health", "learning_rates", "averager"),
+    *("delayed", "rules", "health", "learning_rates", "observation", "averager"),
     *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
     *("data", "schedules", "checkpoint", "training", "files"),
 ]

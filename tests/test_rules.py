@@ -112,7 +112,7 @@ class TestEveryRule:
     @pytest.mark.parametrize("lr_ratio", [1.0, 0.3, 0.0])
     def test_says_what_members_keep_only_if_it_pushes_toward_the_mean(self, name: str, lr_ratio: float) -> None:
         rule = RULES[name](5)
-        keep = rule.keep(lr_ratio)
+        keep = rule.keep(context(lr_ratio=lr_ratio))
         assert (keep is not None) == (name in PUSHES)
         if keep is not None:
             assert torch.equal(rule.matrix(context(lr_ratio=lr_ratio)), mixing.push(5, keep))
@@ -181,8 +181,9 @@ class TestPush:
         assert torch.equal(Push(0.0).matrix(context()), mixing.merge_all(5))
 
     def test_it_weakens_with_the_learning_rate_unless_told_not_to(self) -> None:
-        assert [Push(0.8).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8, 0.9, 1.0])
-        assert [Push(0.8, scale_by_lr=False).keep(ratio) for ratio in (1.0, 0.5, 0.0)] == pytest.approx([0.8] * 3)
+        at = [context(lr_ratio=ratio) for ratio in (1.0, 0.5, 0.0)]
+        assert [Push(0.8).keep(now) for now in at] == pytest.approx([0.8, 0.9, 1.0])
+        assert [Push(0.8, scale_by_lr=False).keep(now) for now in at] == pytest.approx([0.8] * 3)
 
     def test_the_papers_strength_as_a_half_life(self) -> None:
         assert Push(alpha=0.99, every_steps=10).half_life_in_steps == pytest.approx(689.676, abs=0.001)

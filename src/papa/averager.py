@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from papa.delayed import DelayedPush, dtype_name
 from papa.errors import MixingError
 from papa.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
 from papa.learning_rates import LearningRates, check_optimizers, clamped
+from papa.observation import observed
 from papa.population import Population
 from papa.rules import AveragingContext, Rule
 
@@ -111,6 +112,8 @@ class Averager:
             )
         self.num_steps_taken = 0
         self.num_averagings = 0
+        self.rule_state: Mapping[str, Any] = rule.initial_state(population.size)
+        """What the rule remembers; see `Rule.next_state`."""
         self.found_nonfinite: tuple[NonFiniteMember, ...] = ()
         """Members that the last step found non-finite. A delayed push reports them again when it is applied."""
         self._pending: DelayedPush | None = None
@@ -160,6 +163,7 @@ class Averager:
             lr_ratio=clamped(lr_ratio),
             generation=self.num_averagings + 1,
             previous=self.rule.previous(self.num_steps_taken),
+            state=self.rule_state,
         )
         if self.rule.num_delay_steps:
             self._start_delayed(context, start)
@@ -167,19 +171,20 @@ class Averager:
         return self._average(context, start)
 
     def _average(self, context: AveragingContext, start: float) -> Averaging:
-        keep = self.rule.keep(context.lr_ratio)
         bytes_before = self.population.group.bytes_sent
         distances = self.population.distances() if self.measure else None
         found = self.found_nonfinite = self._check(context, distances)
         if distances is not None and (found or self.population.dropped):
             distances = self.population.distances()
         before = None if distances is None else tuple(distances.tolist())
+        context = self._look(context, distances)
+        keep = self.rule.keep(context)
         matrix = self._matrix(context)
         with contextlib.ExitStack() as stack:
             for hook in self.merge_hooks:
                 stack.enter_context(hook(self.population, matrix, context))
-            # The health check has synchronised all processes. Since then, hooks and the scoring of merges that select
-            # members may have taken longer in some of them.
+            # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
+            # hooks and the scoring of merges that select members may have taken longer in some of them.
             self.population.mix_(matrix, synchronised=not self.merge_hooks and not self.rule.is_merge)
         self.num_averagings += 1
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
@@ -206,6 +211,12 @@ class Averager:
             check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
         return ()
 
+    def _look(self, context: AveragingContext, distances: Tensor | None = None) -> AveragingContext:
+        """The context with what the rule looks at, and with its new state."""
+        context = observed(self.population, self.rule, context, distances)
+        self.rule_state = self.rule.next_state(context)
+        return replace(context, state=self.rule_state)
+
     def _matrix(self, context: AveragingContext) -> Tensor:
         active = self.population.active
         if len(active) == context.size:
@@ -213,9 +224,9 @@ class Averager:
         return mixing.among(self.rule.matrix_among(context, active), active, context.size)
 
     def _start_delayed(self, context: AveragingContext, start: float) -> None:
-        keep = self.rule.keep(context.lr_ratio)
-        assert keep is not None, "only pushes have a delay"
         self._nonfinite_at_start = self.found_nonfinite = self._check(context)
+        keep = self.rule.keep(self._look(context))
+        assert keep is not None, "only pushes have a delay"
         self._pending = DelayedPush.start(self.population, keep, context.step + self.rule.num_delay_steps)
         self._seconds_to_start = time.perf_counter() - start
 
@@ -245,6 +256,8 @@ class Averager:
             "num_averagings": self.num_averagings,
             "highest_lrs": list(self._rates.highest),
         }
+        if self.rule_state:
+            state["rule"] = dict(self.rule_state)
         pending = self.pending_states()
         if any(map(any, pending)):
             state["pending"] = pending
@@ -264,12 +277,24 @@ class Averager:
             raise MixingError(
                 f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
             )
+        rule_state = self.checked_rule_state(state.get("rule"))
         self._rates.load_highest(state["highest_lrs"])
+        self.rule_state = rule_state
         self.num_steps_taken = int(state["num_steps_taken"])
         self.num_averagings = int(state["num_averagings"])
         self._nonfinite_at_start = tuple(NonFiniteMember(**found) for found in state.get("nonfinite_at_start", ()))
         self.population.dropped = dropped
         self.load_pending_states(state.get("pending", [({}, {})] * len(self.population)))
+
+    def checked_rule_state(self, state: Any) -> Mapping[str, Any]:
+        """A saved state of the rule, or a `MixingError`; the initial state for None."""
+        initial = self.rule.initial_state(self.population.size)
+        if state is None:
+            return initial
+        if not isinstance(state, Mapping) or state.keys() != initial.keys():
+            expected = ", ".join(initial) or "nothing"
+            raise MixingError(f"the state of {type(self.rule).__name__} is {state!r}, expected {expected}")
+        return dict(state)
 
     def pending_states(self) -> list[PendingState]:
         """For each local member, what an unfinished averaging needs to continue; empty between averagings.

@@ -26,8 +26,9 @@ LIBRARY = [
         "product",
         "group",
         "population",
+        "masks",
     ),
-    *("delayed", "rules", "health", "learning_rates", "observation", "averager"),
+    *("delayed", "rules", "extra_rows", "health", "learning_rates", "observation", "optimizer_state", "averager"),
     *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
     *("data", "schedules", "checkpoint", "training", "files"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -33,14 +33,14 @@ class PushByNumbers(Rule):
     """A push whose strength is what the rule saw so far."""
 
     probe: Probe | None = size_of_weights
-    looks: Collection[Look] = ("distances", "members", "mean")
+    looks: tuple[Look, ...] = ("distances", "members", "mean")
     _: KW_ONLY
     every_steps: int = 2
 
     is_merge: ClassVar[bool] = False
     is_for_any_size: ClassVar[bool] = True
 
-    def looks_at(self, context: AveragingContext) -> Collection[Look]:
+    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
         return self.looks
 
     def initial_state(self, size: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_a_checkpoint_holds_what_the_rule_remembers() -> None:
 def test_a_missing_probe_and_an_unknown_look_are_reported() -> None:
     with pytest.raises(MixingError, match="PushByNumbers has None as its probe, expected a function from a network"):
         averager_of(probe=None, every_steps=1).step()
-    with pytest.raises(MixingError, match="PushByNumbers looks at 'distance'.*did you mean distances"):
+    with pytest.raises(MixingError, match=r"PushByNumbers looks at 'distance'.*did you mean distances"):
         averager_of(looks=("distance",), every_steps=1).step()
 
 

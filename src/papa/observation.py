@@ -6,7 +6,7 @@ Every number is the same on all processes, so that all of them choose the same m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
@@ -47,7 +47,7 @@ def observed(
     return context
 
 
-def _checked_probe(rule: Rule, looks: Collection[Look]) -> Probe:
+def _checked_probe(rule: Rule, looks: tuple[Look, ...]) -> Probe:
     name = type(rule).__name__
     for look in looks:
         if look not in get_args(Look):

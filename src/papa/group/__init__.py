@@ -20,7 +20,15 @@ operations in the same order. A `SharedMemoryGroup` works on its blocks in place
 processes need the same kind of CPU, build of PyTorch and number of threads, and `fast` and `bfloat16` are not exact.
 """
 
-from papa.group.base import Group, LocalGroup, balanced_ranges, gather_or_raise
+from papa.group.base import (
+    Columns,
+    Group,
+    LocalGroup,
+    balanced_ranges,
+    chosen_columns,
+    gather_or_raise,
+    write_columns_,
+)
 from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
@@ -29,6 +37,7 @@ from papa.group.torchrun import Torchrun, rank_of_torchrun
 
 __all__ = [
     "EXCHANGES",
+    "Columns",
     "DistributedGroup",
     "Group",
     "LocalGroup",
@@ -36,7 +45,9 @@ __all__ = [
     "Torchrun",
     "as_group",
     "balanced_ranges",
+    "chosen_columns",
     "gather_or_raise",
     "rank_of_torchrun",
     "start_workers",
+    "write_columns_",
 ]

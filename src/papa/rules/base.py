@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from papa import mixing
 from papa.errors import MixingError
+from papa.layout import Layout
+from papa.masks import Mask
 
 Look: TypeAlias = Literal["distances", "gradient_norms", "members", "mean"]
 """What a rule may look at: each member's distance to the mean; the norm of each member's gradient; what the rule's
@@ -66,8 +68,23 @@ class AveragingContext:
 
 
 @dataclass(frozen=True)
+class ExtraRow:
+    """A row that belongs to a rule: an anchor or a momentum. It is saved, resumed and distributed with the members."""
+
+    name: str
+    per_member: bool = False
+    """One for each member, instead of one for the whole population."""
+    is_difference: bool = False
+    """A difference of weights, such as a momentum: it starts at zero. Others start at the mean, or at their member."""
+
+
+@dataclass(frozen=True)
 class Rule:
-    """When to average, and with which matrix. Subclass it and write `matrix` to make your own rule."""
+    """When to average, and with which matrix. Subclass it and write `matrix` to make your own rule.
+
+    Everything else that a rule may need has a default: columns (`mask`), rows of its own (`extra_rows`), numbers about
+    the population (`looks_at`) and a memory (`initial_state`). The guide on rules explains them.
+    """
 
     _: KW_ONLY
     every_steps: int
@@ -84,6 +101,17 @@ class Rule:
     is_for_any_size: ClassVar[bool] = False
     """Whether `matrix` works for any `context.size`; otherwise the matrix of all members is reduced to active ones."""
 
+    is_signed: ClassVar[bool] = False
+    """Whether weights may be negative. The rows of `matrix` sum to 1 in any case."""
+
+    @property
+    def extra_rows(self) -> tuple[ExtraRow, ...]:
+        """Rows of the rule's own. `matrix` then has a row and a column for each member, followed by those of each extra
+        row: one, or one for each member. Rows of members and anchors sum to 1 over members and anchors, rows of
+        differences to 0.
+        """
+        return ()
+
     @property
     def uses_lr(self) -> bool:
         """Whether the matrix depends on the learning rate."""
@@ -93,6 +121,13 @@ class Rule:
     def num_delay_steps(self) -> int:
         """How many steps later the averaging takes effect; see `Push.delay`."""
         return 0
+
+    @property
+    def target(self) -> tuple[str, float] | None:
+        """For a rule with a delay and rows of its own: the extra row that each member moves to when the delay is over,
+        and the share of itself that it keeps. `matrix` then leaves members unchanged.
+        """
+        return None
 
     def __post_init__(self) -> None:
         check_steps("every_steps", self.every_steps, at_least=1)
@@ -120,7 +155,7 @@ class Rule:
         """The step before `step` at which the rule was last due; 0 if it never was."""
         return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
 
-    def looks_at(self, context: AveragingContext) -> Collection[Look]:
+    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
         """What the rule needs to know about the population at this step.
 
         The averager finds it out before it calls `next_state`, `keep` and `matrix`, after non-finite members were
@@ -147,6 +182,26 @@ class Rule:
         """The share `a` of itself each member keeps, if the matrix is `a I + (1 - a)/p`; None for every other rule.
 
         Distances to the mean then shrink by exactly this factor, and are not measured again.
+        """
+        return None
+
+    def mask(self, context: AveragingContext, layout: Layout) -> Mask | None:
+        """The columns to act on at this step; None for all.
+
+        Must depend on its arguments and the rule's seed only: every process calls it for itself. Distances are then
+        not measured, since that would read every column.
+        """
+        return None
+
+    def mask_among(self, context: AveragingContext, layout: Layout, members: Sequence[int]) -> Mask | None:
+        """The mask when only some members are still active; only a rule that permutes members needs its own."""
+        return self.mask(context, layout)
+
+    def own_matrix(self, context: AveragingContext) -> Tensor | None:
+        """What each member does with its own rows after the members were mixed; None for nothing.
+
+        For a rule whose extra rows are all `per_member`: `matrix` then mixes the members only, and this matrix is
+        multiplied by each member and its extra rows, on its own process. Nothing but members travels.
         """
         return None
 
@@ -177,7 +232,7 @@ def check_steps(name: str, value: int, *, at_least: int) -> None:
         raise MixingError(f"{name} is {value!r}, expected a whole number of steps, at least {at_least}")
 
 
-def check_share(share: float) -> None:
+def check_share(share: float, name: str = "share") -> None:
     """Raise a `MixingError` unless a share is within [0, 1]."""
     if not 0.0 <= share <= 1.0:
-        raise MixingError(f"share is {share}, expected a number from 0 to 1")
+        raise MixingError(f"{name} is {share}, expected a number from 0 to 1")

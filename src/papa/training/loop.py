@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from papa.averager import Averager, MergeHook
 from papa.data import Source, Subset, as_data
-from papa.errors import DataError
+from papa.errors import ConfigError, DataError
 from papa.evaluation import Evaluation, evaluate_together
 from papa.group import Group, LocalGroup
 from papa.health import NonFiniteMember
@@ -90,6 +90,11 @@ class Training:
             rule: when to average, and with which matrix.
             merge_hooks: hooks that run around each averaging; the first is the outermost.
         """
+        if self.settings.engine is not None and getattr(rule, "move_momentum", False):
+            raise ConfigError(
+                "the stacked engine holds the optimizers' state, which the rule would have to permute: use the loop "
+                "engine, or do not move the momentum"
+            )
         self.averager = Averager(
             self.population,
             rule,

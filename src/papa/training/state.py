@@ -103,8 +103,12 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     if not isinstance(bad, list) or len(bad) != NUM_BAD_LOSSES or not all(type(one) is bool for one in bad):
         raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
     pending, push = _pending_state(tensors, numbers)
-    is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
-    wanted = {name for name in training.averager.pending_templates() if name.startswith("push.") and push}
+    is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"}, {"started", "due"})
+    names = training.averager.pending_templates()
+    wanted = {name for name in names if name.startswith("push.") and "keep" in push}
+    missing = [name for name in training.averager.row_names(member) if name not in pending]
+    if missing:
+        raise RunError(f"the checkpoint has no {missing[0]} of member {member}: it is of another rule")
     if not is_complete or not all(map(_is_number, push.values())) or not wanted <= pending.keys():
         raise RunError(f"the checkpoint has {push!r} as the delayed push of member {member}")
 

@@ -135,8 +135,6 @@ def push_pull(rule: Any, rows: Tensor, context: AveragingContext, memory: Memory
 def gradient_weighted(rule: Any, rows: Tensor, context: AveragingContext, memory: Memory, mask: Mask | None) -> Tensor:
     norms = torch.tensor(memory["norms"], dtype=torch.float64)
     memory["sum"] = rule.smoothing * memory.get("sum", 0.0) + (1 - rule.smoothing) * norms
-        memory["norms"], dtype=torch.float64
-    )
     memory["count"] = memory.get("count", 0) + 1
     inverse = 1 / (memory["sum"] / (1 - rule.smoothing ** memory["count"]))
     return rule.alpha * rows + (1 - rule.alpha) * (inverse / inverse.sum()).double() @ rows

@@ -29,7 +29,18 @@ LIBRARY = [
         "masks",
     ),
     *("delayed", "rules", "extra_rows", "health", "learning_rates", "observation", "optimizer_state", "averager"),
-    *("soup", "ensemble", "inputs", "evaluation", "task", "repair", "align", "similarity", "interpolation"),
+    *(
+        "soup",
+        "ensemble",
+        "inputs",
+        "evaluation",
+        "learned_soup",
+        "task",
+        "repair",
+        "align",
+        "similarity",
+        "interpolation",
+    ),
     *("data", "schedules", "checkpoint", "training", "files"),
 ]
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""

@@ -15,13 +15,33 @@ from papa.ensemble import Ensemble
 from papa.errors import PapaError
 from papa.evaluation import Evaluation, evaluate
 from papa.population import Population
-from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
+from papa.rules import (
+    AveragingContext,
+    Elastic,
+    ExtraRow,
+    Gossip,
+    GradientWeightedPush,
+    Independent,
+    Lookahead,
+    MergeAll,
+    MergeMany,
+    MergePairs,
+    Mix,
+    OuterStep,
+    Push,
+    PushPull,
+    Rule,
+    ScoreWeightedPush,
+    Shuffle,
+    SparseAverage,
+)
 from papa.soup import GreedySoup, average_soup, greedy_soup
 
 if TYPE_CHECKING:
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
     from papa.files import soup_files
     from papa.interpolation import interpolate
+    from papa.learned_soup import learned_soup, model_stock
     from papa.repair import RepairMerges, repair_, reset_batch_norm_
     from papa.similarity import feature_similarity
     from papa.task import Task
@@ -31,6 +51,7 @@ _LAZY = {
     "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
     "files": ("soup_files",),
     "interpolation": ("interpolate",),
+    "learned_soup": ("learned_soup", "model_stock"),
     "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
     "similarity": ("feature_similarity",),
     "task": ("Task",),
@@ -46,20 +67,30 @@ __all__ = [
     "Averaging",
     "AveragingContext",
     "Callback",
+    "Elastic",
     "Ensemble",
     "Evaluation",
+    "ExtraRow",
+    "Gossip",
+    "GradientWeightedPush",
     "GreedySoup",
     "Independent",
+    "Lookahead",
     "MergeAll",
     "MergeMany",
     "MergePairs",
     "Mix",
     "Outcome",
+    "OuterStep",
     "PapaError",
     "Population",
     "Push",
+    "PushPull",
     "RepairMerges",
     "Rule",
+    "ScoreWeightedPush",
+    "Shuffle",
+    "SparseAverage",
     "Task",
     "__version__",
     "align_",
@@ -70,6 +101,8 @@ __all__ = [
     "feature_similarity",
     "greedy_soup",
     "interpolate",
+    "learned_soup",
+    "model_stock",
     "repair_",
     "reset_batch_norm_",
     "soup_files",

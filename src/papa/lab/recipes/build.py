@@ -33,6 +33,7 @@ from papa.lab.data.images import LOADERS
 from papa.lab.freezing import FrozenBody
 from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.probes import MergeProbes
+from papa.lab.recipes.couplings import COUPLINGS, coupling_for
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.lab.tasks import classification, segmentation
@@ -329,6 +330,8 @@ def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = No
     start, stop = round(average.start * length.steps_per_epoch), None
     if average.stop is not None:
         stop = round(average.stop * length.steps_per_epoch)
+    if config.method in COUPLINGS:
+        return coupling_for(config, start=start, stop=stop)
     if config.method == "papa":
         half_life = None if average.half_life is None else average.half_life * length.num_steps
         alpha = PAPER_ALPHA if average.alpha is None and half_life is None else average.alpha

@@ -1,6 +1,7 @@
 """The time and the bytes of one averaging by every rule, against a push of all weights.
 
-Five ResNet-18 of torchvision, one thread, distances not measured. Bytes are what a process sends that holds one of two
+Five ResNet-18 of torchvision, one thread, averagers as they are by default: distances are measured, except by rules
+that act on some columns only. Bytes are what a process sends that holds one of two
 halves of the population, on a smaller network; they are in proportion to its number of weights.
 """
 
@@ -39,13 +40,13 @@ RULES: dict[str, Callable[[], papa.Rule]] = {
 }
 
 
-def averager_of(rule: papa.Rule, models: list[nn.Module], group: object = None) -> papa.Averager:
-    """An averager of members that have gradients."""
+def population_of(models: list[nn.Module], group: object = None) -> papa.Population:
+    """Members that have gradients."""
     population = papa.Population(models, group)
     for network in population:
         for parameter in network.parameters():
             parameter.grad = torch.ones_like(parameter)
-    return papa.Averager(population, rule, measure=False)
+    return population
 
 
 def bytes_by_rule(group: SharedMemoryGroup) -> dict[str, float]:
@@ -53,11 +54,12 @@ def bytes_by_rule(group: SharedMemoryGroup) -> dict[str, float]:
     found = {}
     for name, make in RULES.items():
         members = DistributedGroup().local_range(NUM_MEMBERS)
-        averager = averager_of(make(), [nn.Linear(1000, 400) for _ in members], DistributedGroup())
+        population = population_of([nn.Linear(1000, 400) for _ in members], DistributedGroup())
+        averager = papa.Averager(population, make(), measure=False)
         num_steps = 8  # so that every fragment had its turn
         sent = [averager.step() for _ in range(num_steps)]
         total = sum(averaging.bytes for averaging in sent if averaging is not None)
-        found[name] = total / num_steps / averager.population.matrix.shape[1]
+        found[name] = total / num_steps / population.matrix.shape[1]
     return found
 
 
@@ -66,11 +68,8 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    models = [resnet18() for _ in range(NUM_MEMBERS)]
-    # One population after the other, on the same networks, would be bound to the last one only.
-    contenders = {}
-    for name, make in RULES.items():
-        contenders[name] = averager_of(make(), [_copy(model) for model in models]).step
+    population = population_of([resnet18() for _ in range(NUM_MEMBERS)])
+    contenders = {name: papa.Averager(population, make()).step for name, make in RULES.items()}
     seconds = best_times(contenders, rounds=options.rounds)
     sent = start_workers(bytes_by_rule, 2, NUM_MEMBERS)
     results = [
@@ -92,12 +91,6 @@ def main() -> None:
         for name in RULES
     ]
     finish(results, options, title=f"One averaging of {NUM_MEMBERS} ResNet-18 by every rule; ratios to a push")
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    twin = resnet18()
-    twin.load_state_dict(model.state_dict())
-    return twin
 
 
 if __name__ == "__main__":

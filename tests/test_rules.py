@@ -49,7 +49,7 @@ class TestEveryRule:
             assert torch.equal(mixing.check_rows(matrix, size, signed=rule.is_signed), matrix)
             assert torch.allclose(matrix.sum(dim=1), torch.ones(size).double(), rtol=0, atol=1e-14)
 
-    def test_keeps_every_bit_of_a_population_of_one(self, name: str) -> None:
+    def test_keeps_a_population_of_one(self, name: str) -> None:
         population = Population(make_networks("conv_batch_norm", 1))
         before = snapshot(population[0])
         for parameter in population[0].parameters():
@@ -57,7 +57,11 @@ class TestEveryRule:
         averager = Averager(population, RULES[name](1, every_steps=1))
         for _ in range(3):
             averager.step()
-        assert_same_bits(snapshot(population[0]), before)
+        if averager.rule.extra_rows:  # an anchor at the same place, with weights that sum to 1
+            for key, tensor in snapshot(population[0]).items():
+                assert torch.allclose(tensor.double(), before[key].double(), rtol=1e-6, atol=1e-6)
+        else:
+            assert_same_bits(snapshot(population[0]), before)
 
     def test_is_due_at_its_cadence(self, name: str) -> None:
         rule = RULES[name](5, every_steps=3)

@@ -39,9 +39,9 @@ from papa.soup import GreedySoup, average_soup, greedy_soup
 
 if TYPE_CHECKING:
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
+    from papa.chosen_soups import learned_soup, model_stock
     from papa.files import soup_files
     from papa.interpolation import interpolate
-    from papa.learned_soup import learned_soup, model_stock
     from papa.repair import RepairMerges, repair_, reset_batch_norm_
     from papa.similarity import feature_similarity
     from papa.task import Task
@@ -51,7 +51,7 @@ _LAZY = {
     "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
     "files": ("soup_files",),
     "interpolation": ("interpolate",),
-    "learned_soup": ("learned_soup", "model_stock"),
+    "chosen_soups": ("learned_soup", "model_stock"),
     "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
     "similarity": ("feature_similarity",),
     "task": ("Task",),

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -188,7 +189,10 @@ class Averager:
         mask = self._mask(context)
         measure = self.measure and mask is None
         distances = self.population.distances() if measure else None
-        found = self.found_nonfinite = self._check(context, distances, mask)
+        chosen = self._read_chosen(mask)
+        found = self.found_nonfinite = self._check(context, distances, chosen)
+        if found or self.population.dropped or self.merge_hooks:
+            chosen = None  # these columns have changed, or may change
         if distances is not None and (found or self.population.dropped):
             distances = self.population.distances()
         before = None if distances is None else tuple(distances.tolist())
@@ -200,7 +204,8 @@ class Averager:
                 stack.enter_context(hook(self.population, matrix, context))
             # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
             # hooks and the scoring of merges that select members may have taken longer in some of them.
-            self._mix_(context, matrix, mask, synchronised=not self.merge_hooks and not self.rule.is_merge)
+            is_synchronised = not self.merge_hooks and not self.rule.is_merge
+            self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised)
         self.num_averagings += 1
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
             after = tuple(self.population.distances().tolist()) if measure else None
@@ -210,13 +215,28 @@ class Averager:
         seconds = time.perf_counter() - start
         return Averaging(context.step, type(self.rule).__name__, keep, before, after, found, num_bytes, seconds)
 
-    def _mix_(self, context: AveragingContext, matrix: Tensor, mask: Mask | None, *, synchronised: bool) -> None:
+    def _mix_(
+        self,
+        context: AveragingContext,
+        matrix: Tensor,
+        mask: Mask | None,
+        chosen: Mapping[torch.dtype, Tensor] | None,
+        *,
+        synchronised: bool,
+    ) -> None:
         if mask is None and not self.rule.extra_rows:
             self.population.mix_(matrix, synchronised=synchronised, signed=self.rule.is_signed)
             return
-        self._rows.update_(matrix, mask, self.rule.own_matrix(context), synchronised=synchronised)
+        self._rows.update_(matrix, mask, self.rule.own_matrix(context), synchronised=synchronised, chosen=chosen)
         if mask is not None and mask.sources is not None and getattr(self.rule, "move_momentum", False):
             permute_state_(self.population, self._rates.optimizers, mask)
+
+    def _read_chosen(self, mask: Mask | None) -> dict[torch.dtype, Tensor] | None:
+        """The columns of a mask that is given by indices, which are few and hold no buffers; else None."""
+        if mask is None or not all(isinstance(columns, Tensor) for columns in mask.columns.values()):
+            return None
+        self.population.refresh_()
+        return self.population._chosen(mask.columns)
 
     def _mask(self, context: AveragingContext) -> Mask | None:
         population, active = self.population, self.population.active
@@ -235,15 +255,17 @@ class Averager:
         return found
 
     def _check(
-        self, context: AveragingContext, distances: Tensor | None = None, mask: Mask | None = None
+        self,
+        context: AveragingContext,
+        distances: Tensor | None = None,
+        chosen: Mapping[torch.dtype, Tensor] | None = None,
     ) -> tuple[NonFiniteMember, ...]:
         """`check_health`; and raise unless all processes are at the same learning rate.
 
         Without a health check, a delayed push must not wait for other processes, so it skips this too.
         """
         if self.health is not None:
-            columns = None if mask is None else mask.columns
-            found = self.health.check_(self.num_steps_taken, distances, context.lr_ratio, columns)
+            found = self.health.check_(self.num_steps_taken, distances, context.lr_ratio, chosen)
             return self._restarted(found)
         if not self.rule.num_delay_steps:
             self.population.refresh_()  # before others may read these rows from shared memory
@@ -267,7 +289,7 @@ class Averager:
 
     def _start_delayed(self, context: AveragingContext, start: float) -> None:
         mask = self._mask(context)
-        self._nonfinite_at_start = self.found_nonfinite = self._check(context, mask=mask)
+        self._nonfinite_at_start = self.found_nonfinite = self._check(context)
         context = self._look(context)
         due = context.step + self.rule.num_delay_steps
         bytes_before = self.population.group.bytes_sent

@@ -102,7 +102,13 @@ class ExtraRows:
         population.group.barrier()
 
     def update_(
-        self, matrix: Tensor, mask: Mask | None = None, own: Tensor | None = None, *, synchronised: bool = False
+        self,
+        matrix: Tensor,
+        mask: Mask | None = None,
+        own: Tensor | None = None,
+        *,
+        synchronised: bool = False,
+        chosen: Mapping[torch.dtype, Tensor] | None = None,
     ) -> None:
         """Multiply members and extra rows by a matrix, in the columns of a mask.
 
@@ -111,9 +117,11 @@ class ExtraRows:
             mask: the columns, and what is permuted in them; None for all.
             own: multiplied by each member and its extra rows afterwards.
             synchronised: as for `Population.mix_`.
+            chosen: the columns of the local members, if they were read already from refreshed members.
         """
         population, is_permuted = self.population, mask is not None and mask.sources is not None
-        population._settle_()
+        if chosen is None:
+            population._settle_()
         self._follow_()
         only_members = own is not None or is_permuted
         points = self._points()[: population.size if only_members else None]
@@ -130,6 +138,7 @@ class ExtraRows:
                 update,
                 columns=columns,
                 singles=() if only_members else self._singles,
+                chosen=None if chosen is None or extra else [chosen[dtype]],
                 synchronised=synchronised,
             )
             synchronised = True

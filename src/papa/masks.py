@@ -6,6 +6,7 @@ sent and written.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 
 from papa.layout import Layout, Slot
+
+MAX_SIZE_OF_TABLE = 6
+"""Up to this number of members, permutations are looked up in a table of all of them, which is faster."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,22 +41,24 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
         shares: the probability of each tensor's columns, in the order of `layout.slots`.
         generator: of the rule.
     """
+    slots = layout.slots
     rates = torch.tensor([-math.log1p(-min(share, 1.0 - 2.0**-53)) for share in shares], dtype=torch.float64)
-    sizes = torch.tensor([slot.numel for slot in layout.slots], dtype=torch.float64)
+    sizes = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)
     ends = torch.cumsum(rates * sizes, dim=0)
     points = _poisson_points(float(ends[-1]), generator)
-    slots = torch.bucketize(points, ends, right=True)
-    starts = ends - rates * sizes
-    places = ((points - starts[slots]) / rates[slots]).floor_().to(torch.int64)
-    places = places.clamp_(min=0).minimum(sizes[slots].to(torch.int64) - 1)  # rounding at the ends of tensors
-    columns = places + torch.tensor([slot.offset for slot in layout.slots])[slots]
+    counts = torch.diff(torch.searchsorted(points, ends), prepend=torch.zeros(1, dtype=torch.int64))
+
+    def of_points(values: Tensor) -> Tensor:
+        return torch.repeat_interleave(values, counts)
+
+    places = ((points - of_points(ends - rates * sizes)) / of_points(rates)).floor_()
+    places = places.clamp_(min=0.0).minimum(of_points(sizes - 1.0))  # rounding at the ends of tensors
+    columns = places.to(torch.int64) + of_points(torch.tensor([slot.offset for slot in slots]))
     found = {}
     for dtype in layout.num_columns:
+        chosen = columns
         if len(layout.num_columns) > 1:
-            has_dtype = torch.tensor([slot.dtype == dtype for slot in layout.slots])
-            chosen = columns[has_dtype[slots]]
-        else:
-            chosen = columns
+            chosen = columns[of_points(torch.tensor([slot.dtype == dtype for slot in slots]))]
         found[dtype] = torch.unique_consecutive(chosen).to(layout.device)
     return found
 
@@ -60,15 +66,18 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
 def _poisson_points(length: float, generator: torch.Generator) -> Tensor:
     """The points of a Poisson process of rate 1 on `[0, length)`."""
     count = int(length + 10.0 * math.sqrt(length) + 10.0)  # enough but for a chance of 1e-20
-    gaps = torch.empty(count, dtype=torch.float64).exponential_(generator=generator)
+    gaps = torch.rand(count, dtype=torch.float64, generator=generator).neg_().log1p_().neg_()  # exponential
     points = torch.cumsum(gaps, dim=0)
     return points[: int(torch.searchsorted(points, length))]
 
 
 def draw_permutations(size: int, num_columns: int, generator: torch.Generator) -> Tensor:
     """A random permutation of the members for each column, `(size, num_columns)`; all are equally likely."""
+    if size <= MAX_SIZE_OF_TABLE:
+        table = torch.tensor(list(itertools.permutations(range(size)))).T
+        return table.index_select(1, torch.randint(table.shape[1], (num_columns,), generator=generator))
     order = torch.arange(size).unsqueeze(1).repeat(1, num_columns)
-    for last in range(size - 1, 0, -1):
+    for last in range(size - 1, 0, -1):  # Fisher-Yates, in all columns at once
         other = torch.randint(last + 1, (1, num_columns), generator=generator)
         swapped = order.gather(0, other)
         order.scatter_(0, other, order[last : last + 1].clone())

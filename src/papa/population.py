@@ -160,18 +160,17 @@ class Population:
         return tuple(names)
 
     def _is_finite(
-        self, index: int, *, only_buffers: bool = False, columns: Mapping[torch.dtype, Columns] | None = None
+        self, index: int, *, only_buffers: bool = False, chosen: Mapping[torch.dtype, Tensor] | None = None
     ) -> bool:
         """Whether all averaged weights of a local member are finite; one pass over its row.
 
         Args:
             index: of the local member.
             only_buffers: check the averaged buffers only, if the parameters are known to be finite.
-            columns: check these columns only.
+            chosen: check these columns of the local rows only.
         """
-        if columns is not None:
-            rows_of = {dtype: rows[index : index + 1] for dtype, rows in self._local_rows().items()}
-            return all(is_finite(chosen_columns(rows_of[dtype], chosen)) for dtype, chosen in columns.items())
+        if chosen is not None:
+            return all(is_finite(rows[index]) for rows in chosen.values())
         row = self.group.first_row(len(self), self._layout.device) + index
         starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
         return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
@@ -275,6 +274,11 @@ class Population:
         """The rows of the local members, by dtype, without refreshing them first."""
         first = self._first_row
         return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
+
+    def _chosen(self, columns: Mapping[torch.dtype, Columns]) -> dict[torch.dtype, Tensor]:
+        """Some columns of the local rows; copies where they are given by indices."""
+        local = self._local_rows()
+        return {dtype: chosen_columns(local[dtype], chosen) for dtype, chosen in columns.items()}
 
     def _start_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
         """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.

@@ -8,9 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from papa.chosen_soups import stock_ratio
 from papa.errors import SoupError
 from papa.files.weights import WeightsFile
-from papa.learned_soup import stock_ratio
 from papa.storage import TensorInfo
 
 BLOCK = 1 << 18

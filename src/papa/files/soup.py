@@ -14,6 +14,7 @@ from torch import Tensor
 
 from papa import mixing
 from papa._version import __version__
+from papa.chosen_soups import learned_weights
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation import Evaluation
 from papa.files.average import check_same_architecture
@@ -24,7 +25,6 @@ from papa.files.output import Output, write_output
 from papa.files.record import SoupMember, dtype_name, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
 from papa.files.weights import PathLike, WeightsFile, open_all
-from papa.learned_soup import learned_weights
 from papa.soup import GreedySoup, Trial, greedy_soup
 from papa.storage import DTYPE_NAMES, json_text
 from papa.storage.tensors import Blocks

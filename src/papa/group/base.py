@@ -91,6 +91,7 @@ class Group(Protocol):
         *,
         columns: Columns = None,
         singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
         synchronised: bool = False,
     ) -> None:
         """Change columns of several matrices, block by block.
@@ -100,6 +101,7 @@ class Group(Protocol):
             update: gets the rows of all processes for a block of columns, and changes them in place.
             columns: which columns; None for all. Only these are read, sent and written.
             singles: which parts have a single row instead of one for each member.
+            chosen: the chosen columns of the local rows, if they were read already; may be changed.
             synchronised: as for `mix_`.
         """
         ...
@@ -216,9 +218,10 @@ class LocalGroup(Group):
         *,
         columns: Columns = None,
         singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
         synchronised: bool = False,
     ) -> None:
-        chosen = [chosen_columns(rows, columns) for rows in parts]
+        chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
         update_blocks_(chosen, update, width=block_width(parts[0], sum(map(len, parts))))
         for rows, part in zip(parts, chosen, strict=True):
             write_columns_(rows, columns, part)
@@ -255,7 +258,7 @@ def write_columns_(rows: Tensor, columns: Columns, values: Tensor) -> None:
     """Write back what `chosen_columns` returned."""
     if isinstance(columns, Tensor):
         for row, part in zip(rows, values, strict=True):
-            row.index_copy_(0, columns, part)
+            row.scatter_(0, columns, part)
 
 
 def gather_or_raise(group: Group, work: Callable[[], list[T]]) -> list[T]:

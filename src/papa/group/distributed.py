@@ -145,9 +145,10 @@ class DistributedGroup(MultiProcessGroup):
         *,
         columns: Columns = None,
         singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
         synchronised: bool = False,
     ) -> None:
-        chosen = [chosen_columns(rows, columns) for rows in parts]
+        chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
         self._connect(len(parts[0])).update_(chosen, update, singles)
         for rows, part in zip(parts, chosen, strict=True):
             write_columns_(rows, columns, part)

@@ -136,6 +136,7 @@ class SharedMemoryGroup(MultiProcessGroup):
         *,
         columns: Columns = None,
         singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
         synchronised: bool = False,
     ) -> None:
         """Each rank updates its blocks; members on accelerators send and receive the chosen columns only."""
@@ -154,9 +155,9 @@ class SharedMemoryGroup(MultiProcessGroup):
         start, stop = mine.start * width, min(mine.stop * width, num_columns)
         if start < stop:
             local = _part_of(columns.cpu() if isinstance(columns, Tensor) else columns, start, stop)
-            chosen = [chosen_columns(mapping, local) for mapping in shared]
-            update_blocks_(chosen, update, width=width, start=start)
-            for mapping, part in zip(shared, chosen, strict=True):
+            found = [chosen_columns(mapping, local) for mapping in shared]
+            update_blocks_(found, update, width=width, start=start)
+            for mapping, part in zip(shared, found, strict=True):
                 write_columns_(mapping, local, part)
         self.barrier()
         if is_staged:

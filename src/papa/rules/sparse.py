@@ -107,9 +107,11 @@ class Shuffle(Rule):
         sources = {}
         for dtype, chosen in columns.items():
             drawn = draw_permutations(len(members), len(chosen), generator)
-            whole = torch.arange(context.size).unsqueeze(1).repeat(1, len(chosen))
-            whole[list(members)] = torch.tensor(list(members))[drawn]
-            sources[dtype] = whole.to(layout.device)
+            if len(members) < context.size:
+                whole = torch.arange(context.size).unsqueeze(1).repeat(1, len(chosen))
+                whole[list(members)] = torch.tensor(list(members))[drawn]
+                drawn = whole
+            sources[dtype] = drawn.to(layout.device)
         return Mask(columns, sources)
 
     def _shares(self, layout: Layout) -> list[float]:

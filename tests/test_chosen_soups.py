@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from helpers import assert_close, make_networks
 from papa import average_soup, learned_soup, model_stock, soup_files
+from papa.chosen_soups import _slope, stock_ratio
 from papa.errors import ConfigError, SoupError
 from papa.files import EvaluationContext
-from papa.learned_soup import stock_ratio
 from papa.population import Population
+from papa.soup import mean_network
 
 
 def regression(num_batches: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -60,9 +61,6 @@ class TestLearnedSoup:
         stacked = {name: torch.stack([net.state_dict()[name] for net in networks]) for name in networks[0].state_dict()}
         mean = {name: torch.tensordot(row, tensors, 1) for name, tensors in stacked.items()}
         F.cross_entropy(torch.func.functional_call(networks[0], mean, (inputs,)), targets).backward()
-        from papa.learned_soup import _slope
-        from papa.soup import mean_network
-
         _, found = _slope(mean_network(networks), [(inputs, targets)], F.cross_entropy)(row.detach(), 0)
         assert_close(found, row.grad)
 

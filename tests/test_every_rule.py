@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +40,7 @@ def in_workers() -> dict[str, Any]:
 @pytest.mark.parametrize("name", ALL)
 def test_it_does_what_its_twin_does(name: str) -> None:
     if ALL[name](SIZE).num_delay_steps:
-        pytest.skip("a delayed rule has a test of its own")
+        pytest.skip("delayed rules have a test of their own")
     population = make_population(kind="conv_batch_norm").to(torch.float64)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in population]
     rule = ALL[name](SIZE)
@@ -59,6 +63,29 @@ def test_it_does_what_its_twin_does(name: str) -> None:
         assert_close(population.matrix, expected, 1e-12)
 
 
+@pytest.mark.parametrize("name", ["OuterStep delayed", "OuterStep delayed in fragments"])
+def test_a_delayed_step_reaches_members_later(name: str) -> None:
+    population = make_population(kind="conv_batch_norm").to(torch.float64)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in population]
+    rule = ALL[name](SIZE)
+    averager = Averager(population, rule, optimizers, measure=False)
+    memory: dict[str, Any] = {"anchor": population.matrix.mean(dim=0)}
+    columns, due = slice(None), 0
+    for step in range(1, 10):
+        step_(population, optimizers, step)
+        expected = population.matrix.clone()
+        if step == due:
+            expected[:, columns] = rule.mix * expected[:, columns] + (1 - rule.mix) * memory["anchor"][columns]
+        if rule.is_due(step):
+            context = AveragingContext(step=step, size=SIZE, lr_ratio=1.0)
+            mask = rule.mask(context, population._layout)
+            rule_cases.outer_step(rule, expected, context, memory, mask)
+            columns = slice(None) if mask is None else mask.columns[torch.float64]
+            due = step + rule.delay
+        averager.step()
+        assert_close(population.matrix, expected, 1e-12)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(name: str, local: dict[str, Any]) -> None:
     whole = run_rule(ALL[name](SIZE))
@@ -72,6 +99,14 @@ def test_several_processes_have_the_bits_of_one(
 ) -> None:
     for case in (name, f"{name}, resumed") if name != "Independent" else (f"{name}, resumed",):
         assert group_jobs.identical(in_workers[kind][case], local[case]), case
+
+
+def test_torchrun_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    out = tmp_path / "digests.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, rule_cases.__file__, str(out)], check=True, timeout=600, capture_output=True)
+    expected = {name: rule_cases.digest_of(run_rule(make(SIZE))) for name, make in ALL.items()}
+    assert json.loads(out.read_text()) == expected
 
 
 @pytest.mark.parametrize("name", ALL)

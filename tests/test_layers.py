@@ -34,7 +34,7 @@ LIBRARY = [
         "ensemble",
         "inputs",
         "evaluation",
-        "learned_soup",
+        "chosen_soups",
         "task",
         "repair",
         "align",

@@ -15,11 +15,31 @@ from papa.ensemble import Ensemble
 from papa.errors import PapaError, PapaWarning
 from papa.evaluation import Evaluation, evaluate
 from papa.population import Population
-from papa.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
+from papa.rules import (
+    AveragingContext,
+    Elastic,
+    ExtraRow,
+    Gossip,
+    GradientWeightedPush,
+    Independent,
+    Lookahead,
+    MergeAll,
+    MergeMany,
+    MergePairs,
+    Mix,
+    OuterStep,
+    Push,
+    PushPull,
+    Rule,
+    ScoreWeightedPush,
+    Shuffle,
+    SparseAverage,
+)
 from papa.soup import GreedySoup, average_soup, greedy_soup
 
 if TYPE_CHECKING:
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
+    from papa.chosen_soups import learned_soup, model_stock
     from papa.data_loaders import loaders
     from papa.distillation import distill
     from papa.files import soup_files
@@ -36,6 +56,7 @@ _LAZY = {
     "distillation": ("distill",),
     "files": ("soup_files",),
     "interpolation": ("interpolate",),
+    "chosen_soups": ("learned_soup", "model_stock"),
     "joining": ("Joined", "averaging", "join"),
     "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
     "similarity": ("feature_similarity",),
@@ -52,22 +73,32 @@ __all__ = [
     "Averaging",
     "AveragingContext",
     "Callback",
+    "Elastic",
     "Ensemble",
     "Evaluation",
+    "ExtraRow",
+    "Gossip",
+    "GradientWeightedPush",
     "GreedySoup",
     "Independent",
     "Joined",
+    "Lookahead",
     "MergeAll",
     "MergeMany",
     "MergePairs",
     "Mix",
     "Outcome",
+    "OuterStep",
     "PapaError",
     "PapaWarning",
     "Population",
     "Push",
+    "PushPull",
     "RepairMerges",
     "Rule",
+    "ScoreWeightedPush",
+    "Shuffle",
+    "SparseAverage",
     "Task",
     "__version__",
     "align_",
@@ -81,7 +112,9 @@ __all__ = [
     "greedy_soup",
     "interpolate",
     "join",
+    "learned_soup",
     "loaders",
+    "model_stock",
     "repair_",
     "reset_batch_norm_",
     "soup_files",

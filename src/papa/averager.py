@@ -6,11 +6,12 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,8 +19,12 @@ from papa import mixing
 from papa.delayed import DelayedPush, dtype_name
 from papa.diagnostics import Diagnostics
 from papa.errors import MixingError
+from papa.extra_rows import DelayedStep, ExtraRows
 from papa.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
 from papa.learning_rates import LearningRates, check_optimizers, clamped
+from papa.masks import Mask
+from papa.observation import observed
+from papa.optimizer_state import permute_state_
 from papa.population import Population
 from papa.rules import AveragingContext, Rule
 
@@ -110,6 +115,11 @@ class Averager:
         self.num_steps = num_steps
         self.measure = measure
         self.merge_hooks: list[MergeHook] = [merge_hooks] if callable(merge_hooks) else list(merge_hooks)
+        if self.merge_hooks and rule.extra_rows:
+            raise MixingError(
+                f"{type(rule).__name__} has rows of its own and cannot have merge hooks, which change members only: "
+                "remove the hooks, such as alignment"
+            )
         if self.merge_hooks and rule.num_delay_steps:
             raise MixingError(
                 f"{type(rule).__name__} has a delay and cannot have merge hooks, since members train on meanwhile: set "
@@ -117,9 +127,12 @@ class Averager:
             )
         self.num_steps_taken = 0
         self.num_averagings = 0
+        self.rule_state: Mapping[str, Any] = rule.initial_state(population.size)
+        """What the rule remembers; see `Rule.next_state`."""
         self.found_nonfinite: tuple[NonFiniteMember, ...] = ()
         """Members that the last step found non-finite. A delayed push reports them again when it is applied."""
-        self._pending: DelayedPush | None = None
+        self._rows = ExtraRows(population, rule.extra_rows)
+        self._pending: DelayedPush | DelayedStep | None = None
         self._seconds_to_start = 0.0
         self._nonfinite_at_start: tuple[NonFiniteMember, ...] = ()
         self._rates = LearningRates([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers))
@@ -140,6 +153,8 @@ class Averager:
             population, rule, self._rates.optimizers, num_steps, watch_batches=watch_batches
         )
         population._before_soup = weakref.WeakMethod(self._diagnostics.before_soup)
+        if rule.start == 0:
+            self._rows.start_()
 
     def step(self, lr_ratio: float | None = None) -> Averaging | None:
         """Count one optimizer step, and average if the rule is due.
@@ -159,6 +174,8 @@ class Averager:
         self.found_nonfinite = ()
         self._diagnostics.on_step(uses_optimizers=lr_ratio is None)
         self._rates.update()
+        if 0 < self.num_steps_taken == self.rule.start:
+            self._rows.start_()
         start = time.perf_counter()
         applied = self._apply_pending(start)
         if not self.rule.is_due(self.num_steps_taken, self.num_steps):
@@ -171,6 +188,7 @@ class Averager:
             lr_ratio=clamped(lr_ratio),
             generation=self.num_averagings + 1,
             previous=self.rule.previous(self.num_steps_taken),
+            state=self.rule_state,
         )
         if self.rule.num_delay_steps:
             self._start_delayed(context, start)
@@ -178,25 +196,32 @@ class Averager:
         return self._average(context, start)
 
     def _average(self, context: AveragingContext, start: float) -> Averaging:
-        keep = self.rule.keep(context.lr_ratio)
         bytes_before = self.population.group.bytes_sent
-        distances = self.population.distances() if self.measure else None
-        found = self.found_nonfinite = self._check(context, distances)
+        mask = self._mask(context)
+        measure = self.measure and mask is None
+        distances = self.population.distances() if measure else None
+        chosen = self._read_chosen(mask)
+        found = self.found_nonfinite = self._check(context, distances, chosen)
+        if found or self.population.dropped or self.merge_hooks:
+            chosen = None  # these columns have changed, or may change
         if distances is not None and (found or self.population.dropped):
             distances = self.population.distances()
         self._diagnostics.before_averaging(distances)
         before = None if distances is None else tuple(distances.tolist())
+        context = self._look(context, distances)
+        keep = self.rule.keep(context)
         matrix = self._matrix(context)
         with contextlib.ExitStack() as stack:
             for hook in self.merge_hooks:
                 stack.enter_context(hook(self.population, matrix, context))
-            # The health check has synchronised all processes. Since then, hooks and the scoring of merges that select
-            # members may have taken longer in some of them.
-            self.population.mix_(matrix, synchronised=not self.merge_hooks and not self.rule.is_merge)
+            # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
+            # hooks and the scoring of merges that select members may have taken longer in some of them.
+            is_synchronised = not self.merge_hooks and not self.rule.is_merge
+            self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised)
         self._diagnostics.after_averaging()
         self.num_averagings += 1
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
-            after = tuple(self.population.distances().tolist()) if self.measure else None
+            after = tuple(self.population.distances().tolist()) if measure else None
         else:
             after = tuple(keep * distance for distance in before)  # a push contracts by exactly this factor
         num_bytes = self.population.group.bytes_sent - bytes_before
@@ -217,34 +242,97 @@ class Averager:
         steps = f"step {self.num_steps_taken}{total}, {self.num_averagings} averagings"
         return f"Averager({self.rule}, {self.population!r}, {steps})"
 
+    def _mix_(
+        self,
+        context: AveragingContext,
+        matrix: Tensor,
+        mask: Mask | None,
+        chosen: Mapping[torch.dtype, Tensor] | None,
+        *,
+        synchronised: bool,
+    ) -> None:
+        if mask is None and not self.rule.extra_rows:
+            self.population.mix_(matrix, synchronised=synchronised, signed=self.rule.is_signed)
+            return
+        self._rows.update_(matrix, mask, self.rule.own_matrix(context), synchronised=synchronised, chosen=chosen)
+        if mask is not None and mask.sources is not None and getattr(self.rule, "move_momentum", False):
+            permute_state_(self.population, self._rates.optimizers, mask)
+
+    def _read_chosen(self, mask: Mask | None) -> dict[torch.dtype, Tensor] | None:
+        """The columns of a mask that is given by indices, which are few and hold no buffers; else None."""
+        if mask is None or not all(isinstance(columns, Tensor) for columns in mask.columns.values()):
+            return None
+        self.population.refresh_()
+        return self.population._chosen(mask.columns)
+
+    def _mask(self, context: AveragingContext) -> Mask | None:
+        population, active = self.population, self.population.active
+        if len(active) == context.size:
+            return self.rule.mask(context, population._layout)
+        return self.rule.mask_among(context, population._layout, active)
+
     def check_health(self, distances: Tensor | None = None) -> tuple[NonFiniteMember, ...]:
         """Check for non-finite members now and apply the policy; `step` does so before each averaging."""
-        return () if self.health is None else self.health.check_(self.num_steps_taken, distances)
+        return () if self.health is None else self._restarted(self.health.check_(self.num_steps_taken, distances))
 
-    def _check(self, context: AveragingContext, distances: Tensor | None = None) -> tuple[NonFiniteMember, ...]:
+    def _restarted(self, found: tuple[NonFiniteMember, ...]) -> tuple[NonFiniteMember, ...]:
+        """Restart the rule's rows of members that were found non-finite."""
+        if found:
+            self._rows.restart_([one.member for one in found])
+        return found
+
+    def _check(
+        self,
+        context: AveragingContext,
+        distances: Tensor | None = None,
+        chosen: Mapping[torch.dtype, Tensor] | None = None,
+    ) -> tuple[NonFiniteMember, ...]:
         """`check_health`; and raise unless all processes are at the same learning rate.
 
         Without a health check, a delayed push must not wait for other processes, so it skips this too.
         """
         if self.health is not None:
-            return self.health.check_(self.num_steps_taken, distances, context.lr_ratio)
+            found = self.health.check_(self.num_steps_taken, distances, context.lr_ratio, chosen)
+            return self._restarted(found)
         if not self.rule.num_delay_steps:
             self.population.refresh_()  # before others may read these rows from shared memory
             check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
         return ()
 
+    def _look(self, context: AveragingContext, distances: Tensor | None = None) -> AveragingContext:
+        """The context with what the rule looks at, and with its new state."""
+        context = observed(self.population, self.rule, context, distances)
+        self.rule_state = self.rule.next_state(context)
+        return replace(context, state=self.rule_state)
+
     def _matrix(self, context: AveragingContext) -> Tensor:
-        active = self.population.active
+        active, rows = self.population.active, self.rule.extra_rows
         if len(active) == context.size:
             return self.rule.matrix(context)
-        return mixing.among(self.rule.matrix_among(context, active), active, context.size)
+        matrix = self.rule.matrix_among(context, active)
+        if rows and self.rule.own_matrix(context) is None:
+            return mixing.among_extended(matrix, active, context.size, [row.per_member for row in rows])
+        return mixing.among(matrix, active, context.size)
 
     def _start_delayed(self, context: AveragingContext, start: float) -> None:
-        keep = self.rule.keep(context.lr_ratio)
-        assert keep is not None, "only pushes have a delay"
+        mask = self._mask(context)
         self._nonfinite_at_start = self.found_nonfinite = self._check(context)
-        self._pending = DelayedPush.start(self.population, keep, context.step + self.rule.num_delay_steps)
+        context = self._look(context)
+        due = context.step + self.rule.num_delay_steps
+        bytes_before = self.population.group.bytes_sent
+        if self.rule.target is not None:
+            wait = self._rows.begin_update(self._matrix(context), mask)
+            self._pending = self._delayed_step(wait, context.step, due, mask)
+        else:
+            keep = self.rule.keep(context)
+            assert keep is not None, "without a target, only pushes have a delay"
+            self._pending = DelayedPush.start(self.population, keep, due)
+        self._pending.bytes_before = bytes_before
         self._seconds_to_start = time.perf_counter() - start
+
+    def _delayed_step(self, wait: Callable[[], None] | None, started: int, due: int, mask: Mask | None) -> DelayedStep:
+        assert self.rule.target is not None
+        return DelayedStep(self._rows, wait, started=started, due=due, target=self.rule.target, mask=mask)
 
     def _apply_pending(self, start: float) -> Averaging | None:
         push = self._pending
@@ -272,6 +360,8 @@ class Averager:
             "num_averagings": self.num_averagings,
             "highest_lrs": list(self._rates.highest),
         }
+        if self.rule_state:
+            state["rule"] = dict(self.rule_state)
         pending = self.pending_states()
         if any(map(any, pending)):
             state["pending"] = pending
@@ -291,12 +381,24 @@ class Averager:
             raise MixingError(
                 f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
             )
+        rule_state = self.checked_rule_state(state.get("rule"))
         self._rates.load_highest(state["highest_lrs"])
+        self.rule_state = rule_state
         self.num_steps_taken = int(state["num_steps_taken"])
         self.num_averagings = int(state["num_averagings"])
         self._nonfinite_at_start = tuple(NonFiniteMember(**found) for found in state.get("nonfinite_at_start", ()))
         self.population.dropped = dropped
         self.load_pending_states(state.get("pending", [({}, {})] * len(self.population)))
+
+    def checked_rule_state(self, state: Any) -> Mapping[str, Any]:
+        """A saved state of the rule, or a `MixingError`; the initial state for None."""
+        initial = self.rule.initial_state(self.population.size)
+        if state is None:
+            return initial
+        if not isinstance(state, Mapping) or state.keys() != initial.keys():
+            expected = ", ".join(initial) or "nothing"
+            raise MixingError(f"the state of {type(self.rule).__name__} is {state!r}, expected {expected}")
+        return dict(state)
 
     def pending_states(self) -> list[PendingState]:
         """For each local member, what an unfinished averaging needs to continue; empty between averagings.
@@ -304,13 +406,13 @@ class Averager:
         Waits for the mean of a delayed push, but does not apply it early.
         """
         if self._pending is not None:
-            self._pending.corrections(self.population)  # until then the last means may still change
+            self._pending.settle(self.population)  # until then the last means may still change
         means = {
             f"mean.{dtype_name(dtype)}": mean.clone() for dtype, mean in self.population.group.last_means().items()
         }
         states: list[PendingState] = []
         for index in range(len(self.population)):
-            tensors, numbers = dict(means), {}
+            tensors, numbers = {**means, **self._rows.tensors_of(index)}, {}
             if self._pending is not None:
                 rows, push = self._pending.member_state(self.population, index)
                 tensors.update({f"push.{name}": row for name, row in rows.items()})
@@ -322,7 +424,13 @@ class Averager:
         """Tensors of the shapes and dtypes that `pending_states` may contain for a member."""
         rows = {dtype_name(dtype): matrix[0] for dtype, matrix in self.population.matrices.items()}
         wide = {name: row if row.element_size() >= 4 else row.float() for name, row in rows.items()}
-        return {f"push.{name}": row for name, row in rows.items()} | {f"mean.{n}": row for n, row in wide.items()}
+        extra = {f"row.{one.name}.{name}": row for one in self.rule.extra_rows for name, row in rows.items()}
+        pushes = {f"push.{name}": row for name, row in rows.items()}
+        return pushes | {f"mean.{n}": row for n, row in wide.items()} | extra
+
+    def row_names(self, member: int) -> list[str]:
+        """The names of the rule's own rows in the state of a member."""
+        return self._rows.names_of(member)
 
     def load_pending_states(self, states: Sequence[PendingState]) -> None:
         """Continue from `pending_states`, for the members that are local now."""
@@ -339,7 +447,13 @@ class Averager:
             ({name.removeprefix("push."): row for name, row in rows.items() if name.startswith("push.")}, push)
             for rows, push in states
         ]
-        self._pending = DelayedPush.from_member_states(pushes, self.population) if numbers else None
+        self._rows.load_([tensors for tensors, _ in states])
+        if "started" in numbers:
+            started = int(numbers["started"])
+            mask = self._mask(AveragingContext(step=started, size=self.population.size, lr_ratio=1.0))
+            self._pending = self._delayed_step(None, started, int(numbers["due"]), mask)
+        else:
+            self._pending = DelayedPush.from_member_states(pushes, self.population) if numbers else None
 
 
 def _check_kinds(population: object, rule: object) -> None:

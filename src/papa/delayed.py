@@ -57,6 +57,10 @@ class DelayedPush:
         snapshot, wait = population._start_mean()
         return DelayedPush(keep, due, snapshot, wait, strides=population._strides, bytes_before=before)
 
+    def settle(self, population: Population) -> None:
+        """Wait for the mean."""
+        self.corrections(population)
+
     def corrections(self, population: Population) -> Rows:
         """Wait for the mean; returns what will be added to the local rows, by dtype."""
         if self._wait is not None:

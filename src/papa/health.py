@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -69,7 +69,13 @@ class HealthCheck:
         self.population, self.optimizers, self.policy = population, optimizers, policy
         self.unhealthy_reason = unhealthy_reason
 
-    def check_(self, step: int, distances: Tensor | None = None, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
+    def check_(
+        self,
+        step: int,
+        distances: Tensor | None = None,
+        lr_ratio: float = 1.0,
+        chosen: Mapping[torch.dtype, Tensor] | None = None,
+    ) -> tuple[NonFiniteMember, ...]:
         """Find non-finite members and apply the policy; the weights of healthy members are not touched.
 
         Args:
@@ -77,11 +83,13 @@ class HealthCheck:
             distances: the members' distances to the mean, if known. One non-finite weight makes all of them
                 non-finite, so if they are finite no parameter needs to be read again.
             lr_ratio: must be the same in all processes, which is checked in the same exchange.
+            chosen: check only these columns of the local rows, if no others are about to be averaged.
         """
         population = self.population
-        population.refresh_()
+        if chosen is None:
+            population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
-        local = [self._reason(index, are_finite) for index in range(len(population))]
+        local = [self._reason(index, are_finite, chosen) for index in range(len(population))]
         any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
         if not any_found and not population.dropped:
@@ -94,10 +102,12 @@ class HealthCheck:
         action = ACTIONS.get(self.policy, "")
         return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
 
-    def _reason(self, index: int, are_parameters_finite: bool) -> str | None:
+    def _reason(
+        self, index: int, are_parameters_finite: bool, chosen: Mapping[torch.dtype, Tensor] | None
+    ) -> str | None:
         if self.population.members[index] in self.population.dropped:
             return None
-        if not self.population._is_finite(index, only_buffers=are_parameters_finite):
+        if not self.population._is_finite(index, only_buffers=are_parameters_finite, chosen=chosen):
             return WEIGHTS_NOT_FINITE
         return None if self.unhealthy_reason is None else self.unhealthy_reason(index)
 

@@ -2,14 +2,15 @@
 
 A population is a matrix `W` with one row per member and one column per number of the network. Averaging members is
 one product, `W <- A W`, with a small matrix `A`: row `j` of `A` holds the weights of the mean that member `j` becomes.
-So the entries of a row are non-negative and sum to 1 (`A` is row-stochastic). If the columns sum to 1 as well, the
-mean of the population does not change.
+So the entries of a row sum to 1; for most rules they are also non-negative (`A` is row-stochastic). If the columns sum
+to 1 as well, the mean of the population does not change.
 
 Every averaging rule is a choice of `A`; the functions here compute them, in float64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ def push(size: int, keep: float) -> Tensor:
     All distances between members shrink by the factor `a`. `a = 1` is the identity, `a = 0` is `merge_all`.
     """
     return keep * identity(size) + (1.0 - keep) * merge_all(size)
+
+
+def push_to(row: Tensor, keep: float) -> Tensor:
+    """Move every member toward one weighted mean: `a I + (1 - a) 1 v^T`, where `a` is `keep` and `v` is `row`."""
+    return keep * identity(len(row)) + (1.0 - keep) * row.to(torch.float64).expand(len(row), len(row))
 
 
 def push_strength(matrix: Tensor) -> float | None:
@@ -119,12 +125,36 @@ def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
     return whole
 
 
-def check_rows(matrix: Any, size: int | None = None) -> Tensor:
-    """Convert `matrix` to float64, or raise a `MixingError` if it is not row-stochastic.
+def among_extended(matrix: Tensor, members: Sequence[int], size: int, per_member: Sequence[bool]) -> Tensor:
+    """Extend a matrix for some members and their extra rows to all `size` members.
+
+    All other members become the mean of `members`, and their extra rows stay unchanged.
+
+    Args:
+        matrix: of these members, followed by the extra rows.
+        members: their indices.
+        size: the number of all members.
+        per_member: of each extra row, whether there is one for each member.
+    """
+    places = list(members)
+    num_rows = size
+    for is_per_member in per_member:
+        places += [num_rows + member for member in members] if is_per_member else [num_rows]
+        num_rows += size if is_per_member else 1
+    whole = identity(num_rows)
+    whole[:size, :size] = among(identity(len(members)), members, size)
+    index = torch.tensor(places)
+    whole[index[:, None], index] = matrix
+    return whole
+
+
+def check_rows(matrix: Any, size: int | None = None, *, signed: bool = False) -> Tensor:
+    """Convert `matrix` to float64, or raise a `MixingError` if its rows do not sum to 1 or have negative weights.
 
     Args:
         matrix: anything `torch.as_tensor` takes.
         size: the expected number of members; None to accept any square matrix.
+        signed: allow negative weights.
     """
     expected = "a function, or as many rows as columns" if size is None else f"{size} rows of {size} numbers"
     try:
@@ -141,31 +171,68 @@ def check_rows(matrix: Any, size: int | None = None) -> Tensor:
             f"one row and one column for each of the {size} members"
         )
     for row, weights in enumerate(checked):
-        check_row(weights, subject=f"row {row} of the mixing matrix")
+        check_row(weights, subject=f"row {row} of the mixing matrix", signed=signed)
     sums = checked.sum(dim=1, keepdim=True)
     # A sum that differs from 1 by more than rounding would scale all weights a little at every mix.
     return checked if (sums - 1.0).abs().max() < 1e-12 else checked / sums
 
 
-def check_row(weights: Tensor, *, subject: str) -> None:
-    """Raise a `MixingError` about `subject` unless the weights are finite, non-negative and sum to 1."""
+def check_row(weights: Tensor, *, subject: str, signed: bool = False) -> None:
+    """Raise a `MixingError` about `subject` unless the weights are finite, non-negative (or signed) and sum to 1."""
     if not torch.isfinite(weights).all():
         raise MixingError(f"{subject} is {weights.tolist()}, expected finite weights")
-    if (weights < 0).any():
+    if not signed and (weights < 0).any():
         raise MixingError(f"{subject} is {weights.tolist()}, expected no negative weight")
     total = float(weights.sum())
     if abs(total - 1.0) > ROW_SUM_TOLERANCE:
         raise MixingError(f"{subject} sums to {total:.6g}, expected 1: divide it by its sum")
 
 
-def exact_in_float32(matrix: Tensor) -> Tensor:
-    """Round a matrix to float32 such that every row still sums to exactly 1.
+def check_extended(matrix: Tensor, points: Tensor) -> Tensor:
+    """A matrix of members and extra rows, or a `MixingError`; weights may be negative.
+
+    With a 1 for every point and a 0 for every difference of points, `A u = u`: if all members and anchors were shifted
+    by the same vector, so would be the result, and momenta would not change.
+
+    Args:
+        matrix: the weights.
+        points: which rows are points.
+    """
+    if matrix.shape != (len(points), len(points)):
+        raise MixingError(
+            f"mixing matrix has shape {tuple(matrix.shape)}, expected ({len(points)}, {len(points)}): one row and one "
+            "column for each member and each extra row"
+        )
+    if not torch.isfinite(matrix).all():
+        raise MixingError("the mixing matrix has non-finite weights, expected finite ones")
+    shift = points.double()
+    found = matrix @ shift
+    for row, (total, expected) in enumerate(zip(found.tolist(), shift.tolist(), strict=True)):
+        if abs(total - expected) > ROW_SUM_TOLERANCE:
+            raise MixingError(
+                f"row {row} of the mixing matrix sums to {total:.6g} over members and anchors, expected {expected:g}"
+            )
+    return matrix
+
+
+def exact_in_float32(matrix: Tensor, points: Tensor | None = None) -> Tensor:
+    """Round a matrix to float32 such that every row still sums to exactly what it did: 1.
 
     If every weight were rounded separately, a row would sum to 1 + 1e-8 or so, always with the same sign, and tens of
-    thousands of pushes would scale the weights of every network. Multiples of 2^-24 are exact in float32: every weight
-    is rounded to one, and the largest weight of the row absorbs the remainder.
+    thousands of pushes would scale the weights of every network. Multiples of 2^-24 are exact in float32 up to 1: every
+    weight is rounded to one (of a larger power of 2 if weights are larger), and the largest of the row absorbs the
+    remainder.
+
+    Args:
+        matrix: the weights.
+        points: which rows and columns are points, not differences of points; None for all. Only the weights of points
+            are summed, to 1 in the row of a point and to 0 in that of a difference.
     """
-    units = torch.round(matrix * 2.0**24)
-    largest = units.argmax(dim=1, keepdim=True)
-    missing = 2.0**24 - units.sum(dim=1, keepdim=True)
-    return (units.scatter_add(1, largest, missing) * 2.0**-24).to(torch.float32)
+    unit = 2.0 ** (max(0, math.ceil(math.log2(max(1.0, float(matrix.abs().max()))))) - 24)
+    units = torch.round(matrix / unit)
+    are_points = torch.ones(len(matrix), dtype=torch.bool, device="cpu") if points is None else points
+    sums = torch.where(are_points, 1.0 / unit, 0.0).double() if points is not None else 1.0 / unit
+    of_points = torch.where(are_points, units, 0.0)
+    largest = torch.where(are_points, units, -math.inf).argmax(dim=1, keepdim=True)
+    missing = (sums - of_points.sum(dim=1))[:, None]
+    return (units.scatter_add(1, largest, missing) * unit).to(torch.float32)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from papa import layout
 from papa.binding import BoundMember
 from papa.errors import MemberError, MixingError
-from papa.group import Group, LocalGroup, as_group, check_wrappers
+from papa.group import Columns, Group, LocalGroup, as_group, check_wrappers, chosen_columns
 from papa.mixing import check_row, check_rows, soup_row
 from papa.product import is_finite
 from papa.streams import global_stream
@@ -206,13 +206,18 @@ class Population:
             seen.add(id(tensor))
         return tuple(names)
 
-    def _is_finite(self, index: int, *, only_buffers: bool = False) -> bool:
+    def _is_finite(
+        self, index: int, *, only_buffers: bool = False, chosen: Mapping[torch.dtype, Tensor] | None = None
+    ) -> bool:
         """Whether all averaged weights of a local member are finite; one pass over its row.
 
         Args:
             index: of the local member.
             only_buffers: check the averaged buffers only, if the parameters are known to be finite.
+            chosen: check these columns of the local rows only.
         """
+        if chosen is not None:
+            return all(is_finite(rows[index]) for rows in chosen.values())
         row = self.group.first_row(len(self), self._layout.device) + index
         starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
         return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
@@ -266,14 +271,15 @@ class Population:
         for dtype, matrix in self.matrices.items():
             self.group.combine(matrix, row, rows[dtype])
 
-    def mix_(self, matrix: Any, *, synchronised: bool = False) -> None:
+    def mix_(self, matrix: Any, *, synchronised: bool = False, signed: bool = False) -> None:
         """`W <- A W`: every member becomes a weighted mean of all members.
 
         Args:
             matrix: the weights `A`, `(size, size)`, with rows that sum to 1; anything `torch.as_tensor` takes.
             synchronised: all processes have synchronised since any member last changed, so no barrier is needed.
+            signed: allow negative weights.
         """
-        checked = check_rows(matrix, self.size)
+        checked = check_rows(matrix, self.size, signed=signed)
         self._settle_()
         for rows in self.matrices.values():
             self.group.mix_(rows, checked, synchronised=synchronised)
@@ -315,6 +321,11 @@ class Population:
         """The rows of the local members, by dtype, without refreshing them first."""
         first = self._first_row
         return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
+
+    def _chosen(self, columns: Mapping[torch.dtype, Columns]) -> dict[torch.dtype, Tensor]:
+        """Some columns of the local rows; copies where they are given by indices."""
+        local = self._local_rows()
+        return {dtype: chosen_columns(local[dtype], chosen) for dtype, chosen in columns.items()}
 
     def _start_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
         """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,20 +36,79 @@ def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
     views = list(blocks)
     if not views:
         return
-    dtype, device = views[0].dtype, views[0].device
-    wide_dtype = accumulation_dtype(dtype)
-    weights = matrix if wide_dtype in (torch.float64, torch.complex128) else exact_in_float32(matrix)
-    if torch.equal(weights, weights.diagonal().diag()):
-        return  # every member keeps exactly its own bits
-    with full_precision(device):
-        mix_block_ = _cheapest_product(weights, wide_dtype, device)
+    with full_precision(views[0].device):
+        mix_block_ = product_with(matrix, views[0])
         for block in views:
-            if dtype == wide_dtype:
-                mix_block_(block)
-            else:
-                wide = block.to(wide_dtype)
-                mix_block_(wide)
-                block.copy_(wide)
+            mix_block_(block)
+
+
+def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> Callable[[Tensor], object]:
+    """A function that multiplies a block of columns by `matrix` in place; call it under `full_precision`.
+
+    Args:
+        matrix: float64.
+        like: a tensor with the dtype and device of the blocks.
+        points: which rows are points, as for `exact_in_float32`; None for all.
+    """
+    wide_dtype = accumulation_dtype(like.dtype)
+    is_double = wide_dtype in (torch.float64, torch.complex128)
+    weights = matrix if is_double else exact_in_float32(matrix, points)
+    if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
+        return lambda block: None  # every member keeps exactly its own bits
+    mix_wide_ = _cheapest_product(weights, wide_dtype, like.device)
+    if like.dtype == wide_dtype:
+        return mix_wide_
+
+    def mix_block_(block: Tensor) -> None:
+        wide = block.to(wide_dtype)
+        mix_wide_(wide)
+        block.copy_(wide)
+
+    return mix_block_
+
+
+BlockUpdate: TypeAlias = Callable[[list[Tensor], int], None]
+"""Changes blocks of the same columns of several matrices in place; also given the position of the first column."""
+
+
+def update_blocks_(parts: Sequence[Tensor], update: BlockUpdate, *, width: int, start: int = 0) -> None:
+    """Apply an update to block after block of columns of several matrices.
+
+    Args:
+        parts: matrices with the same columns.
+        update: what to do with each block.
+        width: the number of columns in a block.
+        start: the position of the first of these columns among all that are updated.
+    """
+    with full_precision(parts[0].device):
+        for first in range(0, parts[0].shape[1], width):
+            update([part[:, first : first + width] for part in parts], start + first)
+
+
+def joint_product(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> BlockUpdate:
+    """The update that multiplies the rows of all parts together by one matrix."""
+    mix_block_ = product_with(matrix, like, points)
+
+    def update(blocks: list[Tensor], _: int) -> None:
+        if len(blocks) == 1:
+            mix_block_(blocks[0])
+            return
+        joined = torch.cat(blocks)
+        mix_block_(joined)
+        for block, rows in zip(blocks, torch.split(joined, [len(block) for block in blocks]), strict=True):
+            block.copy_(rows)
+
+    return update
+
+
+def permutation(sources: Tensor) -> BlockUpdate:
+    """The update in which row `j` of each column takes the number of row `sources[j]` of that column."""
+
+    def update(blocks: list[Tensor], start: int) -> None:
+        for block in blocks:
+            block.copy_(block.gather(0, sources[:, start : start + block.shape[1]].to(block.device)))
+
+    return update
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -32,6 +32,8 @@ examples:
   papa soup a.safetensors b.safetensors c.safetensors -o soup.safetensors
   papa soup a.pt b.pt -o soup.safetensors --weights 0.7,0.3 --dtype bfloat16
   papa soup sweep/*.pt -o soup.safetensors --greedy --score "python evaluate.py {}"
+  papa soup a.safetensors b.safetensors -o soup.safetensors --stock pretrained.safetensors
+  papa soup runs/one -o soup.safetensors --recipe digits --learned
   papa soup runs/one runs/two -o soup.safetensors --recipe digits --align --repair
   papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB"""
 
@@ -60,6 +62,11 @@ class SoupOptions(ContextOptions):
     is used."""
     lower_is_better: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A lower score is better, as a loss is."""
+    learned: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Choose the weights that minimise the cross-entropy on the recipe's validation data, or the factory's batches."""
+    stock: Path | None = None
+    """The file that all others were fine-tuned from: the soup is their mean, moved back toward it tensor by tensor
+    (Model Stock)."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Permute each network's units to match those of the first, by activations. For networks trained separately."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -93,6 +100,8 @@ def main(arguments: Sequence[str]) -> int:
             greedy=options.greedy,
             score=options.score,
             higher_is_better=not options.lower_is_better,
+            learned=options.learned,
+            stock=options.stock,
             evaluation_context=context_from(options, config),
             align=options.align,
             repair=options.repair,
@@ -115,6 +124,8 @@ def _check_needs_no_network(options: SoupOptions) -> None:
             "aligning, repairing and resetting BatchNorm need a network and data: give --recipe NAME, or --factory "
             "package.module:function that returns (network, batches)"
         )
+    if options.learned:
+        raise ConfigError("a learned soup needs a network and data: give --recipe NAME, or --factory")
     if options.greedy and options.score is None:
         raise ConfigError(
             "a greedy soup needs scores: give a --score command that prints a number for the file {}, --recipe NAME, "

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from papa.chosen_soups import stock_ratio
 from papa.errors import SoupError
 from papa.files.weights import WeightsFile
 from papa.storage import TensorInfo
@@ -98,6 +99,42 @@ class WeightedAverage:
             if _overflowed(block, stored):
                 raise SoupError(f"'{name}' has numbers that {dtype} cannot hold: choose a wider dtype")
             yield stored
+
+
+class StockAverage(WeightedAverage):
+    """Model Stock: the mean of files, moved back toward the file that they were fine-tuned from, tensor by tensor.
+
+    Args:
+        files: of one architecture, at least two.
+        start: what they were fine-tuned from.
+    """
+
+    def __init__(self, files: Sequence[WeightsFile], start: WeightsFile) -> None:
+        super().__init__(files, [1.0 / len(files)] * len(files))
+        self._files, self._start = list(files), start
+        self.ratios: dict[str, float] = {}
+        """The share of the mean in each tensor that was averaged so far."""
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """One tensor's average; the ratio is found in a first pass over its blocks."""
+        if not is_averaged(self._start.tensors[name].dtype):
+            yield from super().blocks(name)
+            return
+        if name not in self.ratios:
+            self.ratios[name] = stock_ratio(self._products(name))
+        ratio, count = self.ratios[name], len(self._files)
+        weights = [ratio / count] * count
+        yield from WeightedAverage([*self._files, self._start], [*weights, 1.0 - ratio]).blocks(name)
+
+    def _products(self, name: str) -> Tensor:
+        """The products of all pairs of differences from the start."""
+        total = torch.zeros(len(self._files), len(self._files), dtype=torch.float64)
+        for start in range(0, self._start.tensors[name].numel, BLOCK):
+            stop = min(start + BLOCK, self._start.tensors[name].numel)
+            origin = self._start.part(name, start, stop).to(torch.float64)
+            rows = torch.stack([file.part(name, start, stop).to(torch.float64) - origin for file in self._files])
+            total += rows @ rows.T
+        return total
 
 
 def _has_nan(block: Tensor) -> bool:

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from papa.align import Alignment
+from papa.chosen_soups import loss_and_gradients
 from papa.errors import ConfigError, SoupError
 from papa.evaluation import Evaluation
-from papa.files.average import WeightedAverage, output_tensors
+from papa.files.average import StockAverage, WeightedAverage, output_tensors
 from papa.files.evaluation_context import EvaluationContext, align_to_, load_average_
 from papa.files.scores import run_score_command, split_command
 from papa.files.weights import WeightsFile, safetensors_weights, weights_in_memory
@@ -52,12 +54,14 @@ class SoupBuilder:
         dtype: torch.dtype | None = None,
         context: EvaluationContext | None = None,
         steps: SoupSteps = SoupSteps(),
+        stock: WeightsFile | None = None,
     ) -> None:
         self.files, self.scratch, self._context, self.steps = list(files), scratch, context, steps
         if steps.align or steps.changes_average:
             _ = self.context
         self.tensors = output_tensors(files, dtype)
         self._statistics: dict[int, dict[str, ChannelStatistics]] = {}
+        self.stock = None if stock is None else StockAverage(files, stock)
 
     @property
     def context(self) -> EvaluationContext:
@@ -107,7 +111,7 @@ class SoupBuilder:
                 if weight and index not in self._statistics:
                     subject = str(self.files[index].path)
                     self._statistics[index] = layer_statistics(self._load(index), batches, subject=subject)
-        load_average_(network, WeightedAverage(self.files, weights), self.files[0])
+        load_average_(network, self._average(weights), self.files[0])
         if is_changed and self.steps.repair:
             statistics = [self._statistics.get(index, {}) for index in range(len(weights))]
             repair_toward_(network, goals_of(statistics, torch.tensor(weights, dtype=torch.float64)), batches)
@@ -123,11 +127,32 @@ class SoupBuilder:
         """A soup in its stored dtypes, tensor by tensor and block by block."""
         if self._is_changed(weights):
             return _stored_network(self.network(weights), self.tensors)
-        return _stored(WeightedAverage(self.files, weights), self.tensors)
+        return _stored(self._average(weights), self.tensors)
+
+    def _average(self, weights: Sequence[float]) -> WeightedAverage:
+        return WeightedAverage(self.files, weights) if self.stock is None else self.stock
+
+    def slope(self, weights: Tensor, batch: int) -> tuple[float, Tensor]:
+        """The loss of a soup on a batch of the evaluation context, and its derivative by each weight."""
+        network = self.network(weights.tolist())
+        loss, gradients = loss_and_gradients(network, self.context.batches[batch], F.cross_entropy)
+        return loss, torch.tensor([_product(gradients, file) for file in self.files], dtype=torch.float64)
 
     def write_candidate(self, weights: Sequence[float]) -> Path:
         """Write a soup to a file in the scratch directory."""
         return self._write("candidate", self.tensors, self.blocks(weights))
+
+
+def _product(gradients: Mapping[str, Tensor], file: WeightsFile) -> float:
+    """The sum of the products of gradients and the weights in a file."""
+    total = 0.0
+    for name, gradient in gradients.items():
+        start = 0
+        for block in WeightedAverage([file], [1.0]).blocks(name):
+            part = gradient.reshape(-1)[start : start + block.numel()]
+            total += float((part.double() * block.double()).sum())
+            start += block.numel()
+    return total
 
 
 def _stored(average: WeightedAverage, tensors: Mapping[str, TensorInfo]) -> Blocks:

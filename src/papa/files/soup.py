@@ -14,6 +14,7 @@ from torch import Tensor
 
 from papa import mixing
 from papa._version import __version__
+from papa.chosen_soups import learned_weights
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation import Evaluation
 from papa.files.average import check_same_architecture
@@ -70,6 +71,8 @@ def soup_files(
     greedy: bool = False,
     score: str | ScoreFile | None = None,
     higher_is_better: bool = True,
+    learned: bool = False,
+    stock: PathLike | None = None,
     evaluation_context: Any = None,
     align: bool = False,
     repair: bool = False,
@@ -110,6 +113,9 @@ def soup_files(
         score: how candidates are scored: a command in which `{}` stands for the file and whose last printed number
             counts, or a function of the file. None to score in the evaluation context.
         higher_is_better: whether a higher `score` is better; for the evaluation context it says so itself.
+        learned: choose the weights that minimise the cross-entropy on the context's batches (`papa.learned_soup`).
+        stock: a file that all others were fine-tuned from; the soup is their mean, moved back toward it tensor by
+            tensor (`papa.model_stock`).
         evaluation_context: a `papa.files.EvaluationContext` (a network and data), a function that makes one or returns
             `(network, batches)`, or its name `package.module:function`.
         align: permute each network's units to match those of the first, by their activations on the context's batches.
@@ -129,11 +135,15 @@ def soup_files(
         raise ConfigError("a greedy soup weights its members equally: give weights, or choose a greedy soup")
     if score is not None and not greedy:
         raise ConfigError("a score is only used by a greedy soup, and none was requested: leave out the score")
+    _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, align=align)
     files = _open_checked(paths, key)
     row = checked_weights(weights, len(files), normalize=normalize)
     context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
     steps = SoupSteps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
-    builder = SoupBuilder(files, output.scratch, dtype=stored, context=context, steps=steps)
+    start = None if stock is None else _open_start(stock, files, key)
+    builder = SoupBuilder(files, output.scratch, dtype=stored, context=context, steps=steps, stock=start)
+    if learned:
+        _ = builder.context
     scorer = Scorer(builder, score) if greedy else None
     output.prepare(overwrite=overwrite)
     try:
@@ -150,8 +160,17 @@ def soup_files(
             row, scores = choice.network["row"].tolist(), choice.member_scores
             if memory.num_used:
                 notes.append(f"{memory.num_used} scores are from an earlier call that was interrupted")
+        learning = None
+        if learned:
+            learning = learned_weights(builder.slope, len(files), len(builder.context.batches), num_epochs=5, lr=0.1)
+            row = learning.weights.tolist()
         members = tuple(map(SoupMember, [file.path for file in files], digests, row, scores, alignments))
         record = soup_record(members, builder, stored, choice, scorer)
+        if learning is not None:
+            record["learned"] = {"loss": learning.loss, "losses": list(learning.losses)}
+            notes.append(f"the held-out loss is {learning.loss:.6g}, of equal weights {learning.losses[0]:.6g}")
+        if start is not None:
+            record["stock"] = {"path": str(start.path), "digest": digest_of(start, full=full_digests)}
         written = write_output(
             output,
             builder.tensors,
@@ -166,6 +185,30 @@ def soup_files(
         output.clean_up()
     best, trials = (None, ()) if choice is None else (choice.score, choice.trials)
     return FileSoup(written[-1], tuple(written), members, best, trials, tuple(notes))
+
+
+def _check_one_kind(
+    weights: Sequence[float] | None, *, greedy: bool, learned: bool, stock: PathLike | None, align: bool
+) -> None:
+    kinds = {
+        "given weights": weights is not None,
+        "greedy": greedy,
+        "learned": learned,
+        "Model Stock": stock is not None,
+    }
+    chosen = [name for name, is_chosen in kinds.items() if is_chosen]
+    if len(chosen) > 1:
+        raise ConfigError(f"a soup has one way to choose its weights, got {' and '.join(chosen)}: leave out the others")
+    if stock is not None and align:
+        raise ConfigError("networks that were fine-tuned from one start are aligned already: leave out the alignment")
+
+
+def _open_start(path: PathLike, files: Sequence[WeightsFile], key: str | None) -> WeightsFile:
+    if len(files) < 2:
+        raise SoupError(f"Model Stock compares networks, got {len(files)}, expected at least two besides the start")
+    (start,) = open_all([path], key=key)
+    check_same_architecture([*files, start])
+    return start
 
 
 def _open_checked(paths: Sequence[PathLike], key: str | None) -> list[WeightsFile]:

@@ -21,7 +21,15 @@ operations in the same order. A `SharedMemoryGroup` works on its blocks in place
 processes need the same kind of CPU, build of PyTorch and number of threads, and `fast` and `bfloat16` are not exact.
 """
 
-from papa.group.base import Group, LocalGroup, balanced_ranges, gather_or_raise
+from papa.group.base import (
+    Columns,
+    Group,
+    LocalGroup,
+    balanced_ranges,
+    chosen_columns,
+    gather_or_raise,
+    write_columns_,
+)
 from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.members import WEIGHTS, connect_members, group_of_environment, member_of_environment
 from papa.group.mesh import as_group
@@ -33,6 +41,7 @@ from papa.group.wrappers import check_wrappers
 __all__ = [
     "EXCHANGES",
     "WEIGHTS",
+    "Columns",
     "DistributedGroup",
     "Group",
     "LocalGroup",
@@ -41,10 +50,12 @@ __all__ = [
     "as_group",
     "balanced_ranges",
     "check_wrappers",
+    "chosen_columns",
     "connect_members",
     "gather_or_raise",
     "group_of_environment",
     "member_of_environment",
     "rank_of_torchrun",
     "start_workers",
+    "write_columns_",
 ]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from papa.errors import PapaError
-from papa.product import combine_rows, mix_rows_, squared_distances
+from papa.product import BlockUpdate, block_width, combine_rows, mix_rows_, squared_distances, update_blocks_
 
 T = TypeVar("T")
+Columns: TypeAlias = Tensor | slice | None
+"""Some columns of a matrix: sorted indices, a slice, or None for all."""
 
 
 class Group(Protocol):
@@ -54,8 +56,18 @@ class Group(Protocol):
         """The device that this process trains on when the run trains on `device`."""
         ...
 
-    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed memory for the rows of the local members, or of all members where memory is shared."""
+    def allocate(
+        self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
+    ) -> Tensor:
+        """Zeroed memory for the rows of the local members, or of all members where memory is shared.
+
+        Args:
+            num_local: the number of local members.
+            num_columns: the length of a row.
+            dtype: of the numbers.
+            device: where the local members are.
+            single: one row for the whole population instead, which belongs to the first member's process.
+        """
         ...
 
     def first_row(self, num_local: int, device: torch.device) -> int:
@@ -71,6 +83,55 @@ class Group(Protocol):
             synchronised: all processes have synchronised since rows last changed, so no barrier is needed first.
         """
         ...
+
+    def update_(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
+        synchronised: bool = False,
+    ) -> None:
+        """Change columns of several matrices, block by block.
+
+        Args:
+            parts: what `allocate` returned, of one dtype: the rows of members, and extra rows.
+            update: gets the rows of all processes for a block of columns, and changes them in place.
+            columns: which columns; None for all. Only these are read, sent and written.
+            singles: which parts have a single row instead of one for each member.
+            chosen: the chosen columns of the local rows, if they were read already; may be changed.
+            synchronised: as for `mix_`.
+        """
+        ...
+
+    def begin_update(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+    ) -> Callable[[], None]:
+        """Start an `update_` that does not change the first part, and return a function that waits for it.
+
+        The first part may change meanwhile, and the others must not be used.
+        """
+        self.update_(parts, update, columns=columns, singles=singles)
+        return lambda: None
+
+    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
+        """Apply an update to one row for each member that was not allocated here; for few columns.
+
+        Args:
+            rows: those of the local members.
+            update: gets the rows of all members.
+        """
+        everyone = torch.stack(self.all_gather(list(rows)))
+        update([everyone], 0)
+        members = self.members(len(rows))
+        rows.copy_(everyone[members.start : members.stop])
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The weighted sum of all members' rows, in `out` or a new row; members of weight 0 are not read."""
@@ -142,11 +203,28 @@ class LocalGroup(Group):
     def local_device(self, device: torch.device) -> torch.device:
         return device
 
-    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
+    def allocate(
+        self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
+    ) -> Tensor:
+        return torch.zeros(1 if single else num_local, num_columns, dtype=dtype, device=device)
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
         mix_rows_(rows, matrix)
+
+    def update_(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
+        synchronised: bool = False,
+    ) -> None:
+        chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
+        update_blocks_(chosen, update, width=block_width(parts[0], sum(map(len, parts))))
+        for rows, part in zip(parts, chosen, strict=True):
+            write_columns_(rows, columns, part)
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         return combine_rows(rows, weights, out)
@@ -162,6 +240,25 @@ class LocalGroup(Group):
 
     def barrier(self) -> None:
         pass
+
+
+def chosen_columns(rows: Tensor, columns: Columns) -> Tensor:
+    """Some columns of a matrix: a view, or a copy where they are given by indices."""
+    if columns is None:
+        return rows
+    if isinstance(columns, slice):
+        return rows[:, columns]
+    found = torch.empty(len(rows), len(columns), dtype=rows.dtype, device=rows.device)
+    for row, target in zip(rows, found, strict=True):
+        torch.index_select(row, 0, columns, out=target)
+    return found
+
+
+def write_columns_(rows: Tensor, columns: Columns, values: Tensor) -> None:
+    """Write back what `chosen_columns` returned."""
+    if isinstance(columns, Tensor):
+        for row, part in zip(rows, values, strict=True):
+            row.scatter_(0, columns, part)
 
 
 def gather_or_raise(group: Group, work: Callable[[], list[T]]) -> list[T]:

@@ -7,7 +7,8 @@ process. Pushes and merges of all members can use sums over processes instead (`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,13 @@ from torch import Tensor
 from papa import mixing
 from papa.errors import ConfigError, MemberError, did_you_mean
 from papa.group.background import BackgroundThread
+from papa.group.base import Columns, chosen_columns, write_columns_
 from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.group.exchange import ColumnExchange
 from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
-from papa.product import combine_block_, is_finite, mix_blocks_, squared_distances_by_block
+from papa.product import BlockUpdate, combine_block_, is_finite, mix_blocks_, squared_distances_by_block
+
+T = TypeVar("T")
 
 EXCHANGES = {
     "exact": "columns of all rows by all-to-all, with the bits of a single process",
@@ -94,8 +98,12 @@ class DistributedGroup(MultiProcessGroup):
             )
         return self._columns
 
-    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
+    ) -> Tensor:
         self._connect(num_local)
+        if single:
+            num_local = int(self.rank == 0)
         return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
 
     def broadcast_(self, columns: Tensor) -> None:
@@ -130,6 +138,47 @@ class DistributedGroup(MultiProcessGroup):
         if finish is not None:
             finish()
 
+    def update_(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
+        synchronised: bool = False,
+    ) -> None:
+        chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
+        self._connect(len(parts[0])).update_(chosen, update, singles)
+        for rows, part in zip(parts, chosen, strict=True):
+            write_columns_(rows, columns, part)
+
+    def begin_update(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+    ) -> Callable[[], None]:
+        """In the background thread, on copies of the columns."""
+        exchange, thread = self._connect_background(len(parts[0]))
+        copies = [chosen_columns(rows, columns).clone() for rows in parts]
+        arrived = self._in_background(thread, parts[0].device, lambda: exchange.update_(copies, update, singles))
+
+        def wait() -> None:
+            arrived()
+            for rows, part in zip(parts[1:], copies[1:], strict=True):
+                if isinstance(columns, Tensor):
+                    write_columns_(rows, columns, part)
+                else:
+                    chosen_columns(rows, columns).copy_(part)
+
+        return wait
+
+    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
+        self._connect(len(rows)).update_([rows], update)
+
     def _push_(self, rows: Tensor, keep: float) -> None:
         for columns, wide, mean in mean_by_chunk(rows, self._reducer(self._connect(len(rows)), rows)):
             wide.lerp_(mean, 1.0 - keep)
@@ -152,22 +201,26 @@ class DistributedGroup(MultiProcessGroup):
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """In a background thread, with its own connections and CUDA stream."""
         exchange, thread = self._connect_background(len(rows))
-        is_cuda = rows.device.type == "cuda"
-        stream = torch.cuda.Stream(rows.device) if is_cuda else None  # type: ignore[no-untyped-call]
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(rows.device))
+        return self._in_background(thread, rows.device, lambda: self._mean(exchange, snapshot, weights))
 
-        def compute() -> Tensor:
+    @staticmethod
+    def _in_background(thread: BackgroundThread, device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
+        """Start work in a thread and on a CUDA stream of its own; returns a function that waits for the result."""
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def compute() -> T:
             with torch.cuda.stream(stream):
-                return self._mean(exchange, snapshot, weights)
+                return work()
 
         future = thread.submit(compute)
 
-        def wait() -> Tensor:
-            mean = future.result()
+        def wait() -> T:
+            found = future.result()
             if stream is not None:
-                torch.cuda.current_stream(rows.device).wait_stream(stream)
-            return mean
+                torch.cuda.current_stream(device).wait_stream(stream)
+            return found
 
         return wait
 

@@ -7,7 +7,7 @@ Rounds are pipelined: while a process works on one round, the next arrives and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from papa.group.base import balanced_ranges
 from papa.group.collectives import connection_errors, rank_in
-from papa.product import block_width
+from papa.product import BlockUpdate, block_width, update_blocks_
 
 MESSAGE_BYTES = 2 << 20
 """The approximate size of a message: large enough for full bandwidth, small enough for a pipeline."""
@@ -93,11 +93,43 @@ class ColumnExchange:
                 waits.append(self._start_rows_to_columns(vectors, counts, later, like=rows))
             yield this, waits.pop(0)()
 
-    def _rounds(self, rows: Tensor) -> list[Round]:
-        """All columns of the whole matrix, of which `rows` are the local rows."""
-        width, num_columns = block_width(rows, self.size), rows.shape[1]
+    def update_(self, parts: Sequence[Tensor], update: BlockUpdate, singles: Collection[int] = ()) -> None:
+        """Change all columns of several matrices: columns of all ranks' rows travel to one rank, and back.
+
+        Args:
+            parts: the local rows of members, and extra rows.
+            update: what to do with a block.
+            singles: which parts have a single row, which is on the first rank.
+        """
+        single = [1] + [0] * (self.num_ranks - 1)
+        counts = [single if number in singles else self.counts for number in range(len(parts))]
+        for this in self._rounds(parts[0], sum(map(sum, counts))):
+            waits = [
+                self._start_rows_to_columns(list(rows), of_ranks, this, like=rows, name=f" {number}")
+                for number, (rows, of_ranks) in enumerate(zip(parts, counts, strict=True))
+            ]
+            columns = [wait() for wait in waits]
+            mine = this.columns[self.rank]
+            if len(mine):
+                update_blocks_(columns, update, width=this.block_width, start=mine.start)
+            finishes = [
+                self.start_columns_to_rows(part, rows, this, counts=of_ranks, name=f" {number}")
+                for number, (part, rows, of_ranks) in enumerate(zip(columns, parts, counts, strict=True))
+            ]
+            for finish in finishes:
+                finish()
+
+    def _rounds(self, rows: Tensor, num_rows: int | None = None) -> list[Round]:
+        """All columns of the whole matrix, of which `rows` are the local rows.
+
+        Args:
+            rows: the local rows.
+            num_rows: of the whole matrix, if there are extra rows.
+        """
+        num_rows = num_rows or self.size
+        width, num_columns = block_width(rows, num_rows), rows.shape[1]
         num_blocks = -(-num_columns // width)
-        block_bytes = width * rows.element_size() * max(1, self.size // self.num_ranks)
+        block_bytes = width * rows.element_size() * max(1, num_rows // self.num_ranks)
         per_round = self.num_ranks * max(1, MESSAGE_BYTES // block_bytes)
         rounds = []
         for first in range(0, num_blocks, per_round):
@@ -108,24 +140,26 @@ class ColumnExchange:
         return rounds
 
     def _start_rows_to_columns(
-        self, rows: Sequence[Tensor], counts: Sequence[int], this: Round, *, like: Tensor
+        self, rows: Sequence[Tensor], counts: Sequence[int], this: Round, *, like: Tensor, name: str = ""
     ) -> Wait:
         """Send every rank its columns of local rows, and receive this rank's columns of `counts` rows of each rank."""
         width = len(this.columns[self.rank])
         parts = [row[columns.start : columns.stop] for columns in this.columns for row in rows]
-        send = self.buffer("send", sum(map(len, parts)), like, depth=2)
+        send = self.buffer(f"send{name}", sum(map(len, parts)), like, depth=2)
         if parts:
             torch.cat(parts, out=send)
-        received = self.buffer("columns", sum(counts) * width, like, depth=3).view(sum(counts), width)
+        received = self.buffer(f"columns{name}", sum(counts) * width, like, depth=3).view(sum(counts), width)
         sizes = [count * width for count in counts]
         return self.start_all_to_all(received, send, sizes, [len(rows) * len(columns) for columns in this.columns])
 
-    def start_columns_to_rows(self, columns: Tensor, rows: Tensor, this: Round) -> Callable[[], None]:
+    def start_columns_to_rows(
+        self, columns: Tensor, rows: Tensor, this: Round, *, counts: Sequence[int] | None = None, name: str = ""
+    ) -> Callable[[], None]:
         """Send the columns of this rank back to the ranks of their rows; the returned function fills the local rows."""
         num_rows, width = len(rows), len(this.columns[self.rank])
         sizes = [num_rows * len(part) for part in this.columns]
-        received = self.buffer("back", sum(sizes), rows, depth=2)
-        wait = self.start_all_to_all(received, columns, sizes, [count * width for count in self.counts])
+        received = self.buffer(f"back{name}", sum(sizes), rows, depth=2)
+        wait = self.start_all_to_all(received, columns, sizes, [count * width for count in counts or self.counts])
 
         def finish() -> None:
             for target, part in zip(this.columns, torch.split(wait(), sizes), strict=True):

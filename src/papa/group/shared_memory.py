@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from papa.errors import ConfigError, MemberError, RunError
-from papa.group.base import balanced_ranges
+from papa.group.base import Columns, balanced_ranges, chosen_columns, write_columns_
 from papa.group.collectives import MultiProcessGroup, all_gather_object, connection_errors
-from papa.product import column_blocks, combine_rows, mix_blocks_, squared_distances_by_block
+from papa.product import (
+    BlockUpdate,
+    block_width,
+    column_blocks,
+    combine_rows,
+    mix_blocks_,
+    squared_distances_by_block,
+    update_blocks_,
+)
 
 MEMORY = "/dev/shm"
 """A directory in memory, where there is one."""
@@ -40,7 +49,8 @@ class SharedMemoryGroup(MultiProcessGroup):
         self._size = size
         self._members = self.local_range(size)
         self._local = slice(self._members.start, self._members.stop)
-        self._mappings: dict[torch.dtype, Tensor] = {}
+        self._mappings: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        """Rows in the memory of an accelerator, and the mapping that they are copied into."""
 
     def members(self, num_local: int) -> range:
         if num_local != len(self._members):
@@ -59,19 +69,24 @@ class SharedMemoryGroup(MultiProcessGroup):
     def first_row(self, num_local: int, device: torch.device) -> int:
         return 0 if self.is_staged(device) else self._members.start
 
-    def allocate(self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
+    ) -> Tensor:
         """A memory-backed file that all ranks map; it is unlinked as soon as they have."""
         self.members(num_local)
-        path = self._create_file(self._size * num_columns * dtype.itemsize)
-        mapping = torch.from_file(path, shared=True, size=self._size * num_columns, dtype=dtype)
-        mapping = mapping.view(self._size, num_columns)
+        num_rows = 1 if single else self._size
+        path = self._create_file(num_rows * num_columns * dtype.itemsize)
+        mapping = torch.from_file(path, shared=True, size=num_rows * num_columns, dtype=dtype)
+        mapping = mapping.view(num_rows, num_columns)
         self.barrier()
         if self.is_leader:
             os.unlink(path)
         if not self.is_staged(device):
             return mapping
-        self._mappings[dtype] = mapping
-        return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
+        rows = torch.zeros(1 if single else num_local, num_columns, dtype=dtype, device=device)
+        self._mappings = [(staged, other) for staged, other in self._mappings if staged() is not None]
+        self._mappings.append((weakref.ref(rows), mapping))
+        return rows
 
     def _create_file(self, num_bytes: int) -> str:
         """The path of a file that the leader makes for all."""
@@ -84,13 +99,22 @@ class SharedMemoryGroup(MultiProcessGroup):
 
     def _share(self, rows: Tensor, *, synchronised: bool = False) -> Tensor:
         """The rows of all members in the mapping, once all ranks have written theirs."""
-        shared = rows
-        if self.is_staged(rows.device):
-            shared = self._mappings[rows.dtype][:, : rows.shape[1]]
+        shared = self._mapping_of(rows)
+        if shared is not rows:
             shared[self._local].copy_(rows)
         if not synchronised or shared is not rows:
             self.barrier()
         return shared
+
+    def _mapping_of(self, rows: Tensor) -> Tensor:
+        """The mapping of rows, or of their first columns; the rows themselves where they are in it."""
+        if not self.is_staged(rows.device):
+            return rows
+        for staged, mapping in self._mappings:
+            owner = staged()
+            if owner is not None and owner.data_ptr() == rows.data_ptr():
+                return mapping[:, : rows.shape[1]]
+        raise AssertionError("these rows were not allocated by this group")
 
     def _my_blocks(self, shared: Tensor) -> list[Tensor]:
         blocks = list(column_blocks(shared))
@@ -104,6 +128,41 @@ class SharedMemoryGroup(MultiProcessGroup):
         if shared is not rows:
             rows.copy_(shared[self._local])
 
+    def update_(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
+        synchronised: bool = False,
+    ) -> None:
+        """Each rank updates its blocks; members on accelerators send and receive the chosen columns only."""
+        shared = [self._mapping_of(rows) for rows in parts]
+        is_staged = shared[0] is not parts[0]
+        own = [mapping if number in singles else mapping[self._local] for number, mapping in enumerate(shared)]
+        if is_staged:
+            for number, (rows, mapping) in enumerate(zip(parts, own, strict=True)):
+                if number not in singles or self.rank == 0:
+                    _copy_columns_(mapping, rows, columns)
+        if is_staged or not synchronised:
+            self.barrier()
+        width = block_width(shared[0], sum(map(len, shared)))
+        num_columns = _num_columns(shared[0], columns)
+        mine = balanced_ranges(-(-num_columns // width), self.num_ranks)[self.rank]
+        start, stop = mine.start * width, min(mine.stop * width, num_columns)
+        if start < stop:
+            local = _part_of(columns.cpu() if isinstance(columns, Tensor) else columns, start, stop)
+            found = [chosen_columns(mapping, local) for mapping in shared]
+            update_blocks_(found, update, width=width, start=start)
+            for mapping, part in zip(shared, found, strict=True):
+                write_columns_(mapping, local, part)
+        self.barrier()
+        if is_staged:
+            for rows, mapping in zip(parts, own, strict=True):
+                _copy_columns_(rows, mapping, columns)
+
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Each rank reads all rows and computes the whole sum."""
         shared = self._share(rows)
@@ -115,6 +174,29 @@ class SharedMemoryGroup(MultiProcessGroup):
         """Each rank computes the part of its blocks; the parts are added in block order."""
         parts = squared_distances_by_block(self._my_blocks(self._share(rows)))
         return torch.cat(all_gather_object(parts)).sum(dim=0)
+
+
+def _copy_columns_(target: Tensor, source: Tensor, columns: Columns) -> None:
+    """Copy some columns between a mapping and the memory of an accelerator."""
+    if isinstance(columns, Tensor):
+        values = chosen_columns(source, columns.to(source.device)).to(target.device)
+        write_columns_(target, columns.to(target.device), values)
+    else:
+        chosen_columns(target, columns).copy_(chosen_columns(source, columns))
+
+
+def _num_columns(rows: Tensor, columns: Columns) -> int:
+    if isinstance(columns, Tensor):
+        return len(columns)
+    return len(range(rows.shape[1])[slice(None) if columns is None else columns])
+
+
+def _part_of(columns: Columns, start: int, stop: int) -> Columns:
+    """The columns from one position to another among the chosen ones."""
+    if isinstance(columns, Tensor):
+        return columns[start:stop]
+    first = 0 if columns is None else columns.start or 0
+    return slice(first + start, first + stop)
 
 
 def reserve_file(num_bytes: int, directories: Sequence[str]) -> str:

@@ -23,6 +23,14 @@ METHODS = {
     "many-half": "replace members by half of themselves and half of all others",
     "many-75": "as many-half, with weights 3/4 and 1/4",
     "greedy-merge": "replace members by the current greedy soup every few epochs",
+    "sparta": "average a few random weights at every step",
+    "wash": "permute a few random weights among members at every step",
+    "easgd": "let members and an anchor attract each other",
+    "lookahead": "move an anchor toward the mean, and restart members from it",
+    "diloco": "every few hundred steps an outer Nesterov step on the mean, and restart members from it",
+    "noloco": "the same in random pairs, without a mean of all",
+    "dppf": "pull and push members to a set distance from the mean",
+    "grawa": "push members toward a mean weighted by inverse gradient norms",
 }
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "restarts", "multistep", "constant")
@@ -32,6 +40,7 @@ REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "activations", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
 ENGINES = ("loop", "stacked")
+DEPTHS = ("decreasing", "constant", "increasing")
 LIMITS: dict[str, Callable[[Any, Any], bool]] = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
 
@@ -55,6 +64,19 @@ PUSH_OPTIONS = frozenset(
 """Options that only pushes use."""
 MERGE_OPTIONS = frozenset({"average.every_epochs"})
 """Options that only merges use."""
+COUPLING_OPTIONS = {
+    "sparta": ("every_steps", "share"),
+    "wash": ("every_steps", "share", "depth", "move_momentum"),
+    "easgd": ("every_steps", "rate"),
+    "lookahead": ("every_steps", "rate"),
+    "diloco": ("every_steps", "outer_lr", "outer_momentum", "fragments", "delay", "mix"),
+    "noloco": ("every_steps", "outer_lr", "outer_momentum"),
+    "dppf": ("every_steps", "rate", "spread"),
+    "grawa": ("every_steps", "alpha"),
+}
+"""The options of `coupling` that each method uses."""
+WITH_ANCHORS = ("easgd", "lookahead", "diloco", "noloco")
+"""Methods that have rows of their own, which merge hooks do not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +277,37 @@ class AverageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CouplingConfig:
+    """Options of the methods that were published since the paper; None for the published value."""
+
+    every_steps: int | None = option(None, at_least=1)
+    """Steps between averagings: 1 (sparta, wash), 10 (easgd), 5 (lookahead), 500 (diloco), 50 (noloco), 4 (dppf), 32
+    (grawa)."""
+    share: float | None = option(None, at_least=0)
+    """sparta, wash: the share of weights at a time; 0.005, 0.001."""
+    depth: str = option("decreasing", known=DEPTHS)
+    """wash: how the share changes from the first to the last layer."""
+    move_momentum: bool = False
+    """wash: permute the optimizers' momenta with the weights."""
+    rate: float | None = option(None, at_least=0)
+    """easgd: the moving rate, 0.9; lookahead: the part of the way to the mean, 0.5; dppf: the pull, 0.1."""
+    outer_lr: float | None = option(None, above=0)
+    """diloco, noloco: the outer learning rate; 0.7."""
+    outer_momentum: float | None = option(None, at_least=0, below=1)
+    """diloco, noloco: the outer momentum; 0.9, 0.5."""
+    fragments: int = option(1, at_least=1)
+    """diloco: the number of parts of the network that take turns."""
+    delay: int = option(0, at_least=0)
+    """diloco: steps that members train on while the outer step is computed."""
+    mix: float = option(0.5, at_least=0)
+    """diloco: with a delay, the share of itself that a member keeps."""
+    spread: float | None = option(None, at_least=0)
+    """dppf: the distance to the mean that members keep; 5."""
+    alpha: float | None = option(None, at_least=0)
+    """grawa: the share of itself a member keeps; 0.5."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiversityConfig:
     """How the members' data differs."""
 
@@ -299,7 +352,8 @@ class Config:
     recipe: str = "custom"
     """The recipe it came from."""
     method: str = option("papa", known=METHODS)
-    """independent, papa, papa-all, papa-2, pair-75, many-half, many-75 or greedy-merge."""
+    """independent, papa, papa-all, papa-2, pair-75, many-half, many-75, greedy-merge; or, published since the paper,
+    sparta, wash, easgd, lookahead, diloco, noloco, dppf or grawa."""
     members: int = option(5, at_least=1)
     """The size of the population."""
     seed: int = option(1, at_least=0)
@@ -313,6 +367,7 @@ class Config:
     gpt: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
+    coupling: CouplingConfig = field(default_factory=CouplingConfig)
     diversity: DiversityConfig = field(default_factory=DiversityConfig)
     trajectory: TrajectoryConfig = field(default_factory=TrajectoryConfig)
 
@@ -337,14 +392,16 @@ def idle_options(method: str) -> frozenset[str]:
     """The options of averaging, by their dotted names, that a method does not use.
 
     Example:
-        >>> sorted(idle_options("papa"))
-        ['average.every_epochs']
+        >>> "average.every_epochs" in idle_options("papa"), "coupling.share" in idle_options("papa")
+        (True, True)
         >>> "average.alpha" in idle_options("papa-all")
         True
     """
     pushes = frozenset[str]() if method == "papa" else PUSH_OPTIONS
-    merges = MERGE_OPTIONS if method in ("papa", "independent") else frozenset[str]()
-    return pushes | merges
+    merges = MERGE_OPTIONS if method in ("papa", "independent", *COUPLING_OPTIONS) else frozenset[str]()
+    used = COUPLING_OPTIONS.get(method, ())
+    couplings = {f"coupling.{entry.name}" for entry in dataclasses.fields(CouplingConfig) if entry.name not in used}
+    return pushes | merges | couplings
 
 
 def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -421,9 +478,28 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--average.delay is {average.delay}, expected {expected}"
     if average.stop is not None and average.stop < average.start:
         yield f"--average.stop is {average.stop}, expected at least --average.start ({average.start})"
+    yield from _coupling_problems(config)
     for name in ("tournament", "elitist"):
         if getattr(average, name) and config.method != "papa-2":
             yield f"--average.{name} is on with --method {config.method}, expected papa-2"
+
+
+def _coupling_problems(config: Config) -> Iterator[str]:
+    method, average, coupling = config.method, config.average, config.coupling
+    for name in ("share", "rate", "mix", "alpha"):
+        value = getattr(coupling, name)
+        if value is not None and value > 1:
+            yield f"--coupling.{name} is {value}, expected at most 1"
+    if method in (*WITH_ANCHORS, "wash") and average.align != "none":
+        yield f"--average.align is {average.align} with --method {method}, which cannot be aligned: use none"
+    if method in WITH_ANCHORS and average.mutation:
+        yield f"--average.mutation is {average.mutation} with --method {method}, whose anchors it does not reach: use 0"
+    if config.train.engine == "stacked" and (method == "grawa" or (method == "wash" and coupling.move_momentum)):
+        yield f"--train.engine is stacked, which keeps gradients and momenta that --method {method} needs: use loop"
+    cadence = 500 if coupling.every_steps is None else coupling.every_steps
+    if method == "diloco" and (cadence % coupling.fragments or coupling.delay * coupling.fragments >= cadence > 1):
+        expected = f"parts of {cadence} steps, each longer than the delay"
+        yield f"--coupling.fragments is {coupling.fragments} and --coupling.delay {coupling.delay}, expected {expected}"
 
 
 def _values_outside_limits(config: Any, prefix: str = "") -> Iterator[str]:

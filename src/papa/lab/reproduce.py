@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from papa.lab.config import Config
+from papa.lab.config import Config, CouplingConfig
 from papa.lab.recipes import find
 from papa.lab.recipes.build import TILES, images_for
 from papa.lab.recipes.change import changed, translated
@@ -101,6 +101,8 @@ def _slug(config: Config) -> str:
     """A directory name for a configuration, independent of its seed and the directory of its data."""
     value = config.to_json()
     value["seed"] = value["data"]["root"] = None
+    if config.coupling == CouplingConfig():
+        del value["coupling"]  # directories keep the names that they had before there were these options
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
     return f"{config.recipe}-{config.method}-p{config.members}-{digest}"
 

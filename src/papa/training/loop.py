@@ -107,6 +107,11 @@ class Training:
             rule: when to average, and with which matrix.
             merge_hooks: hooks that run around each averaging; the first is the outermost.
         """
+        if self.settings.engine is not None and getattr(rule, "move_momentum", False):
+            raise ConfigError(
+                "the stacked engine holds the optimizers' state, which the rule would have to permute: use the loop "
+                "engine, or do not move the momentum"
+            )
         self.averager = Averager(
             self.population,
             rule,

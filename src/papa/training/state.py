@@ -11,7 +11,7 @@ from torch import Tensor
 
 from papa import checkpoint
 from papa.averager import PendingState
-from papa.errors import RunError
+from papa.errors import MixingError, RunError
 from papa.training.loop import NUM_BAD_LOSSES, Training
 
 
@@ -60,6 +60,7 @@ def shared_state(training: Training) -> dict[str, Any]:
         "seconds": dict(training.seconds),
         "nonfinite": list(training.nonfinite),
         "dropped": sorted(training.population.dropped),
+        **({"rule": dict(training.averager.rule_state)} if training.averager.rule_state else {}),
     }
 
 
@@ -83,6 +84,10 @@ def _check_shared(training: Training, step: int, state: Mapping[str, Any]) -> No
         raise RunError(f"the checkpoint has {nonfinite!r} as non-finite members, expected a list of events")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
         raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
+    try:
+        training.averager.checked_rule_state(state.get("rule"))
+    except MixingError as error:
+        raise RunError(f"the checkpoint is of another rule: {error}") from None
 
 
 def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
@@ -100,8 +105,12 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     if not isinstance(bad, list) or len(bad) != NUM_BAD_LOSSES or not all(type(one) is bool for one in bad):
         raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
     pending, push = _pending_state(tensors, numbers)
-    is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"})
-    wanted = {name for name in training.averager.pending_templates() if name.startswith("push.") and push}
+    is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"}, {"started", "due"})
+    names = training.averager.pending_templates()
+    wanted = {name for name in names if name.startswith("push.") and "keep" in push}
+    missing = [name for name in training.averager.row_names(member) if name not in pending]
+    if missing:
+        raise RunError(f"the checkpoint has no {missing[0]} of member {member}: it is of another rule")
     if not is_complete or not all(map(_is_number, push.values())) or not wanted <= pending.keys():
         raise RunError(f"the checkpoint has {push!r} as the delayed push of member {member}")
 
@@ -118,6 +127,7 @@ def load_state_(
     training.nonfinite, training.population.dropped = list(state["nonfinite"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
+    training.averager.rule_state = training.averager.checked_rule_state(state.get("rule"))
     training.averager.load_pending_states(pending)
     training.go_to_(step)
 

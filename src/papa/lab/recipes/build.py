@@ -38,6 +38,7 @@ from papa.lab.data.text import TextSet
 from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.models.head import FrozenBody
 from papa.lab.probes import MergeProbes
+from papa.lab.recipes.couplings import COUPLINGS, coupling_for
 from papa.lab.recipes.language import TEXT, language_model_for, language_task_for, text_for
 from papa.lab.recipes.pipeline import ImagePipeline
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
@@ -403,6 +404,8 @@ def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = No
     start, stop = round(average.start * length.steps_per_epoch), None
     if average.stop is not None:
         stop = round(average.stop * length.steps_per_epoch)
+    if config.method in COUPLINGS:
+        return coupling_for(config, start=start, stop=stop)
     if config.method == "papa":
         half_life_steps = None if average.half_life is None else average.half_life * length.num_steps
         alpha = PAPER_ALPHA if average.alpha is None and half_life_steps is None else average.alpha

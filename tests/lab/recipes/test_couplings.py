@@ -1,0 +1,100 @@
+"""Methods of recipes that were published since the paper: their rules, options and problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from papa.errors import ConfigError
+from papa.lab.config import COUPLING_OPTIONS, Config, CouplingConfig, idle_options
+from papa.lab.recipes import find
+from papa.lab.recipes.build import rule_for
+from papa.lab.recipes.couplings import COUPLINGS
+from papa.rules import (
+    Elastic,
+    Gossip,
+    GradientWeightedPush,
+    Lookahead,
+    OuterStep,
+    PushPull,
+    Rule,
+    Shuffle,
+    SparseAverage,
+)
+from papa.training import Length
+
+LENGTH = Length(num_steps=1000, steps_per_epoch=100)
+
+PUBLISHED: dict[str, Rule] = {
+    "sparta": SparseAverage(share=0.005, seed=1, every_steps=1),
+    "wash": Shuffle(share=0.001, depth="decreasing", seed=1, every_steps=1),
+    "easgd": Elastic(moving_rate=0.9, every_steps=10),
+    "lookahead": Lookahead(slow_rate=0.5, every_steps=5),
+    "diloco": OuterStep(lr=0.7, momentum=0.9, every_steps=500),
+    "noloco": Gossip(lr=0.7, momentum=0.5, seed=1, every_steps=50),
+    "dppf": PushPull(spread=5.0, pull=0.1, every_steps=4),
+    "grawa": GradientWeightedPush(alpha=0.5, smoothing=0.9**8, every_steps=32),
+}
+
+CHANGED: dict[str, tuple[dict[str, Any], Rule]] = {
+    "sparta": ({"share": 0.1, "every_steps": 3}, SparseAverage(share=0.1, seed=1, every_steps=3)),
+    "wash": (
+        {"share": 0.1, "depth": "constant", "move_momentum": True},
+        Shuffle(share=0.1, depth="constant", move_momentum=True, seed=1),
+    ),
+    "easgd": ({"rate": 0.5, "every_steps": 2}, Elastic(moving_rate=0.5, every_steps=2)),
+    "lookahead": ({"rate": 0.25}, Lookahead(slow_rate=0.25)),
+    "diloco": (
+        {"outer_lr": 0.4, "outer_momentum": 0.8, "fragments": 2, "delay": 3, "mix": 0.1, "every_steps": 100},
+        OuterStep(lr=0.4, momentum=0.8, fragments=2, delay=3, mix=0.1, every_steps=100),
+    ),
+    "noloco": ({"outer_lr": 0.4, "outer_momentum": 0.8}, Gossip(lr=0.4, momentum=0.8, seed=1)),
+    "dppf": ({"rate": 0.2, "spread": 2.0}, PushPull(spread=2.0, pull=0.2)),
+    "grawa": ({"alpha": 0.9}, GradientWeightedPush(alpha=0.9)),
+}
+
+
+def config_of(method: str, **options: Any) -> Config:
+    return replace(find("digits").config(), method=method, coupling=CouplingConfig(**options))
+
+
+@pytest.mark.parametrize("method", COUPLINGS)
+def test_defaults_are_those_that_were_published(method: str) -> None:
+    assert rule_for(config_of(method).check(), LENGTH) == PUBLISHED[method]
+
+
+@pytest.mark.parametrize("method", COUPLINGS)
+def test_every_option_of_a_method_reaches_its_rule(method: str) -> None:
+    options, expected = CHANGED[method]
+    assert rule_for(config_of(method, **options).check(), LENGTH) == expected
+    assert set(options) <= set(COUPLING_OPTIONS[method])
+    assert not {f"coupling.{name}" for name in options} & idle_options(method)
+    assert "coupling.share" in idle_options("papa")
+
+
+def test_a_window_reaches_the_rule() -> None:
+    config = config_of("easgd")
+    config = replace(config, average=replace(config.average, start=2.0, stop=5.0))
+    rule = rule_for(config, LENGTH)
+    assert (rule.start, rule.stop) == (200, 500)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "average", "problem"),
+    [
+        ("sparta", {"share": 1.5}, {}, "--coupling.share is 1.5, expected at most 1"),
+        ("wash", {"depth": "deep"}, {}, "--coupling.depth is deep: "),
+        ("easgd", {}, {"align": "weights"}, "--average.align is weights with --method easgd, which cannot be aligned"),
+        ("noloco", {}, {"mutation": 0.1}, "--average.mutation is 0.1 with --method noloco, whose anchors"),
+        ("diloco", {"fragments": 3}, {}, "--coupling.fragments is 3 and --coupling.delay 0, expected parts of 500"),
+        ("diloco", {"delay": 500}, {}, "--coupling.fragments is 1 and --coupling.delay 500, expected parts of 500"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    method: str, options: dict[str, Any], average: dict[str, Any], problem: str
+) -> None:
+    config = config_of(method, **options)
+    with pytest.raises(ConfigError, match=problem):
+        replace(config, average=replace(config.average, **average)).check()

@@ -1,0 +1,122 @@
+"""Column masks: every column with its probability, every permutation equally likely, at any number of members."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import pytest
+import scipy.stats
+import torch
+
+from helpers import make_networks
+from papa.averager import Averager
+from papa.masks import depths, draw_columns, draw_permutations, fragments
+from papa.population import Population
+from papa.rules import AveragingContext, Elastic, PushPull, Shuffle, SparseAverage
+from papa.streams import stream
+
+
+def layout_of(kind: str) -> object:
+    return Population(make_networks(kind, 1))._layout
+
+
+@pytest.mark.parametrize("kind", ["conv_batch_norm", "mixed_dtypes", "tied"])
+def test_each_column_is_chosen_with_the_share_of_its_tensor(kind: str) -> None:
+    layout = layout_of(kind)
+    shares = [0.3 * slot.is_parameter + 0.02 * number for number, slot in enumerate(layout.slots)]
+    counts = {dtype: torch.zeros(columns) for dtype, columns in layout.num_columns.items()}
+    for step in range(300):
+        for dtype, columns in draw_columns(layout, shares, stream(1, "test", position=step)).items():
+            assert bool((columns[1:] > columns[:-1]).all())
+            counts[dtype][columns] += 1
+    for slot, share in zip(layout.slots, shares, strict=True):
+        hits = int(counts[slot.dtype][slot.offset : slot.offset + slot.numel].sum())
+        counts[slot.dtype][slot.offset : slot.offset + slot.numel] = 0
+        assert scipy.stats.binomtest(hits, 300 * slot.numel, share).pvalue > 1e-3
+    assert all(int(left.sum()) == 0 for left in counts.values()), "nothing but tensors is chosen"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_no_column_and_every_column(share: float) -> None:
+    layout = layout_of("conv_batch_norm")
+    (columns,) = draw_columns(layout, [share] * len(layout.slots), stream(0, "test")).values()
+    assert len(columns) == share * sum(slot.numel for slot in layout.slots)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("table", [6, 0])
+def test_every_permutation_is_equally_likely(size: int, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("papa.masks.MAX_SIZE_OF_TABLE", table)
+    drawn = draw_permutations(size, 4000, stream(3, "test"))
+    counts = collections.Counter(map(tuple, drawn.T.tolist()))
+    assert counts.keys() == set(itertools.permutations(range(size)))
+    assert scipy.stats.chisquare(list(counts.values())).pvalue > 1e-3
+
+
+def test_layers_are_counted_from_the_first_to_the_last() -> None:
+    layout = layout_of("conv_batch_norm")
+    found = dict(zip((slot.name for slot in layout.slots), depths(layout), strict=True))
+    assert (found["0.weight"], found["0.bias"], found["1.weight"], found["4.bias"]) == (0.0, 0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50])
+@pytest.mark.parametrize("kind", ["conv_batch_norm", "mixed_dtypes"])
+def test_fragments_hold_every_tensor_once(kind: str, count: int) -> None:
+    layout = layout_of(kind)
+    parts = fragments(layout, count)
+    assert len(parts) == count
+    for slot in layout.slots:
+        wholes = [part[slot.dtype] for part in parts if slot.dtype in part]
+        inside = [w for w in wholes if w.start <= slot.offset and slot.offset + slot.numel <= w.stop]
+        assert len(inside) == 1 or slot.numel == 0
+
+
+def spread_of(rows: torch.Tensor) -> torch.Tensor:
+    return (rows - rows.mean(dim=0)).square().sum()
+
+
+NUM_PARAMETERS = Population(make_networks("conv_batch_norm", 1)).to(torch.float64)._num_parameter_columns(torch.float64)
+
+
+def one_step(rule: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows before and after a step."""
+    population = Population([network.double() for network in make_networks("conv_batch_norm", 5)])
+    averager = Averager(population, rule)
+    before = population.matrix.clone()
+    averager.step()
+    return before, population.matrix
+
+
+class TestLaws:
+    @pytest.mark.parametrize("depth", ["decreasing", "constant", "increasing"])
+    def test_a_shuffle_keeps_the_mean_and_the_total_spread(self, depth: str) -> None:
+        before, after = one_step(Shuffle(share=0.5, depth=depth))
+        assert torch.allclose(after.mean(dim=0), before.mean(dim=0), rtol=0, atol=1e-14)
+        assert float(spread_of(after)) == pytest.approx(float(spread_of(before)), rel=1e-13)
+        assert torch.equal(after.sort(dim=0).values, before.sort(dim=0).values), "each column keeps its numbers"
+        assert not torch.equal(after, before)
+
+    def test_a_sparse_average_keeps_the_mean_and_shrinks_the_spread_by_its_share(self) -> None:
+        before, after = one_step(SparseAverage(share=0.5))
+        assert torch.allclose(after.mean(dim=0), before.mean(dim=0), rtol=0, atol=1e-14)
+        changed = (after != before).any(dim=0)
+        assert torch.allclose(after[:, changed], after[:, changed].mean(dim=0).expand(5, -1))
+        parameters = slice(0, NUM_PARAMETERS)
+        ratio = float(spread_of(after[:, parameters])) / float(spread_of(before[:, parameters]))
+        assert 0.3 < ratio < 0.7
+        assert torch.equal(after[:, NUM_PARAMETERS:], before[:, NUM_PARAMETERS:]), "buffers stay"
+
+    def test_elastic_keeps_the_mean_of_members_and_anchor(self) -> None:
+        matrix = Elastic(every_steps=1).matrix(AveragingContext(step=1, size=5, lr_ratio=1.0))
+        assert torch.allclose(matrix.sum(dim=0), torch.ones(6).double())
+        assert torch.equal(matrix, matrix.T)
+
+    @pytest.mark.parametrize("spread", [0.0, 3.0, 100.0])
+    def test_push_pull_moves_distances_toward_the_spread(self, spread: float) -> None:
+        population = Population([network.double() for network in make_networks("linear", 5)])
+        rows, count = population.matrix.clone(), population._num_parameter_columns(torch.float64)
+        distances = population.distances()
+        Averager(population, PushPull(spread=spread, pull=0.1, every_steps=1)).step()
+        found = (population.matrix - rows.mean(dim=0))[:, :count].norm(dim=1)
+        assert torch.allclose(found, distances + 0.1 * (spread - distances))

@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except StoppedError as error:
-        _print_error(error, color=YELLOW)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun all processes stop together
+            _print_error(error, color=YELLOW)
         return STOPPED
     except (PapaError, ModuleNotFoundError) as error:
         message = error if isinstance(error, PapaError) else missing_package(error)

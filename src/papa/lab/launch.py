@@ -32,7 +32,7 @@ from papa.lab.recorder import Recorder
 from papa.lab.report import run_page
 from papa.lab.report.fields import flat
 from papa.lab.runs import RunDirectory, fold_merges, is_metrics_state
-from papa.lab.signals import stop_flag
+from papa.lab.signals import StopFlag, stop_flag
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
@@ -81,29 +81,37 @@ class RunSpec:
             )
 
 
-def execute(spec: RunSpec, *, stop: Any = None) -> dict[str, Any]:
+def execute(spec: RunSpec, *, stop: StopFlag | None = None) -> dict[str, Any]:
     """Execute a run and return the content of its `result.json`.
 
-    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second signal ends it at once.
+    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second signal ends it at once,
+    and so does the first one before and after training, when everything is saved.
 
     Args:
         spec: the run.
-        stop: if the caller handles signals, the flag it sets: a number in shared memory, see `watching_signals`.
+        stop: if the caller handles signals, the flag it sets.
     """
     if rank_of_torchrun() is not None:
         return _execute_under_torchrun(spec, stop)
     spec.check()
     if spec.resume and spec.directory.is_finished:
         return _finished_result(spec)
-    with spec.directory.lock():
+    run = spec.directory
+    with run.lock():
+        spec = replace(spec, resume=spec.resume and run.holds_run)
         if not spec.resume:
-            spec.directory.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
-        num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
-        with stop_flag(stop) as flag:  # only now: before, a signal may end the process, since there is nothing to save
-            if num_workers == 1:
-                return run_in_group(LocalGroup(), spec, flag)
-            result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
-            return result
+            run.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
+        with run.reserved(spec.config.to_json()):
+            return _execute_here(spec, stop)
+
+
+def _execute_here(spec: RunSpec, stop: StopFlag | None) -> dict[str, Any]:
+    num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
+    with stop_flag(stop, f"papa resume {spec.path}") as flag:
+        if num_workers == 1:
+            return run_in_group(LocalGroup(), spec, flag)
+        result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
+        return result
 
 
 def _finished_result(spec: RunSpec) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def _finished_result(spec: RunSpec) -> dict[str, Any]:
     return spec.directory.read_result()
 
 
-def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
+def _execute_under_torchrun(spec: RunSpec, stop: StopFlag | None) -> dict[str, Any]:
     if spec.workers is not None:
         raise ConfigError(f"--workers is {spec.workers}, but torchrun sets the number of processes: leave it out")
     spec.check()
@@ -126,12 +134,17 @@ def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
     if is_restart:
         spec = replace(spec, overwrite=False, resume=True)
     is_finished = run.is_finished
+    spec = replace(spec, resume=spec.resume and run.holds_run)
     if not spec.resume:
         run.check_free(overwrite=spec.overwrite)  # all see the same directory, so all raise
     group.barrier()  # nobody writes before everybody has looked
     if spec.resume and is_finished:
         return _finished_result(spec)
-    with run.lock() if group.is_leader else contextlib.nullcontext(), stop_flag(stop) as flag:
+    with contextlib.ExitStack() as stack:
+        if group.is_leader:  # the others write nothing but their members, into a directory that it has made
+            stack.enter_context(run.lock())
+            stack.enter_context(run.reserved(spec.config.to_json(), torchrun=processes.names))
+        flag = stack.enter_context(stop_flag(stop, f"papa resume {spec.path}"))
         return run_in_group(group, spec, flag, on_begin=partial(write_json, run.torchrun, processes.names))
 
 
@@ -172,26 +185,26 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], None] | None = None) -> dict[str, Any]:
+def run_in_group(
+    group: Group, spec: RunSpec, stop: StopFlag, on_begin: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """What every process of a run does; all return the result.
 
     Args:
         group: the processes of the run.
-        spec: the run.
+        spec: the run; `resume` only where there is one.
         stop: the flag that signals set.
         on_begin: called by the leading process once the directory belongs to this run.
     """
     config, run = spec.config, spec.directory
-    continues = spec.resume and run.holds_run
-    group.barrier()  # nobody writes before everybody has looked
-    if continues:
+    if spec.resume:
         _check_same(config, Config.from_json(run.read_config()), spec.path)
     images = images_for(config)
     training = build(config, group, images)  # errors show before anything is written or removed
-    notices = _resume(config, run, training) if continues else []
-    if not continues:
+    notices = _resume(config, run, training) if spec.resume else []
+    if not spec.resume:
         if group.is_leader:
-            run.create(config.to_json(), overwrite=spec.overwrite)
+            run.create(config.to_json(), overwrite=True)  # whether it may be was checked
         group.barrier()
     if on_begin is not None and group.is_leader:
         on_begin()
@@ -210,8 +223,10 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
         if spec.make_callback is not None and group.is_leader:
             callbacks.append(stack.enter_context(spec.make_callback()))
+        stop.is_training = 1
         training.run(callbacks)
         recorder.finish(training)
+        stop.is_training = 0
         return _finish(config, run, training, card_for(config, images))
 
 
@@ -250,7 +265,8 @@ def _resume(config: Config, run: RunDirectory, training: Training) -> list[str]:
                 f"no checkpoint of {run.path} can be read; start again with papa run {config.recipe} --overwrite and "
                 f"the options in its config.json:\n{listing}"
             )
-        notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
+        if run.metrics.exists():  # else it was stopped before it began
+            notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
     if training.group.is_leader:
         run.make_directories()
         run.rewind_metrics(None if found.state is None else found.state["metrics"])

@@ -187,6 +187,7 @@ class RunDirectory:
             config: its config.
             torchrun: which torchrun started it, if any; without it, restarted processes would not continue the run.
         """
+        self._check_links()
         is_new = not self.holds_run
         if is_new:
             if torchrun is not None:
@@ -201,6 +202,14 @@ class RunDirectory:
                 self.config.unlink(missing_ok=True)
                 self.torchrun.unlink(missing_ok=True)
             raise
+
+    def _check_links(self) -> None:
+        links = [path for path in self.path.iterdir() if path.is_symlink()]
+        if links:
+            raise RunError(
+                f"{links[0]} is a symbolic link, expected none in a run, which writes only into its own directory: "
+                "remove it"
+            )
 
     def create(self, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Begin a run here; an existing run is an error, or removed with `overwrite`.

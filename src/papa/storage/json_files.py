@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from papa.errors import PapaError, RunError
 from papa.storage.atomic import read_file, write_atomically
 from papa.storage.errors import file_errors
+
+CONTROL = re.compile(r"[\x7f-\x9f]|(?<!\\)(?:\\\\)*\\(?:[bfr]|u00(?:0[0-8bcdef]|1.|7f|[89].))", re.IGNORECASE)
+"""Control characters in a JSON text, plain or escaped, except for line breaks and tabs."""
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
@@ -32,10 +36,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON; a `ValueError` for invalid JSON, repeated keys and numbers that are not finite."""
+    """Parse JSON; a `ValueError` for invalid JSON, repeated keys, numbers that are not finite, control characters."""
+    text = data.decode()
+    if CONTROL.search(text):
+        raise ValueError("it has control characters, which could change what a terminal shows")
     try:
         return json.loads(
-            data.decode(),
+            text,
             object_pairs_hook=_without_repeats,
             parse_constant=_finite_number,
             parse_float=_finite_number,

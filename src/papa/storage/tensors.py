@@ -89,7 +89,7 @@ class TensorFile:
             with path.open("rb") as file:
                 self._identity = _identity(file)
                 offset = 8 + int.from_bytes(file.read(8), "little")
-            opened = safe_open(path, framework="pt")
+            opened: Any = safe_open(path, framework="pt")
             self.tensors = {name: self._info(opened, name) for name in opened.offset_keys()}
         self._offsets: dict[str, int] = {}
         for name, info in self.tensors.items():  # in the order of the file, in which there are no gaps

@@ -22,6 +22,12 @@ from papa.training import Callback, Training
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def write_data(root: Path) -> None:
+    """Tiny data for every recipe."""
     for part in ("train", "test"):
         write_images(root / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
         write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
@@ -30,7 +36,6 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiles(root / "tiles")
     write_tiles(root / "vaihingen")
     write_optdigits(root / "optdigits.npz")
-    return root
 
 
 def write_tiles(root: Path) -> None:
@@ -70,11 +75,16 @@ def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
     return make
 
 
-def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
+def smoke_data_config(recipe: Recipe, data_root: Path) -> Config:
+    """The smoke budget of a recipe, on data that `write_data` wrote."""
     config = recipe.config("smoke")
     has_folder = config.data.name in ("imagenet", "tiles", "vaihingen")
     root = data_root / config.data.name if has_folder else data_root
-    config = replace(config, data=replace(config.data, root=str(root)))
+    return replace(config, data=replace(config.data, root=str(root)))
+
+
+def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
+    config = smoke_data_config(recipe, data_root)
     if "finetune" in recipe.name:
         config = replace(config, model=replace(config.model, weights=weights_of(config)))  # type: ignore[operator]
     return config

@@ -250,8 +250,9 @@ def test_a_script_that_ends_during_a_push_does_not_wait_forever() -> None:
     assert "the mean for a delayed push did not arrive within 2 seconds after the end of this process" in errors
 
 
-def test_a_lost_rank_raises_on_the_others() -> None:
-    ranks = start_two_ranks("lose_rank_1()")
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_rank_raises_on_the_others(how: str) -> None:
+    ranks = start_two_ranks(f"lose_rank_1({how!r})")
     try:
         output = ranks[0].communicate(timeout=TIMEOUT)[0]
     finally:

@@ -1,7 +1,9 @@
 """Worker processes against one process, bit for bit."""
 
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import group_jobs
 from papa.errors import ConfigError, MemberError, RunError, SoupError
 from papa.group import LocalGroup, SharedMemoryGroup, balanced_ranges, start_workers
+from papa.group.shared_memory import reserve_file
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,28 @@ def is_alive(process: int) -> bool:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_too_little_shared_memory_is_an_error_before_it_is_used(tmp_path: Path) -> None:
+    much = 1 << 60
+    path = Path(reserve_file(1 << 16, (str(tmp_path / "missing"), str(tmp_path))))
+    assert (path.parent, path.stat().st_size) == (tmp_path, 1 << 16)
+    assert path.stat().st_blocks * 512 >= 1 << 16  # reserved, not only promised
+    path.unlink()
+    with pytest.raises(RunError, match=r"need [\d,]+ bytes of shared memory \(.*missing: No such .*: .*\): free some"):
+        reserve_file(much, (str(tmp_path / "missing"), str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_that_cannot_be_started_are_an_error() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    multiprocessing.resource_tracker.ensure_running()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
+    try:
+        with pytest.raises(RunError, match=r"cannot start worker \d of 8: Too many open files; free what is short"):
+            start_workers(group_jobs.apply_every_rule, 8, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_each_rank_has_its_own_accelerator() -> None:

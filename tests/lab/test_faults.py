@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -139,16 +141,57 @@ def test_training_goes_on_over_a_disk_that_is_full_for_a_while(small_disk: Path,
     assert_same_run(whole, run)
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_good_checkpoint(
-    small_disk: Path, whole: Path, tmp_path: Path
+def remount(disk: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_disk_that_stays_full_or_read_only_ends_the_run_and_keeps_the_last_good_checkpoint(
+    fault: str, small_disk: Path, whole: Path
 ) -> None:
     config, run = small_config(), small_disk / "run"
+    do = partial(fill, small_disk) if fault == "full" else partial(remount, small_disk, "ro")
     with pytest.raises(RunError, match=r"two checkpoints in a row failed.*That of step 4 is complete"):
-        execute(config, run, make_callback=lambda: Disturbance(run, lambda: fill(small_disk), None))
+        execute(config, run, make_callback=lambda: Disturbance(run, do, None))
     assert [step for step, _ in checkpoints(run / "checkpoint")] == [4]
-    (small_disk / "ballast").unlink()
+    if fault == "full":
+        (small_disk / "ballast").unlink()
+    else:
+        with pytest.raises(RunError, match="Read-only file system"):
+            execute(config, run, resume=True)
+        remount(small_disk, "rw")
     execute(config, run, resume=True)
     assert_same_run(whole, run)
+
+
+def test_too_few_file_descriptors_for_a_while_are_reported_and_training_goes_on(whole: Path, tmp_path: Path) -> None:
+    run, (soft, hard) = tmp_path / "run", resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def forbid() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+
+    def permit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    disturbance = Disturbance(run, forbid, permit)
+    try:
+        result = execute(small_config(), run, make_callback=lambda: disturbance)
+    finally:
+        permit()
+    assert result["failed_checkpoints"] == 1
+    errors = [event["error"] for event in disturbance.events if event["event"] == "checkpoint-failed"]
+    assert "Too many open files" in errors[0]
+    lines = [line for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if "failed" not in line]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert_same_run(whole, run)
+
+
+def test_a_removed_checkpoint_directory_is_made_again(whole: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    disturbance = Disturbance(run.path, lambda: shutil.rmtree(run.checkpoints), None)
+    assert execute(small_config(), run.path, make_callback=lambda: disturbance)["failed_checkpoints"] == 0
+    assert run.latest_checkpoint() is not None
+    assert_same_run(whole, run.path)
 
 
 def test_a_removed_directory_is_reported_and_ends_the_run(tmp_path: Path) -> None:

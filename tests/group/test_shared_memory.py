@@ -102,7 +102,9 @@ def test_too_little_shared_memory_is_an_error_before_it_is_used(tmp_path: Path) 
 def test_workers_that_cannot_be_started_are_an_error() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     multiprocessing.resource_tracker.ensure_running()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, hard))
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(soft) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[8], hard))
     try:
         with pytest.raises(RunError, match=r"cannot start worker \d of 8: Too many open files; free what is short"):
             start_workers(group_jobs.apply_every_rule, 8, 8)

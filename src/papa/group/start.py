@@ -50,7 +50,7 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
     context = multiprocessing.get_context("spawn")
     with _block_signals():
         resource_tracker.ensure_running()  # else the first worker would start it, which unblocks the signals again
-    with tempfile.TemporaryDirectory(prefix="papa-") as directory:
+    with tempfile.TemporaryDirectory(prefix="papa-", ignore_cleanup_errors=True) as directory:
         processes, connections = [], []
         try:
             for rank in range(num_workers):

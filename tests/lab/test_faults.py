@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -101,7 +100,7 @@ class Disturbance(Callback):
     def on_step_complete(self, training: Training) -> None:
         if training.step % training.length.steps_per_epoch:
             return
-        while any(self.run.glob("checkpoint/.step-*.partial")):
+        while (self.run / "checkpoint" / f".step-{training.step:08d}.partial").exists():
             time.sleep(0.001)  # else an epoch this short would not be saved at all
         if training.epoch == 1:
             self.do()
@@ -147,16 +146,27 @@ def remount(disk: Path, how: str) -> None:
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_a_disk_that_stays_full_or_read_only_ends_the_run_and_keeps_the_last_good_checkpoint(
-    fault: str, small_disk: Path, whole: Path
+    fault: str, small_disk: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = small_config(), small_disk / "run"
-    do = partial(fill, small_disk) if fault == "full" else partial(remount, small_disk, "ro")
+
+    def refuse(path: Any, *_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def do() -> None:
+        if fault == "full":
+            fill(small_disk)
+        else:  # as the kernel does after an error; by hand, a disk with open files cannot be made read-only
+            monkeypatch.setattr(os, "mkdir", refuse)
+
     with pytest.raises(RunError, match=r"two checkpoints in a row failed.*That of step 4 is complete"):
         execute(config, run, make_callback=lambda: Disturbance(run, do, None))
+    monkeypatch.undo()
     assert [step for step, _ in checkpoints(run / "checkpoint")] == [4]
     if fault == "full":
         (small_disk / "ballast").unlink()
     else:
+        remount(small_disk, "ro")
         with pytest.raises(RunError, match="Read-only file system"):
             execute(config, run, resume=True)
         remount(small_disk, "rw")

@@ -141,9 +141,14 @@ def _execute_under_torchrun(spec: RunSpec, stop: StopFlag | None) -> dict[str, A
     if spec.resume and is_finished:
         return _finished_result(spec)
     with contextlib.ExitStack() as stack:
+        problem = ""
         if group.is_leader:  # the others write nothing but their members, into a directory that it has made
-            stack.enter_context(run.lock())
-            stack.enter_context(run.reserved(spec.config.to_json(), torchrun=processes.names))
+            try:
+                stack.enter_context(run.lock())
+                stack.enter_context(run.reserved(spec.config.to_json(), torchrun=processes.names))
+            except RunError as error:
+                problem = str(error)
+        _raise_together(group, problem)
         flag = stack.enter_context(stop_flag(stop, f"papa resume {spec.path}"))
         return run_in_group(group, spec, flag, on_begin=partial(write_json, run.torchrun, processes.names))
 
@@ -164,9 +169,16 @@ def _check_shared(path: Path, group: Group) -> None:
             f"a process does not see what rank 0 wrote to {mark.parent}: the run directory must be on a file system "
             "that all machines share"
         )
+    try:
+        _raise_together(group, problem)
+    finally:
+        if group.is_leader:
+            mark.unlink(missing_ok=True)
+
+
+def _raise_together(group: Group, problem: str) -> None:
+    """Raise a `RunError` in all processes if one has a problem."""
     problems = [found for found in group.all_gather([problem] * len(group.local_range(group.num_ranks))) if found]
-    if group.is_leader:
-        mark.unlink(missing_ok=True)
     if problems:
         raise RunError(problems[0])
 

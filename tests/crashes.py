@@ -62,7 +62,7 @@ def start(arguments: list[str], log: Path | None = None) -> BaseProcess:
     autograd, such as that of the tests, cannot be forked.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__])  # without effect where it runs already
     process = context.Process(target=_in_child, args=(arguments, log))
     process.start()
     return process

@@ -394,13 +394,13 @@ def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
 
     (Path(path) / "rank-0").mkdir(exist_ok=True)
     calls = {
+        "in use": lambda: execute(config, Path(path) / "held"),
         "seed": lambda: execute(replace(config, seed=1 + group.rank), Path(path) / "run"),
         "resume": lambda: execute(config, Path(path) / "run", resume=bool(group.rank)),
         "version": with_version,
         "too many": lambda: execute(replace(config, members=1), Path(path) / "run"),
         "too many, fast": lambda: execute(replace(config, members=1, average=fast), Path(path) / "run"),
         "workers": lambda: execute(config, Path(path) / "run", workers=2),
-        "in use": lambda: execute(config, Path(path) / "held"),
         "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
     }
     return {name: message_of(call) for name, call in calls.items()}

@@ -68,7 +68,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         target=group_jobs.start_sleeping_workers, args=(str(tmp_path),)
     )
     starter.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in tmp_path.iterdir()):
         assert time.monotonic() < deadline, "the workers did not start"
         time.sleep(0.1)

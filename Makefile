@@ -13,7 +13,7 @@ help:
 	@echo "make results write RESULTS.md, and the README's table and figure, from the records in results/"
 	@echo "make format  format the sources with ruff"
 	@echo "make bench   run every benchmark and write BENCHMARKS.md"
-	@echo "make soak    200 kills, and an hour of training with kills and resumes"
+	@echo "make soak    an hour of kills, averagings and altered files (MINUTES=5 for less)"
 	@echo "make rows    every row of the paper's tables, seconds each (DATA=folder; missing data is replaced by noise)"
 	@echo "make clean   remove $(VENV) and the caches of tools"
 
@@ -69,8 +69,8 @@ bench: $(VENV)/.installed-dev
 	@PYTHON=$(BIN)/python benchmarks/run --repeats 3 --out BENCHMARKS.md
 
 soak: $(VENV)/.installed-dev
-	@echo "papa: killing and resuming runs (about an hour and a half)"
-	@$(BIN)/python tests/soak.py --kills 200 --minutes 60
+	@echo "papa: killing and resuming runs, averaging, altering files"
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(or $(MINUTES),60)
 
 rows: $(VENV)/.installed-dev
 	@$(BIN)/python tests/every_row.py $(or $(DATA),data) runs/every-row

@@ -1,7 +1,7 @@
 """Looks the installed packages up in the database of known vulnerabilities, with pip-audit.
 
-Exits with 1 if a package has a known vulnerability. Where the database cannot be reached, the scan is skipped,
-and says so.
+Exits with 1 if a package has a known vulnerability that another version mends. Where the database cannot be reached,
+the scan is skipped, and says so.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def verdict(output: str, errors: str) -> tuple[int, str]:
         for package in scanned
         for vulnerability in package["vulns"]
     ]
+    can_be_mended = any(vulnerability["fix_versions"] for package in scanned for vulnerability in package["vulns"])
     summary = f"{len(scanned)} of {len(packages)} packages scanned, {len(found)} known vulnerabilities"
-    return int(bool(found)), "\n".join([summary, *found])
+    return int(can_be_mended), "\n".join([summary, *found])
 
 
 def main() -> int:

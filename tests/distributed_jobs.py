@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import hashlib
 import io
 import itertools
@@ -393,6 +394,7 @@ def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
 
     (Path(path) / "rank-0").mkdir(exist_ok=True)
     calls = {
+        "in use": lambda: execute(config, Path(path) / "held"),
         "seed": lambda: execute(replace(config, seed=1 + group.rank), Path(path) / "run"),
         "resume": lambda: execute(config, Path(path) / "run", resume=bool(group.rank)),
         "version": with_version,
@@ -404,14 +406,15 @@ def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
     return {name: message_of(call) for name, call in calls.items()}
 
 
-def lose_rank_1() -> None:
-    """Two ranks push; rank 1 exits, and rank 0 prints the error it gets and the class of its cause."""
-    dist.init_process_group("gloo")
+def lose_rank_1(how: str) -> None:
+    """Two ranks push; rank 1 exits or hangs, and rank 0 prints the error it gets and the class of its cause."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3 if how == "hangs" else 300))
     population = Population([nn.Linear(300, 300)], dist.group.WORLD)
     averager = Averager(population, Push(alpha=0.9, every_steps=1))
     for _ in range(3):
         averager.step()
     if dist.get_rank() == 1:
+        time.sleep(600 if how == "hangs" else 0)
         os._exit(3)
     try:
         averager.step()

@@ -57,6 +57,13 @@ def test_blocks_are_of_kinds_that_are_tested() -> None:
     assert len(COMMAND_LINES) >= 15
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    named = {found for page in PAGES for found in re.findall(r"([\w/]+\.py)::(test_\w+)", page.read_text())}
+    missing = [name for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert not missing
+    assert len(named) > 25
+
+
 @pytest.mark.parametrize("line", COMMAND_LINES)
 def test_a_command_of_the_docs_is_understood(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its recipe, every option and every value; nothing is trained."""

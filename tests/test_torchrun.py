@@ -199,6 +199,8 @@ def test_commands_under_torchrun_print_once_and_a_restart_keeps_checkpoints(tmp_
 
 
 def test_different_options_and_unshared_directories_raise_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / ".lock").write_text('{"host": "elsewhere", "pid": 12}')
     found = start_workers(distributed_jobs.start_errors, 2, 2, str(tmp_path))
     assert found["seed"] == "MemberError: rank 1 has 2 as 'seed', rank 0 has 1: start all with the same options"
     assert "rank 1 has 0.0.0 as 'papa', rank 0 has" in found["version"]
@@ -207,7 +209,9 @@ def test_different_options_and_unshared_directories_raise_at_the_start(tmp_path:
     assert found["too many, fast"].startswith("ConfigError: there are 2 ranks for 1 members")
     assert "--workers is 2, but torchrun sets the number of processes" in found["workers"]
     assert "the run directory must be on a file system that all machines share" in found["not shared"]
-    assert not [file for file in tmp_path.iterdir() if file.name != "rank-0"]
+    assert "held is in use by process 12 on elsewhere" in found["in use"]
+    assert not [file for file in tmp_path.iterdir() if file.name not in ("rank-0", "held")]
+    assert [file.name for file in (tmp_path / "held").iterdir()] == [".lock"]
 
 
 def start_two_ranks(job: str) -> list[subprocess.Popen[str]]:
@@ -250,8 +254,9 @@ def test_a_script_that_ends_during_a_push_does_not_wait_forever() -> None:
     assert "the mean for a delayed push did not arrive within 2 seconds after the end of this process" in errors
 
 
-def test_a_lost_rank_raises_on_the_others() -> None:
-    ranks = start_two_ranks("lose_rank_1()")
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_rank_raises_on_the_others(how: str) -> None:
+    ranks = start_two_ranks(f"lose_rank_1({how!r})")
     try:
         output = ranks[0].communicate(timeout=TIMEOUT)[0]
     finally:

@@ -1,7 +1,9 @@
 """Worker processes against one process, bit for bit."""
 
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import group_jobs
 from papa.errors import ConfigError, MemberError, RunError, SoupError
 from papa.group import LocalGroup, SharedMemoryGroup, balanced_ranges, start_workers
+from papa.group.shared_memory import reserve_file
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         target=group_jobs.start_sleeping_workers, args=(str(tmp_path),)
     )
     starter.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in tmp_path.iterdir()):
         assert time.monotonic() < deadline, "the workers did not start"
         time.sleep(0.1)
@@ -83,6 +86,30 @@ def is_alive(process: int) -> bool:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_too_little_shared_memory_is_an_error_before_it_is_used(tmp_path: Path) -> None:
+    much = 1 << 60
+    path = Path(reserve_file(1 << 16, (str(tmp_path / "missing"), str(tmp_path))))
+    assert (path.parent, path.stat().st_size) == (tmp_path, 1 << 16)
+    assert path.stat().st_blocks * 512 >= 1 << 16  # reserved, not only promised
+    path.unlink()
+    with pytest.raises(RunError, match=r"need [\d,]+ bytes of shared memory \(.*missing: No such .*: .*\): free some"):
+        reserve_file(much, (str(tmp_path / "missing"), str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_that_cannot_be_started_are_an_error() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    multiprocessing.resource_tracker.ensure_running()
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(soft) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[8], hard))
+    try:
+        with pytest.raises(RunError, match=r"cannot start worker \d of 8: Too many open files; free what is short"):
+            start_workers(group_jobs.apply_every_rule, 8, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_each_rank_has_its_own_accelerator() -> None:

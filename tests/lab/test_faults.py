@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -99,7 +100,7 @@ class Disturbance(Callback):
     def on_step_complete(self, training: Training) -> None:
         if training.step % training.length.steps_per_epoch:
             return
-        while any(self.run.glob("checkpoint/.step-*.partial")):
+        while (self.run / "checkpoint" / f".step-{training.step:08d}.partial").exists():
             time.sleep(0.001)  # else an epoch this short would not be saved at all
         if training.epoch == 1:
             self.do()
@@ -139,16 +140,68 @@ def test_training_goes_on_over_a_disk_that_is_full_for_a_while(small_disk: Path,
     assert_same_run(whole, run)
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_keeps_the_last_good_checkpoint(
-    small_disk: Path, whole: Path, tmp_path: Path
+def remount(disk: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_a_disk_that_stays_full_or_read_only_ends_the_run_and_keeps_the_last_good_checkpoint(
+    fault: str, small_disk: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = small_config(), small_disk / "run"
+
+    def refuse(path: Any, *_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def do() -> None:
+        if fault == "full":
+            fill(small_disk)
+        else:  # as the kernel does after an error; by hand, a disk with open files cannot be made read-only
+            monkeypatch.setattr(os, "mkdir", refuse)
+
     with pytest.raises(RunError, match=r"two checkpoints in a row failed.*That of step 4 is complete"):
-        execute(config, run, make_callback=lambda: Disturbance(run, lambda: fill(small_disk), None))
+        execute(config, run, make_callback=lambda: Disturbance(run, do, None))
+    monkeypatch.undo()
     assert [step for step, _ in checkpoints(run / "checkpoint")] == [4]
-    (small_disk / "ballast").unlink()
+    if fault == "full":
+        (small_disk / "ballast").unlink()
+    else:
+        remount(small_disk, "ro")
+        with pytest.raises(RunError, match="Read-only file system"):
+            execute(config, run, resume=True)
+        remount(small_disk, "rw")
     execute(config, run, resume=True)
     assert_same_run(whole, run)
+
+
+def test_too_few_file_descriptors_for_a_while_are_reported_and_training_goes_on(whole: Path, tmp_path: Path) -> None:
+    run, (soft, hard) = tmp_path / "run", resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def forbid() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+
+    def permit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    disturbance = Disturbance(run, forbid, permit)
+    try:
+        result = execute(small_config(), run, make_callback=lambda: disturbance)
+    finally:
+        permit()
+    assert result["failed_checkpoints"] == 1
+    errors = [event["error"] for event in disturbance.events if event["event"] == "checkpoint-failed"]
+    assert "Too many open files" in errors[0]
+    lines = [line for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if "failed" not in line]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    assert_same_run(whole, run)
+
+
+def test_a_removed_checkpoint_directory_is_made_again(whole: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    disturbance = Disturbance(run.path, lambda: shutil.rmtree(run.checkpoints), None)
+    assert execute(small_config(), run.path, make_callback=lambda: disturbance)["failed_checkpoints"] == 0
+    assert run.latest_checkpoint() is not None
+    assert_same_run(whole, run.path)
 
 
 def test_a_removed_directory_is_reported_and_ends_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,12 +15,12 @@ import torch
 import papa.lab.launch
 from helpers import assert_same_run, execute, killed_after, small_config
 from papa.checkpoint import checkpoints
-from papa.errors import ConfigError, PapaError, RunError, StoppedError
+from papa.errors import ConfigError, DataError, PapaError, RunError, StoppedError
 from papa.lab.config import Config, TrajectoryConfig
 from papa.lab.launch import useful_workers
 from papa.lab.recipes import find
 from papa.lab.runs import RunDirectory
-from papa.lab.signals import watching_signals
+from papa.lab.signals import new_flag, watching_signals
 from papa.training import Callback, CheckpointOptions, Training
 
 
@@ -222,9 +221,10 @@ def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path: Path, whole: Pat
 
 
 def test_the_second_signal_is_not_waited_for() -> None:
-    stop = multiprocessing.get_context("spawn").RawValue("i", 0)
+    stop = new_flag()
+    stop.is_training = 1
     before = signal.getsignal(signal.SIGTERM)
-    with watching_signals(stop):
+    with watching_signals(stop, ""):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.value == signal.SIGTERM
         with pytest.raises(SystemExit) as caught:
@@ -233,6 +233,22 @@ def test_the_second_signal_is_not_waited_for() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("when", ["images_for", "_finish"])
+def test_a_signal_while_nothing_trains_ends_the_run_at_once(
+    when: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was only stored")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(papa.lab.launch, when, ask)
+        with pytest.raises(StoppedError, match="nothing is lost; continue with: papa resume"):
+            execute(small_config(), tmp_path / "run", workers=1)
+    execute(small_config(), tmp_path / "run", workers=1, resume=True)
+    assert_same_run(whole, tmp_path / "run")
 
 
 def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path) -> None:
@@ -291,6 +307,39 @@ def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     shutil.move(tmp_path / "aside" / "mine.pt", tmp_path / "checkpoint" / "mine.pt")
     execute(small_config(), tmp_path, overwrite=True)
     assert (tmp_path / "checkpoint" / "mine.pt").read_text() == "precious"
+
+
+def test_a_run_that_is_killed_while_it_reads_its_data_can_be_resumed(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "killed"
+
+    def read(config: Config) -> Any:
+        shutil.copytree(tmp_path / "run", killed, dirs_exist_ok=True)  # what a kill leaves behind
+        raise DataError("there is no data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(papa.lab.launch, "images_for", read)
+        with pytest.raises(DataError):
+            execute(small_config(), tmp_path / "run", workers=1)
+    assert not (tmp_path / "run").exists()
+    assert sorted(path.name for path in killed.iterdir() if ".lock" not in path.name) == ["config.json"]
+    assert RunDirectory(killed).is_interrupted is False  # the process of its lock is this one
+    (killed / ".lock").unlink()
+    assert RunDirectory(killed).is_interrupted
+    execute(Config.from_json(RunDirectory(killed).read_config()), killed, workers=1, resume=True)
+    assert_same_run(whole, killed)
+
+
+def test_a_run_that_is_killed_while_it_is_overwritten_can_be_resumed(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(whole, run.path)
+    monkeypatch.setattr(RunDirectory, "make_directories", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        execute(small_config(), run.path, workers=1, overwrite=True)
+    assert [run.holds_run, run.is_finished, run.metrics.exists()] == [True, False, False]
 
 
 def test_a_signal_while_data_is_read_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ class CheckpointWriter:
         partial = store.partial_path(self.directory, step)
         shutil.rmtree(partial, ignore_errors=True)
         try:
+            self.directory.mkdir(exist_ok=True)  # it may have been removed
             partial.mkdir()
         except OSError as error:
             return _message(error)

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from papa.cli.arguments import use_one_thread
+from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
@@ -74,7 +75,7 @@ def print_diff(diff: FileDiff, top: int) -> None:
     more = f", {hidden} not shown (--top 0 shows all)" if hidden else ""
     print(f"\n{len(diff.tensors)} tensors in both, {diff.num_equal} of them equal{more}")
     if diff.unlike:
-        print("not comparable; compared with A, B has\n" + "\n".join(f"  {line}" for line in diff.unlike))
+        print(printable("not comparable; compared with A, B has\n" + "\n".join(f"  {line}" for line in diff.unlike)))
     if diff.curve is not None:
         print()
         print_curve(diff.curve)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from papa._version import __version__
+from papa.cli.escaping import printable
 from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
 from papa.lab.packages import missing_package
 
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except StoppedError as error:
-        _print_error(error, color=YELLOW)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun all processes stop together
+            _print_error(error, color=YELLOW)
         return STOPPED
     except (PapaError, ModuleNotFoundError) as error:
         message = error if isinstance(error, PapaError) else missing_package(error)
@@ -93,7 +95,7 @@ def _expand_home(argument: str) -> str:
 def _print_error(message: object, *, color: int | None = RED) -> None:
     with contextlib.suppress(OSError):  # standard error may be closed or full
         is_colored = color is not None and sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        text = f"papa: {message}"
+        text = printable(f"papa: {message}")
         print(f"\033[{color}m{text}\033[0m" if is_colored else text, file=sys.stderr, flush=True)
 
 

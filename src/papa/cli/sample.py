@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import nn
 
 from papa.cli.arguments import use_one_thread
+from papa.cli.escaping import printable
 from papa.cli.tables import FILE_WIDTH
 from papa.lab.recipes import load_ensemble, load_language_model
 from papa.lab.sampling import sample
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             seed=options.seed,
         )
         table.add_column(Text(name), ratio=1, overflow="fold")
-        samples.append(Text(options.prompt, style="dim") + Text(soup.tokenizer.decode(drawn.tolist())))
+        samples.append(Text(options.prompt, style="dim") + Text(printable(soup.tokenizer.decode(drawn.tolist()))))
     table.add_row(*samples)
     console = Console(highlight=False)
     if not console.is_terminal:

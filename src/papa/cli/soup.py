@@ -14,6 +14,7 @@ from rich.console import Console
 
 from papa.align import Alignment
 from papa.cli.arguments import use_one_thread
+from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     print_soup(soup)
     for note in [*soup.notes, *_seen_by_training(options, config)]:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     return 0
 
 

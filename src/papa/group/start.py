@@ -13,9 +13,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.distributed as dist
@@ -47,25 +48,35 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
         arguments: passed to every job.
     """
     context = multiprocessing.get_context("spawn")
-    resource_tracker.ensure_running()  # else the first worker would start it, which unblocks the signals again
-    with tempfile.TemporaryDirectory(prefix="papa-") as directory:
+    with _block_signals():
+        resource_tracker.ensure_running()  # else the first worker would start it, which unblocks the signals again
+    with tempfile.TemporaryDirectory(prefix="papa-", ignore_cleanup_errors=True) as directory:
         processes, connections = [], []
-        for rank in range(num_workers):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments_of_rank = (sender, f"file://{directory}/rendezvous", rank, num_workers, size, job, arguments)
-            process = context.Process(target=_run_worker, args=arguments_of_rank, daemon=True)
-            with _block_signals():
-                process.start()
-            sender.close()
-            processes.append(process)
-            connections.append(receiver)
+        try:
+            for rank in range(num_workers):
+                receiver, sender = context.Pipe(duplex=False)
+                arguments_of_rank = (sender, f"file://{directory}/rendezvous", rank, num_workers, size, job, arguments)
+                process = context.Process(target=_run_worker, args=arguments_of_rank, daemon=True)
+                with _block_signals():
+                    process.start()
+                sender.close()
+                processes.append(process)
+                connections.append(receiver)
+        except OSError as error:
+            _end(processes)
+            reason = f"{error.strerror or error}; free what is short, or use one worker"
+            raise RunError(f"cannot start worker {len(processes)} of {num_workers}: {reason}") from error
         try:
             return _receive_all(connections)[connections[0]]
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            _end(processes)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 @contextlib.contextmanager

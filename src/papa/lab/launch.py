@@ -33,7 +33,7 @@ from papa.lab.recorder import Recorder
 from papa.lab.report.page import run_page
 from papa.lab.result import as_stored, fold_merges
 from papa.lab.runs import RunDirectory, is_metrics_state
-from papa.lab.signals import stop_flag
+from papa.lab.signals import StopFlag, stop_flag
 from papa.lab.tasks.picture import prediction_picture
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
@@ -82,27 +82,35 @@ class RunSpec:
             )
 
 
-def execute(spec: RunSpec, *, stop: Any = None) -> dict[str, Any]:
+def execute(spec: RunSpec, *, stop: StopFlag | None = None) -> dict[str, Any]:
     """Execute a run and return the content of its `result.json`.
 
-    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second signal ends it at once.
+    On SIGINT or SIGTERM the run finishes its step, saves and raises `StoppedError`; a second signal ends it at once,
+    and so does the first one before and after training, when everything is saved.
 
-    A caller that handles signals gives the flag that it sets, a number in shared memory, as `stop`.
+    A caller that handles signals gives the flag that it sets as `stop`.
     """
     if rank_of_torchrun() is not None:
         return _execute_under_torchrun(spec, stop)
     spec.check()
     if spec.resume and spec.directory.is_finished:
         return _finished_result(spec)
-    with spec.directory.lock():
+    run = spec.directory
+    with run.lock():
+        spec = replace(spec, resume=spec.resume and run.holds_run)
         if not spec.resume:
-            spec.directory.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
-        num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
-        with stop_flag(stop) as flag:  # only now: before, a signal may end the process, since there is nothing to save
-            if num_workers == 1:
-                return run_in_group(LocalGroup(), spec, flag)
-            result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
-            return result
+            run.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
+        with run.reserved(spec.config.to_json()):
+            return _execute_here(spec, stop)
+
+
+def _execute_here(spec: RunSpec, stop: StopFlag | None) -> dict[str, Any]:
+    num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
+    with stop_flag(stop, f"papa resume {spec.path}") as flag:
+        if num_workers == 1:
+            return run_in_group(LocalGroup(), spec, flag)
+        result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
+        return result
 
 
 def _finished_result(spec: RunSpec) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def _finished_result(spec: RunSpec) -> dict[str, Any]:
     return spec.directory.read_result()
 
 
-def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
+def _execute_under_torchrun(spec: RunSpec, stop: StopFlag | None) -> dict[str, Any]:
     if spec.workers is not None:
         raise ConfigError(f"--workers is {spec.workers}, but torchrun sets the number of processes: leave it out")
     spec.check()
@@ -125,12 +133,22 @@ def _execute_under_torchrun(spec: RunSpec, stop: Any) -> dict[str, Any]:
     if is_restart:
         spec = replace(spec, overwrite=False, resume=True)
     is_finished = run.is_finished
+    spec = replace(spec, resume=spec.resume and run.holds_run)
     if not spec.resume:
         run.check_free(overwrite=spec.overwrite)  # all see the same directory, so all raise
     group.barrier()  # nobody writes before everybody has looked
     if spec.resume and is_finished:
         return _finished_result(spec)
-    with run.lock() if group.is_leader else contextlib.nullcontext(), stop_flag(stop) as flag:
+    with contextlib.ExitStack() as stack:
+        problem = ""
+        if group.is_leader:  # the others write nothing but their members, into a directory that it has made
+            try:
+                stack.enter_context(run.lock())
+                stack.enter_context(run.reserved(spec.config.to_json(), torchrun=processes.names))
+            except RunError as error:
+                problem = str(error)
+        _raise_together(group, problem)
+        flag = stack.enter_context(stop_flag(stop, f"papa resume {spec.path}"))
         return run_in_group(group, spec, flag, on_begin=partial(write_json, run.torchrun, processes.names))
 
 
@@ -150,9 +168,16 @@ def _check_shared(path: Path, group: Group) -> None:
             f"a process does not see what rank 0 wrote to {mark.parent}: the run directory must be on a file system "
             "that all machines share"
         )
+    try:
+        _raise_together(group, problem)
+    finally:
+        if group.is_leader:
+            mark.unlink(missing_ok=True)
+
+
+def _raise_together(group: Group, problem: str) -> None:
+    """Raise a `RunError` in all processes if one has a problem."""
     problems = [found for found in group.all_gather([problem] * len(group.local_range(group.num_ranks))) if found]
-    if group.is_leader:
-        mark.unlink(missing_ok=True)
     if problems:
         raise RunError(problems[0])
 
@@ -166,23 +191,24 @@ def useful_workers(config: Config) -> int:
     return 1 if is_little else min(config.members, num_cores() if device.type == "cpu" else num_devices)
 
 
-def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], None] | None = None) -> dict[str, Any]:
+def run_in_group(
+    group: Group, spec: RunSpec, stop: StopFlag, on_begin: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """What every process of a run does; all return the result.
 
-    The leading process calls `on_begin` once the directory belongs to this run.
+    `spec.resume` is set only where there is a run. The leading process calls `on_begin` once the directory belongs to
+    this run.
     """
     config, run = spec.config, spec.directory
-    continues = spec.resume and run.holds_run
-    group.barrier()  # nobody writes before everybody has looked
-    if continues:
+    if spec.resume:
         _check_same(config, Config.from_json(run.read_config()), spec.path)
     images = images_for(config)
     teacher = None if config.train.teacher is None else load_ensemble(config.train.teacher)
     training = build(config, group, images, teacher)  # errors show before anything is written or removed
-    notices = _resume(config, run, training) if continues else []
-    if not continues:
+    notices = _resume(config, run, training) if spec.resume else []
+    if not spec.resume:
         if group.is_leader:
-            run.create(config.to_json(), overwrite=spec.overwrite)
+            run.create(config.to_json(), overwrite=True)  # whether it may be was checked
         group.barrier()
     if on_begin is not None and group.is_leader:
         on_begin()
@@ -196,8 +222,10 @@ def run_in_group(group: Group, spec: RunSpec, stop: Any, on_begin: Callable[[], 
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
         if spec.make_callback is not None and group.is_leader:
             callbacks.append(stack.enter_context(spec.make_callback()))
+        stop.is_training = 1
         training.run(callbacks)
         recorder.finish(training)
+        stop.is_training = 0
         if isinstance(images, TextSet) and group.is_leader:
             write_atomically(run.tokenizer, images.tokenizer.to_json())
         return _finish(config, run, training, card_for(config, images))
@@ -238,7 +266,8 @@ def _resume(config: Config, run: RunDirectory, training: Training) -> list[str]:
                 f"no checkpoint of {run.path} can be read; start again with papa run {config.recipe} --overwrite and "
                 f"the options in its config.json:\n{listing}"
             )
-        notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
+        if run.metrics.exists():  # else it was stopped before it began
+            notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
     if training.group.is_leader:
         run.make_directories()
         run.rewind_metrics(None if found.state is None else found.state["metrics"])

@@ -14,10 +14,12 @@ from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.group import Group, rank_of_torchrun, start_workers
 from papa.lab.launch import RunSpec, execute
 from papa.lab.packages import missing_package
-from papa.lab.signals import watching_signals
+from papa.lab.signals import StopFlag, new_flag, watching_signals
 
 Outcome: TypeAlias = "dict[str, Any] | PapaError"
 """The result of a run, or the error that ended it."""
+
+CONTINUE = "the same command, without --overwrite"
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,18 @@ def execute_all(specs: Sequence[RunSpec], *, num_parallel: int = 1) -> Outcomes:
         spec.checkpoints.check()
         unique.setdefault(spec.path, spec)
     runs = list(unique.values())
-    context = multiprocessing.get_context("spawn")
-    stop = context.RawValue("i", 0)
-    with watching_signals(stop):
-        if num_parallel == 1 or len(runs) < 2:
+    is_parallel = num_parallel > 1 and len(runs) > 1
+    stop = new_flag(is_parallel=is_parallel)
+    with watching_signals(stop, CONTINUE):
+        if not is_parallel:
             outcomes = _execute_each(runs, range(len(runs)), stop)
         else:
             num_workers = min(num_parallel, len(runs))
-            outcomes = start_workers(_execute_next, num_workers, num_workers, runs, context.Value("i", 0), stop)
+            num_taken = multiprocessing.get_context("spawn").Value("i", 0)
+            outcomes = start_workers(_execute_next, num_workers, num_workers, runs, num_taken, stop)
     if len(outcomes) < len(runs) or any(isinstance(outcome, StoppedError) for outcome in outcomes.values()):
         num_done = sum(isinstance(outcome, dict) for outcome in outcomes.values())
-        raise StoppedError(
-            f"stopped and saved with {num_done} of {len(runs)} runs done; continue with the same command, without "
-            "--overwrite"
-        )
+        raise StoppedError(f"stopped and saved with {num_done} of {len(runs)} runs done; continue with {CONTINUE}")
     by_path = [(runs[index].path, outcome) for index, outcome in sorted(outcomes.items())]
     return Outcomes(
         results={path: outcome for path, outcome in by_path if isinstance(outcome, dict)},
@@ -91,7 +91,7 @@ def check_parallel(num_parallel: int, workers: int | None) -> None:
         raise ConfigError(f"--parallel is {num_parallel}, but torchrun sets the number of processes: remove --parallel")
 
 
-def _execute_next(group: Group, runs: Sequence[RunSpec], num_taken: Any, stop: Any) -> dict[int, Outcome]:
+def _execute_next(group: Group, runs: Sequence[RunSpec], num_taken: Any, stop: StopFlag) -> dict[int, Outcome]:
     """The job of each parallel process: execute the next run that no process has taken, until none is left."""
 
     def indices() -> Iterator[int]:
@@ -107,7 +107,7 @@ def _execute_next(group: Group, runs: Sequence[RunSpec], num_taken: Any, stop: A
     return {index: outcome for part in group.all_gather([outcomes]) for index, outcome in part.items()}
 
 
-def _execute_each(runs: Sequence[RunSpec], indices: Iterable[int], stop: Any) -> dict[int, Outcome]:
+def _execute_each(runs: Sequence[RunSpec], indices: Iterable[int], stop: StopFlag) -> dict[int, Outcome]:
     """The outcome of each run that was started, by its index; no run starts after a signal."""
     outcomes: dict[int, Outcome] = {}
     for index in indices:

@@ -10,6 +10,7 @@ from papa.checkpoint import CheckpointWriter
 from papa.errors import RunError, StoppedError
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
+from papa.lab.signals import StopFlag
 from papa.training import EpochRecord, EpochScores, Training
 from papa.training.saving import Saver, describe_failure
 
@@ -24,7 +25,7 @@ class Recorder(Saver):
         config: Config,
         *,
         minutes: float,
-        stop: Any,
+        stop: StopFlag,
         notices: Sequence[str] = (),
     ) -> None:
         super().__init__(writer, minutes=minutes, notices=notices)

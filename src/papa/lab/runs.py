@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any, TypedDict
 from torch import nn
 
 from papa.checkpoint import checkpoints
-from papa.errors import RunError
+from papa.errors import RunError, StoppedError
 from papa.lab.config import METHODS
 from papa.lab.result import checked_result, fold_merges, parsed_event
 from papa.lock import Lock
@@ -69,7 +70,7 @@ class RunDirectory:
     def files(self) -> tuple[Path, ...]:
         """Everything a run writes; the config last, since it makes the directory a run."""
         return (
-            *(self.metrics, self.result, self.report, self.picture, self.tokenizer),
+            *(self.result, self.metrics, self.report, self.picture, self.tokenizer),
             *(self.average_soup, self.greedy_soup, self.best_soup, self.members, self.checkpoints, self.config),
         )
 
@@ -88,10 +89,44 @@ class RunDirectory:
         # Checked again at the end: it may have finished between the first two checks.
         return not self.is_finished and not self.lock().seems_held and self.holds_run and not self.is_finished
 
+    @contextlib.contextmanager
+    def reserved(self, config: Mapping[str, Any], *, torchrun: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Write the config of a new run at once, so that a run that is killed before it trains can be resumed.
+
+        Nothing is left of a run that ends in an error before it trains. Without effect where a run exists.
+
+        Args:
+            config: its config.
+            torchrun: which torchrun started it, if any; without it, restarted processes would not continue the run.
+        """
+        self._check_links()
+        is_new = not self.holds_run
+        if is_new:
+            if torchrun is not None:
+                write_json(self.torchrun, torchrun)
+            write_json(self.config, dict(config))
+        try:
+            yield
+        except StoppedError:
+            raise
+        except BaseException:
+            if is_new and not self.metrics.exists():
+                self.config.unlink(missing_ok=True)
+                self.torchrun.unlink(missing_ok=True)
+            raise
+
+    def _check_links(self) -> None:
+        links = [path for path in self.path.iterdir() if path.is_symlink()]
+        if links:
+            raise RunError(
+                f"{links[0]} is a symbolic link, expected none in a run, which writes only into its own directory: "
+                "remove it"
+            )
+
     def create(self, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Begin a run here; an existing run is an error, or removed with `overwrite`.
 
-        The config is written first: from then on the run can be resumed.
+        There is a config at any time, the old or the new one, so a run that is killed here can be resumed.
         """
         self.check_free(overwrite=overwrite)
         self._remove()
@@ -118,10 +153,10 @@ class RunDirectory:
             self.checkpoints.mkdir(exist_ok=True)
 
     def _remove(self) -> None:
-        """Remove a run, and nothing that a run does not write."""
-        written = [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
+        """Remove a run except for its config, and nothing that a run does not write."""
+        written = [file for file in self.files if not file.is_dir() and file != self.config]
+        written += [*self.members.glob("[0-9]*.safetensors"), *self.checkpoints.glob("step-*")]
         written += self.checkpoints.glob(".step-*.partial")
-        written += [file for file in self.files if not file.is_dir()]
         for file in written:
             shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 

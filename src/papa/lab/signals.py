@@ -1,38 +1,74 @@
-"""Signals that stop a run: the first sets a flag that all its processes see, the second ends the run at once."""
+"""Signals that stop a run: the first lets it save, the second ends it at once.
+
+Where no member trains there is nothing to save, and the first signal ends the run at once too: on a busy machine it can
+take minutes until workers are started and data is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+
+from papa.errors import StoppedError
+from papa.group import rank_of_torchrun
+
+
+class StopFlag(ctypes.Structure):
+    """What the processes of a run know of signals."""
+
+    _fields_ = (("value", ctypes.c_int), ("is_training", ctypes.c_int), ("is_parallel", ctypes.c_int))
+    value: int
+    """The number of the first signal, or 0."""
+    is_training: int
+    """Whether members train, so that there is something to save."""
+    is_parallel: int
+    """Whether several runs share the flag: some of them may always train."""
+
+
+def new_flag(*, is_parallel: bool = False) -> StopFlag:
+    """A flag in memory that processes started later share."""
+    flag: StopFlag = multiprocessing.get_context("spawn").RawValue(StopFlag, 0, 0, int(is_parallel))
+    return flag
 
 
 @contextlib.contextmanager
-def stop_flag(stop: Any) -> Iterator[Any]:
+def stop_flag(stop: StopFlag | None, remedy: str) -> Iterator[StopFlag]:
     """The flag that a signal sets: `stop`, or, if that is None, a new one that is set while the block runs."""
     if stop is not None:
+        stop.is_training = 0
         yield stop
         return
-    stop = multiprocessing.get_context("spawn").RawValue("i", 0)  # an integer in shared memory
-    with watching_signals(stop):
+    stop = new_flag()
+    with watching_signals(stop, remedy):
         yield stop
 
 
 @contextlib.contextmanager
-def watching_signals(stop: Any) -> Iterator[None]:
+def watching_signals(stop: StopFlag, remedy: str) -> Iterator[None]:
     """Store the number of the first SIGINT, SIGTERM or SIGHUP in `stop.value`, and exit on the second.
 
-    A SIGHUP that is ignored, as under `nohup`, stays ignored.
+    While nothing trains, the first raises a `StoppedError`. A SIGHUP that is ignored, as under `nohup`, stays ignored.
+    torchrun sends its processes again what a terminal or a scheduler has sent to all, and kills those that do not end
+    within 30 seconds: there, only the first signal counts.
+
+    Args:
+        stop: the flag.
+        remedy: how to continue, for the error.
     """
 
     def handle(number: int, _: FrameType | None) -> None:
+        if stop.value and rank_of_torchrun() is not None:
+            return
         if stop.value:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         stop.value = number
+        if not stop.is_training and not stop.is_parallel:
+            raise StoppedError(f"stopped while no member trained, so nothing is lost; continue with: {remedy}")
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from papa.errors import PapaError, RunError
 CHUNK_BYTES = 1 << 22
 MAX_JSON_BYTES = 1 << 26
 """More than any JSON file of papa has."""
+CONTROL = re.compile(r"[\x7f-\x9f]|(?<!\\)(?:\\\\)*\\(?:[bfr]|u00(?:0[0-8bcdef]|1.|7f|[89].))", re.IGNORECASE)
+"""Control characters in a JSON text, plain or escaped, except for line breaks and tabs."""
 CONTENT_ERRORS = (SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError)
 """What readers raise for content that is not what they expect."""
 
@@ -150,11 +153,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json_text(value, indent=2) + "\n")
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse JSON; a `ValueError` for invalid JSON, repeated keys and numbers that are not finite."""
+def parse_json(data: bytes, *, allow_control: bool = False) -> Any:
+    """Parse JSON; a `ValueError` for invalid JSON, repeated keys, numbers that are not finite, control characters."""
+    text = data.decode()
+    if not allow_control and CONTROL.search(text):
+        raise ValueError("it has control characters, which could change what a terminal shows")
     try:
         return json.loads(
-            data.decode(),
+            text,
             object_pairs_hook=_without_repeats,
             parse_constant=_finite_number,
             parse_float=_finite_number,

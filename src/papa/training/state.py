@@ -107,7 +107,7 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     pending, push = _pending_state(tensors, numbers)
     is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"}, {"started", "due"})
     names = training.averager.pending_templates()
-    wanted = {name for name in names if name.startswith("push.") and "keep" in push}
+    wanted = {name for name in names if name.startswith("push.") and is_complete and "keep" in push}
     missing = [name for name in training.averager.row_names(member) if name not in pending]
     if missing:
         raise RunError(f"the checkpoint has no {missing[0]} of member {member}: it is of another rule")

@@ -24,6 +24,12 @@ from texts import sample_text
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
+    write_data(root)
+    return root
+
+
+def write_data(root: Path) -> None:
+    """Tiny data for every recipe."""
     for part in ("train", "test"):
         write_images(root / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
         write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
@@ -35,7 +41,6 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_optdigits(root / "optdigits.npz")
     (root / "text").mkdir()
     (root / "text" / "sample.txt").write_text(sample_text(3000))
-    return root
 
 
 def write_mnist(folder: Path) -> None:
@@ -85,11 +90,16 @@ def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
     return make
 
 
-def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
+def smoke_data_config(recipe: Recipe, data_root: Path) -> Config:
+    """The smoke budget of a recipe, on data that `write_data` wrote."""
     config = recipe.config("smoke")
     has_folder = config.data.name in ("imagenet", "tiles", "vaihingen", "text")
     root = data_root / config.data.name if has_folder else data_root
-    config = replace(config, data=replace(config.data, root=str(root)))
+    return replace(config, data=replace(config.data, root=str(root)))
+
+
+def smoke_config(recipe: Recipe, data_root: Path, weights_of: object) -> Config:
+    config = smoke_data_config(recipe, data_root)
     if "finetune" in recipe.name:
         config = replace(config, model=replace(config.model, weights=weights_of(config)))  # type: ignore[operator]
     return config

@@ -19,6 +19,8 @@ NUM_TRAIN = 300
 """The number of scikit-learn's images that are used for training."""
 BRIGHTEST = 16
 """The largest value of a pixel, which counts the dots of a 4 x 4 part of the scan."""
+MAX_NPZ_BYTES = 1 << 26
+"""Many times what the images take as 64-bit numbers."""
 TEXT_FILES, NPZ_FILE = ("optdigits.tra", "optdigits.tes"), "optdigits.npz"
 
 
@@ -69,12 +71,18 @@ def _read_text(path: Path) -> Arrays:
 def _read_npz(path: Path) -> tuple[Arrays, Arrays]:
     names = [f"{part}_{what}" for part in ("train", "test") for what in ("images", "labels")]
     try:
-        with np.load(path) as file:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > MAX_NPZ_BYTES:
+            raise DataError(f"{path} holds {size:,} bytes, expected at most {MAX_NPZ_BYTES:,}")
+        with np.load(path, allow_pickle=False) as file:
             missing = [name for name in names if name not in file]
             if missing:
                 raise DataError(f"{path} has no {', '.join(missing)}, expected the arrays {', '.join(names)}")
             train_images, train_labels, test_images, test_labels = (file[name].astype(np.int64) for name in names)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a damaged file makes the readers raise anything
         raise DataError(f"{path} cannot be read ({error}), expected the arrays {', '.join(names)}") from error
     return _arrays(train_images, train_labels, str(path)), _arrays(test_images, test_labels, str(path))
 

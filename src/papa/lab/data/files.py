@@ -130,6 +130,8 @@ Pixels: TypeAlias = npt.NDArray[np.uint8]
 """Images as bytes, of shape (N, channels, height, width)."""
 
 CHUNK = 512
+MAX_PIXELS = 1 << 26
+"""More than any image has after its shorter side was resized: a narrow one of few bytes could fill the memory."""
 MAX_THREADS = 16
 _MIN_THREADED_PIXELS = 96 * 96  # for smaller images most of the work holds the GIL
 
@@ -183,6 +185,8 @@ def resize_and_crop(image: Image.Image, *, shorter_side: int, size: int, resampl
             width, height = shorter_side, int(shorter_side * height / width)
         else:
             width, height = int(shorter_side * width / height), shorter_side
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"it is {image.size[0]} x {image.size[1]}, too narrow to be resized to {width} x {height}")
         image = image.resize((width, height), resample)
     if (width, height) == (size, size):
         return image

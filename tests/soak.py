@@ -289,8 +289,8 @@ def soak_averagings(num_averagings: int, seconds: float) -> list[Row]:
 def read_altered(kind: str, folder: str, num_files: int, seconds: float, seed: int) -> dict[str, Any]:
     """Read altered files of one kind."""
     outcomes = alter(kinds()[kind](Path(folder) / "files"), random.Random(seed))
-    counts, slowest, begin = collections.Counter[bool](), 0.0, time.monotonic()
     next(outcomes)
+    counts, slowest, begin = collections.Counter[bool](), 0.0, time.monotonic()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while sum(counts.values()) < num_files and time.monotonic() < begin + seconds:
         before = time.process_time()

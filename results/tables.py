@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
+from papa.lab.report.metric import metric_of
 from papa.lab.report.table import (
     COLUMNS,
     GAP_COLUMN,
@@ -65,7 +66,7 @@ def every_run(records: Sequence[Record]) -> str:
         (
             label,
             f"{record['seed']}",
-            *cells_of(scores_of(record)),
+            *cells_of(scores_of(record), metric_of([record]).digits),
             *([gap] if any(gaps) else []),
             f"{sum(record['seconds'].values()) / 60:.1f}",
         )
@@ -149,7 +150,7 @@ def by_seed(records: Sequence[Record], of: Score) -> dict[int, float | None]:
 
 BASELINES: dict[str, Score] = {
     "mean of independent members": score("mean"),
-    "best of independent members, by test score": score("max"),
+    "best of independent members, by test score": lambda record: score(_best(record))(record),
     "ensemble of independent members": score("ensemble"),
     **{
         f"{with_soups('greedy soup of independent members', soups)}": score("greedy_soup", soups)
@@ -176,10 +177,10 @@ def differences(records: Sequence[Record]) -> str:
                 continue
             rows.append((f"{method}: average soup less {name}", difference))
             greedy += [difference] if "greedy" in name else []
-    return difference_table(rows)
+    return difference_table(rows, metric_of(records).digits)
 
 
-def difference_table(rows: Sequence[tuple[str, Difference]]) -> str:
+def difference_table(rows: Sequence[tuple[str, Difference]], digits: int = 2) -> str:
     """Differences by seed, their mean and standard deviation, and whether the mean is beyond two of these."""
     head = ("difference", "by seed", "mean", "standard deviation", "more than two standard deviations")
     return markdown(
@@ -187,9 +188,11 @@ def difference_table(rows: Sequence[tuple[str, Difference]]) -> str:
         [
             (
                 name,
-                ", ".join("not finite" if value is None else f"{value:+.2f}" for value in found.by_seed.values()),
-                "" if found.mean is None else f"{found.mean:+.2f}",
-                "" if found.deviation is None else f"{found.deviation:.2f}",
+                ", ".join(
+                    "not finite" if value is None else f"{value:+.{digits}f}" for value in found.by_seed.values()
+                ),
+                "" if found.mean is None else f"{found.mean:+.{digits}f}",
+                "" if found.deviation is None else f"{found.deviation:.{digits}f}",
                 found.verdict,
             )
             for name, found in rows
@@ -269,7 +272,8 @@ def _best_shares(records: Sequence[Record]) -> list[str]:
         for record in pushed:
             if _length(record) == epochs and (value := score("average_soup")(record)) is not None:
                 soups.setdefault(_share(record), []).append(value)
-        best = max(soups, key=lambda share: fmean(soups[share]))
+        choose = max if metric_of(pushed).higher_is_better else min
+        best = choose(soups, key=lambda share: fmean(soups[share]))
         end = {min(soups): ", the shortest tried", max(soups): ", the longest tried"}.get(best, "")
         lines.append(f"- {epochs} epochs: best average soup with a half-life of {best:g} of training{end}.")
     return ["\n".join(lines)] if lines else []
@@ -301,9 +305,9 @@ def lines_between(records: Sequence[Record]) -> str:
             curves = [curves[name] for curves in runs if name in curves]
             ends = _mean([(curve["score"][0] + curve["score"][-1]) / 2 for curve in curves])
             middle = _mean([curve["score"][len(curve["score"]) // 2] for curve in curves])
-            lowest = _mean([min(curve["score"]) for curve in curves])
-            rows.append((label, name, ends, middle, lowest, _mean([curve["barrier"] for curve in curves])))
-    head = ("method", "line", "score at the ends", "score in the middle", "lowest score", "loss barrier")
+            worst = _mean([(min if _best(group[0][1]) == "max" else max)(curve["score"]) for curve in curves])
+            rows.append((label, name, ends, middle, worst, _mean([curve["barrier"] for curve in curves])))
+    head = ("method", "line", "score at the ends", "score in the middle", "worst score", "loss barrier")
     return markdown(head, rows) if rows else ""
 
 
@@ -355,7 +359,7 @@ def prose_number(records: Sequence[Record], key: str) -> str:
         key: `average_soup`, or with the kind of soups before it, `aligned.greedy_soup`.
     """
     soups, dot, name = key.rpartition(".")
-    return _mean([score(name, soups if dot else None)(record) for record in records])
+    return _mean([score(name, soups if dot else None)(record) for record in records], metric_of(records).digits)
 
 
 def _of_method(records: Sequence[Record], method: str) -> list[Record]:
@@ -364,6 +368,11 @@ def _of_method(records: Sequence[Record], method: str) -> list[Record]:
 
 def _difference(ours: Sequence[Record], theirs: Sequence[Record], baseline: Score) -> Difference | None:
     return paired(by_seed(ours, score("average_soup")), by_seed(theirs, baseline))
+
+
+def _best(record: Record) -> str:
+    """The key of the best member's score."""
+    return "max" if metric_of([record]).higher_is_better else "min"
 
 
 def _length(record: Record) -> int:
@@ -383,11 +392,12 @@ def _columns(found: Sequence[Sequence[float]]) -> list[str]:
     return [_mean(list(column)) for column in zip(*found, strict=True)]
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _mean(values: Sequence[float | None], digits: int = 2) -> str:
     """A mean with its standard deviation; empty if there is no number."""
     found = [value for value in values if value is not None]
     if not found:
         return ""
     if len(found) < len(values):
         return "not finite"
-    return f"{fmean(found):.2f} ({stdev(found):.2f})" if len(found) > 1 else f"{found[0]:.2f}"
+    mean = f"{fmean(found):.{digits}f}"
+    return f"{mean} ({stdev(found):.{digits}f})" if len(found) > 1 else mean

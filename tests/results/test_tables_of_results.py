@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from papa.errors import RunError
 from papa.lab.config import Config
+from papa.lab.recipes import find
 from papa.rules import HALF_LIFE
 from results import tables
 from results.page import prose_of, readme_with_headline, results_page
@@ -253,3 +255,12 @@ class TestPaired:
     def test_one_seed_is_never_clear(self) -> None:
         assert Difference({1: 5.0}).deviation is None
         assert tables.difference_table([("a", Difference({1: 5.0}))]).endswith("| a | +5.00 | +5.00 |  | one seed |")
+
+
+def test_losses_have_more_digits_and_their_best_is_the_lowest() -> None:
+    config = find("text-gpt-tiny").config()
+    independent, papa = (invented(replace(config, method=method)) for method in ("independent", "papa"))
+    papa["test"].update(average_soup=52.5)
+    found = tables.differences([independent, papa])
+    assert "| papa: average soup less best of independent members, by test score | -0.5000 | -0.5000 |" in found
+    assert tables.prose_number([papa], "average_soup") == "52.5000"

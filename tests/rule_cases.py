@@ -29,6 +29,7 @@ from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
 from papa.masks import Mask
 from papa.population import Population
 from papa.rules import (
+    AdaptivePush,
     AveragingContext,
     Elastic,
     Gossip,
@@ -151,6 +152,19 @@ def score_weighted(rule: Any, rows: Tensor, context: AveragingContext, memory: M
     return rule.alpha * rows + (1 - rule.alpha) * (inverse / inverse.sum()) @ rows
 
 
+def adaptive_push(rule: Any, rows: Tensor, context: AveragingContext, memory: Memory, mask: Mask | None) -> Tensor:
+    half_life, mean = memory.get("half_life", rule.every_steps / 4), rows.mean(dim=0)
+    weights = rows[:, : memory["num_parameters"]]
+    losses, average = (weights**2).sum(dim=1), (weights.mean(dim=0) ** 2).sum()
+    first = memory.setdefault("first", losses.mean())
+    if average <= losses.mean() and average < 0.9 * first:
+        half_life += rule.growth * (context.step - memory.get("checked", 0))
+    else:
+        half_life = max(half_life / 2, rule.every_steps / 4)
+    memory["half_life"], memory["checked"] = half_life, context.step
+    return mean + 0.5 ** (rule.every_steps / half_life) * (rows - mean)
+
+
 @dataclass(frozen=True)
 class Case:
     """How to make a rule for a number of members and a cadence, and its twin."""
@@ -193,6 +207,7 @@ CASES: dict[str, Case] = {
     "Gossip": case(Gossip, gossip, seed=3),
     "PushPull": case(PushPull, push_pull, spread=3.0),
     "GradientWeightedPush": case(GradientWeightedPush, gradient_weighted),
+    "AdaptivePush": case(AdaptivePush, adaptive_push, probe=size_of_weights, check_every=1),
     "ScoreWeightedPush": case(ScoreWeightedPush, score_weighted, probe=size_of_weights, alpha=0.7),
 }
 

@@ -117,7 +117,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WARNING" not in built.stdout + built.stderr
-    assert "usage: papa report DIR" in (tmp_path / "reference/cli/index.html").read_text()
+    assert "usage: papa report" in (tmp_path / "reference/cli/index.html").read_text()
     reference = (tmp_path / "reference/api/index.html").read_text()
     assert "Networks of one architecture, whose weights are the rows of one matrix." in reference
     assert not re.search(r'(?:src|href)="https?://(?:fonts|cdn|unpkg)', reference)

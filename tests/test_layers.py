@@ -36,6 +36,7 @@ LIBRARY = [
         "data_loaders",
         "ensemble",
         "evaluation",
+        "advice",
         "chosen_soups",
         "task",
         "repair",

@@ -5,11 +5,13 @@ import pytest
 import papa
 
 PUBLIC_NAMES = [
+    "AdaptivePush",
     "AlignMerges",
     "Averager",
     "Averaging",
     "AveragingContext",
     "Callback",
+    "Diagnosis",
     "Elastic",
     "Ensemble",
     "Evaluation",
@@ -43,6 +45,7 @@ PUBLIC_NAMES = [
     "aligned_soups",
     "average_soup",
     "averaging",
+    "diagnose",
     "distill",
     "evaluate",
     "feature_similarity",
@@ -51,6 +54,7 @@ PUBLIC_NAMES = [
     "join",
     "learned_soup",
     "loaders",
+    "loss_probe",
     "model_stock",
     "repair_",
     "reset_batch_norm_",

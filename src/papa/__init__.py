@@ -16,6 +16,7 @@ from papa.errors import PapaError, PapaWarning
 from papa.evaluation import Evaluation, evaluate
 from papa.population import Population
 from papa.rules import (
+    AdaptivePush,
     AveragingContext,
     Elastic,
     ExtraRow,
@@ -38,6 +39,7 @@ from papa.rules import (
 from papa.soup import GreedySoup, average_soup, greedy_soup
 
 if TYPE_CHECKING:
+    from papa.advice import Diagnosis, diagnose, loss_probe
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
     from papa.chosen_soups import learned_soup, model_stock
     from papa.data_loaders import loaders
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from papa.training import Callback, Outcome, train
 
 _LAZY = {
+    "advice": ("Diagnosis", "diagnose", "loss_probe"),
     "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
     "data_loaders": ("loaders",),
     "distillation": ("distill",),
@@ -68,11 +71,13 @@ _LAZY = {
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
+    "AdaptivePush",
     "AlignMerges",
     "Averager",
     "Averaging",
     "AveragingContext",
     "Callback",
+    "Diagnosis",
     "Elastic",
     "Ensemble",
     "Evaluation",
@@ -106,6 +111,7 @@ __all__ = [
     "aligned_soups",
     "average_soup",
     "averaging",
+    "diagnose",
     "distill",
     "evaluate",
     "feature_similarity",
@@ -114,6 +120,7 @@ __all__ = [
     "join",
     "learned_soup",
     "loaders",
+    "loss_probe",
     "model_stock",
     "repair_",
     "reset_batch_norm_",

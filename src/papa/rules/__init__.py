@@ -11,6 +11,7 @@ a stream that is a function of the step, so a resumed run draws what an unbroken
 - `weighted`: rules whose matrix depends on the members.
 """
 
+from papa.rules.adaptive import AdaptivePush
 from papa.rules.anchored import Elastic, Gossip, Lookahead, OuterStep
 from papa.rules.base import AveragingContext, ExtraRow, Look, Probe, Rule
 from papa.rules.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
@@ -21,6 +22,7 @@ from papa.rules.weighted import GradientWeightedPush, PushPull, ScoreWeightedPus
 __all__ = [
     "HALF_LIFE",
     "MAX_ALPHA_16_BIT",
+    "AdaptivePush",
     "AveragingContext",
     "Elastic",
     "ExtraRow",

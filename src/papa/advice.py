@@ -1,0 +1,111 @@
+"""Whether members are too far apart, nearly one network, or neither: advice about the strength of averaging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from papa.errors import DataError
+from papa.evaluation import Loss, evaluating
+from papa.group import gather_or_raise
+from papa.inputs import outputs_of
+from papa.mixing import soup_row
+from papa.population import Population
+from papa.rules import Probe
+
+NEARLY_ONE = 0.005
+"""Members whose distance to the mean is below this share of its norm are nearly one network."""
+TOO_FAR = "the average is worse than its members: push more strongly"
+TOO_CLOSE = "members are nearly one network: push less"
+GOOD = "the average is better than its members, and these differ: keep the strength"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The average against its members, on the same data."""
+
+    member_losses: tuple[float, ...]
+    """The mean loss of each active member."""
+    average_loss: float
+    """The mean loss of their average."""
+    spread: float
+    """The members' root mean square distance to the mean, as a share of its norm."""
+
+    @property
+    def member_loss(self) -> float:
+        """The mean of `member_losses`."""
+        return fmean(self.member_losses)
+
+    @property
+    def advice(self) -> str:
+        """What to do about the strength, in words."""
+        if not self.average_loss <= self.member_loss:
+            return TOO_FAR
+        return TOO_CLOSE if self.spread < NEARLY_ONE else GOOD
+
+    def __str__(self) -> str:
+        return (
+            f"loss of the average {self.average_loss:.4g}, of its members {self.member_loss:.4g}; distance to the mean "
+            f"{self.spread:.2%} of its norm: {self.advice}"
+        )
+
+
+def loss_probe(batches: Sequence[Any] | Callable[[], Iterable[Any]], loss: Loss) -> Probe:
+    """A function from a network to its mean loss on some batches, in evaluation mode and without gradients.
+
+    Example:
+        >>> batch = torch.randn(8, 4), torch.randint(2, (8,))
+        >>> probe = loss_probe([batch], nn.functional.cross_entropy)
+        >>> probe(nn.Linear(4, 2)) > 0
+        True
+
+    Args:
+        batches: pairs of inputs and targets, or a function that gives them: the same ones for all networks of a step.
+        loss: from outputs and targets to the mean loss.
+    """
+
+    def probe(network: nn.Module) -> float:
+        found = batches() if callable(batches) else batches
+        with evaluating(network), torch.no_grad():
+            losses = [float(loss(outputs_of(network, inputs), targets)) for inputs, targets in found]
+        if not losses:
+            raise DataError("a loss needs at least one batch, got none")
+        return fmean(losses)
+
+    return probe
+
+
+def diagnose(population: Population, batches: Iterable[Any], loss: Loss) -> Diagnosis:
+    """Compare the average of a population with its members, and say whether to push more strongly or less.
+
+    Example:
+        >>> population = Population([nn.Linear(4, 2) for _ in range(3)])
+        >>> batch = torch.randn(8, 4), torch.randint(2, (8,))
+        >>> print(diagnose(population, [batch], nn.functional.cross_entropy))
+        loss of the average ...
+
+    Networks are in evaluation mode. If several processes hold the population, all must call it.
+
+    Args:
+        population: the members.
+        batches: a few pairs of inputs and targets, of validation data, or of training data without augmentation.
+        loss: from outputs and targets to the mean loss.
+    """
+    probe, active = loss_probe(list(batches), loss), population.active
+    mine = zip(population.members, population, strict=True)
+    losses = gather_or_raise(
+        population.group, lambda: [probe(net) if member in active else math.nan for member, net in mine]
+    )
+    buffer = population._soup_buffer()
+    buffer.fill_(soup_row(population.size, active))
+    average_loss = gather_or_raise(population.group, lambda: [probe(buffer.network)])[0]
+    distances = population.distances()[list(active)].double()
+    norm = float(torch.linalg.vector_norm(population.mean().double()))
+    spread = float(distances.square().mean().sqrt()) / norm if norm else 0.0
+    return Diagnosis(tuple(losses[member] for member in active), average_loss, spread)

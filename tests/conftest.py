@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from papa.lab.report.plot import AnyPlot
 
 # Tests say `from helpers import ...`, whatever pytest's import mode.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,9 +23,51 @@ settings.register_profile("papa", deadline=None, derandomize=True, database=None
 settings.load_profile("papa")
 
 
+LONGEST_FILES = (
+    *("test_torchrun.py", "cli/test_reproduce.py", "lab/recipes/test_smoke.py", "group/test_distributed.py"),
+    *("lab/test_launch.py", "lab/test_faults.py", "align/test_symmetries.py", "cli/test_commands.py"),
+    *("lab/test_launch_many.py", "align/test_matching.py", "test_docs.py", "test_fuzz.py", "group/test_mesh.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: one that is left to the end would keep a single process busy."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Fork the workers that tests start; commands that tests run in a process of their own start theirs as usual."""
+    import fork_server
+    from papa.group import start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "worker_context", fork_server.context)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plots_drawn_once() -> Iterator[None]:
+    """Draw equal plots once: many tests repeat a run to compare its numbers, and drawing takes longer than training."""
+    from papa.lab.report import draw, page
+
+    drawn: dict[str, str] = {}
+
+    def svg(plot: AnyPlot) -> str:
+        key = repr(plot)
+        if key not in drawn:
+            drawn[key] = draw.svg(plot)
+        return drawn[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "svg", svg)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +78,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "run"
     execute(small_config(), path, workers=1)
     return path
+
+
+@pytest.fixture
+def finished(tmp_path: Path, whole: Path) -> Path:
+    """A copy of that run, for tests that change it."""
+    return Path(shutil.copytree(whole, tmp_path / "finished"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+import fork_server
 from papa.checkpoint import Expected, checkpoints, load_checkpoint
 from papa.cli import main
 from papa.lab.config import Config
@@ -58,12 +58,9 @@ def _in_child(arguments: list[str], log: Path | None) -> None:
 def start(arguments: list[str], log: Path | None = None) -> BaseProcess:
     """The command line in a separate process and session, with its errors in a file.
 
-    To save the time of imports it is forked, from a server that has only imported modules: a process that has run
-    autograd, such as that of the tests, cannot be forked.
+    To save the time of imports it is forked, see `fork_server`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # without effect where it runs already
-    process = context.Process(target=_in_child, args=(arguments, log))
+    process = fork_server.context().Process(target=_in_child, args=(arguments, log))
     process.start()
     return process
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from papa.lab.runs import RunDirectory
 from papa.population import Population
 from papa.rules import Independent, MergeAll, Rule
 from papa.task import Task
-from papa.training import AveragingOptions, BestSoup, Monitoring, Repair, Settings, Training, Transforms
+from papa.training import AveragingOptions, BestSoup, Callback, Monitoring, Repair, Settings, Training, Transforms
 from papa.training.merge_hooks import merge_hooks_for
 
 TOLERANCES = {
@@ -231,6 +233,26 @@ def killed_after(step: int, *, settled: bool = False) -> Iterator[None]:
         with contextlib.suppress(Killed):
             yield
             pytest.fail(f"the run ended before step {step}")
+
+
+class AskToStop(Callback):
+    """Sends a signal to the process that started a run, and gives it time to stop the run before all steps are done."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def __enter__(self) -> AskToStop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def on_step_begin(self, training: Training) -> None:
+        if training.step == self.step:
+            starter = multiprocessing.parent_process()
+            os.kill(os.getpid() if starter is None else starter.pid or 0, self.number)
+        if training.step >= self.step:
+            time.sleep(0.2)
 
 
 def small_data(num_examples: int = 240) -> Data:

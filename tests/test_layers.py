@@ -246,28 +246,30 @@ def test_the_checks_of_calls_can_fail() -> None:
     assert uses_distributed("from torch import nn\nimport torch\nself.distributed") == []
 
 
-def modules_after(statement: str) -> set[str]:
-    """The top-level names of all modules that a statement imports, on top of torch."""
-    code = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+STATEMENTS = [
+    "import papa",
+    "from papa import train, align_, soup_files, repair_, interpolate",
+    "import papa.training, papa.files",
+]
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, set[str]]:
+    """The modules that are there, on top of torch, after each of the statements in a new process."""
+    code = "import sys, torch; before = set(sys.modules)\n"
+    code += "\n".join(f"{statement}; print(*set(sys.modules) - before)" for statement in STATEMENTS)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return {statement: set(line.split()) for statement, line in zip(STATEMENTS, done.stdout.splitlines(), strict=True)}
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import papa",
-        "from papa import train, align_, soup_files, repair_, interpolate",
-        "import papa.training, papa.files",
-    ],
-)
-def test_the_library_imports_no_heavy_package(statement: str) -> None:
-    found = modules_after(statement)
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_the_library_imports_no_heavy_package(imported: dict[str, set[str]], statement: str) -> None:
+    found = imported[statement]
     assert {name.split(".")[0] for name in found} & set(HEAVY) == set()
     assert not any(name.startswith(("papa.lab", "papa.cli")) for name in found)
 
 
-def test_import_papa_loads_less_than_8000_lines() -> None:
-    ours = [MODULES[name] for name in modules_after("import papa") if name in MODULES]
+def test_import_papa_loads_less_than_8000_lines(imported: dict[str, set[str]]) -> None:
+    ours = [MODULES[name] for name in imported["import papa"] if name in MODULES]
     assert 20 < len(ours) < 60
     assert sum(len(path.read_text().splitlines()) for path in ours) < 8000

@@ -140,12 +140,11 @@ def test_merging_all_makes_rows_bitwise_equal(size: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("keep", [0.999, 0.99, 0.9])
 @pytest.mark.parametrize("size", [2, 3, 5, 10])
 def test_a_consensus_does_not_drift_in_float32(size: int, keep: float) -> None:
-    consensus = torch.randn(3000, generator=generator(size))
+    consensus = torch.randn(100_000, generator=generator(size))
     rows = consensus.repeat(size, 1)
-    matrix = mixing.push(size, keep)
-    for _ in range(3000):
-        product.mix_rows_(rows, matrix)
-    assert torch.equal(rows, consensus.expand(size, -1))
+    for _ in range(3):  # what one push leaves in place, any number does
+        product.mix_rows_(rows, mixing.push(size, keep))
+        assert torch.equal(rows, consensus.expand(size, -1))
 
 
 def test_a_consensus_stays_within_rounding_under_strong_pushes() -> None:

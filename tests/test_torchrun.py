@@ -76,6 +76,14 @@ def two_machine_config() -> Config:
     return replace(config, train=train, average=replace(config.average, every_steps=5, delay=2))
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `two_machine_config` in one process."""
+    path = tmp_path_factory.mktemp("one") / "run"
+    execute(two_machine_config(), path, workers=1)
+    return path
+
+
 def same_networks(first: Path, second: Path) -> bool:
     files = sorted(file.relative_to(first) for file in first.rglob("*.safetensors") if "checkpoint" not in file.parts)
     assert len(files) == 5
@@ -95,7 +103,9 @@ def ending(agents: list[subprocess.Popen[bytes]], path: Path) -> Iterator[None]:
             agent.wait()
 
 
-def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(machines: Machines, tmp_path: Path) -> None:
+def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(
+    machines: Machines, one_process: Path, tmp_path: Path
+) -> None:
     config, out = two_machine_config(), tmp_path / "two"
     options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64")
     options += ("--average.every-steps", "5", "--average.delay", "2", "--out", str(out))
@@ -114,8 +124,7 @@ def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(machines
         assert len(victims) == 1, logs(tmp_path)
         assert not RunDirectory(out).is_finished
         os.kill(victims[0], signal.SIGKILL)
-    result = execute(config, tmp_path / "one", workers=1)
-    assert same_networks(tmp_path / "one", out)
+    assert same_networks(one_process, out)
     # One process resumes from the last epoch of the two machines, with a delayed push under way.
     shutil.copytree(out, tmp_path / "resumed")
     resumed = RunDirectory(tmp_path / "resumed")
@@ -124,14 +133,14 @@ def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(machines
     assert newest is not None
     shutil.rmtree(newest)
     execute(config, resumed.path, workers=1, resume=True)
-    assert same_networks(tmp_path / "one", resumed.path)
+    assert same_networks(one_process, resumed.path)
     found = [event for event in RunDirectory(out).read_metrics() if event["event"] == "average"]
-    assert [event["step"] for event in found] == list(range(7, result["config"]["train"]["epochs"] * 4 + 1, 5))
+    assert [event["step"] for event in found] == list(range(7, config.train.epochs * 4 + 1, 5))
     assert all(event["bytes"] > 0 for event in found)
 
 
-def test_a_machine_that_joins_takes_over_members_and_the_run_continues(tmp_path: Path) -> None:
-    config, out = two_machine_config(), tmp_path / "elastic"
+def test_a_machine_that_joins_takes_over_members_and_the_run_continues(one_process: Path, tmp_path: Path) -> None:
+    out = tmp_path / "elastic"
     options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64", "--average.every-steps", "5")
     options += ("--average.delay", "2", "--overwrite", "--out", str(out))
     with socket.socket() as free:
@@ -165,8 +174,7 @@ def test_a_machine_that_joins_takes_over_members_and_the_run_continues(tmp_path:
         os.kill(worker, signal.SIGCONT)
     assert run.config.stat().st_ino == before
     assert run.read_result()["environment"]["workers"] == 2
-    execute(config, tmp_path / "one", workers=1)
-    assert same_networks(tmp_path / "one", out)
+    assert same_networks(one_process, out)
 
 
 def all_ended(agents: list[subprocess.Popen[bytes]]) -> bool:

@@ -52,14 +52,15 @@ def results_in(out: Path) -> list[dict[str, object]]:
 
 def rows_of_every_kind() -> list[tuple[str, str]]:
     """One row for each set of changed options and each part of a result; `tests/every_row.py` runs all rows."""
-    found: dict[tuple[frozenset[str], str], tuple[str, str]] = {}
+    found: dict[tuple[frozenset[str], str], list[tuple[str, str]]] = {}
     for table in TABLES.values():
         for row in table.rows:
             is_here = row.recipe is not None and row.recipe.startswith("cifar")
             if is_here and (row.change["method"] != "independent" or row.part != "test"):
                 changes = frozenset({*table.options, *row.change} - {"method", "members"})
-                found.setdefault((changes, row.part), (table.name, row.name))
-    return list(found.values())
+                found.setdefault((changes, row.part), []).append((table.name, row.name))
+    # EfficientNetV2 is four times as large as the other networks that are fine-tuned.
+    return [next(name for name in names if "effnetv2s" not in name[1]) for names in found.values()]
 
 
 @pytest.mark.parametrize(("table", "row"), rows_of_every_kind())

@@ -7,26 +7,34 @@ import resource
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import group_jobs
 from papa.errors import ConfigError, MemberError, RunError, SoupError
-from papa.group import LocalGroup, SharedMemoryGroup, balanced_ranges, start_workers
+from papa.group import LocalGroup, SharedMemoryGroup, balanced_ranges, start, start_workers
 from papa.group.shared_memory import reserve_file
 
 
-@pytest.mark.parametrize(
-    ("job", "num_workers"), [("apply_every_rule", 2), ("apply_every_rule", 3), ("apply_every_rule_staged", 2)]
-)
-def test_every_rule_gives_the_bits_of_one_process(job: str, num_workers: int) -> None:
-    torch.set_num_threads(1)
-    expected = group_jobs.apply_every_rule(LocalGroup())
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return group_jobs.apply_every_rule(LocalGroup())
+
+
+@pytest.mark.parametrize(("job", "num_workers"), [("apply_every_rule", 3), ("apply_every_rule_staged", 2)])
+def test_every_rule_gives_the_bits_of_one_process(expected: dict[str, Any], job: str, num_workers: int) -> None:
     found = start_workers(getattr(group_jobs, job), num_workers, group_jobs.SIZE)
     assert expected.keys() == found.keys()
     for key in expected:
         assert group_jobs.identical(expected[key], found[key]), key
+
+
+def test_new_processes_give_the_bits_of_one_process(expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers as users get them: those of the other tests are forked."""
+    monkeypatch.setattr(start, "worker_context", lambda: multiprocessing.get_context("spawn"))
+    assert group_jobs.identical(expected, start_workers(group_jobs.apply_every_rule, 2, group_jobs.SIZE))
 
 
 @pytest.mark.parametrize(("size", "num_ranks"), [(5, 2), (4, 4), (10, 3), (1, 1), (3, 7)])

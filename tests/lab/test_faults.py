@@ -319,10 +319,8 @@ def test_files_of_others_are_no_run_and_are_not_removed(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).read_text() for name in theirs} == theirs
 
 
-def test_a_run_without_checkpoints_says_so_and_starts_again(tmp_path: Path) -> None:
-    config = small_config()
-    execute(config, tmp_path, workers=1)
-    run = RunDirectory(tmp_path)
+def test_a_run_without_checkpoints_says_so_and_starts_again(finished: Path) -> None:
+    run = RunDirectory(finished)
     before = load_file(run.average_soup)
     run.result.unlink()
     shutil.rmtree(run.checkpoints)
@@ -332,7 +330,8 @@ def test_a_run_without_checkpoints_says_so_and_starts_again(tmp_path: Path) -> N
         def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
             reported.append(event["text"])
 
-    execute(config, tmp_path, workers=1, resume=True, make_callback=lambda: contextlib.nullcontext(Listening()))
+    listening = contextlib.nullcontext(Listening())
+    execute(small_config(), finished, workers=1, resume=True, make_callback=lambda: listening)
     assert reported == [f"there is no checkpoint in {run.checkpoints}: starting with the first step"]
     assert_same_bits(load_file(run.average_soup), before)
     assert run.latest_checkpoint() is not None

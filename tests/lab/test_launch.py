@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import papa.lab.launch
-from helpers import assert_same_run, execute, killed_after, small_config
+from helpers import AskToStop, assert_same_run, execute, killed_after, small_config
 from papa.checkpoint import checkpoints
 from papa.errors import ConfigError, DataError, PapaError, RunError, StoppedError
 from papa.lab.config import Config, TrajectoryConfig
@@ -48,15 +49,38 @@ def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path
     assert [event["step"] for event in events if event["event"] == "average"] == list(range(5, steps + 1, 5))
 
 
-@pytest.mark.parametrize("method", ["papa", "papa-2", "papa-all"])
-def test_two_workers_end_with_the_bits_of_one(tmp_path: Path, method: str) -> None:
-    config = small_config(method=method)
-    torch.set_num_threads(1)
-    alone = execute(config, tmp_path / "one", workers=1)
-    together = execute(config, tmp_path / "two", workers=2)
-    assert_same_run(tmp_path / "one", tmp_path / "two")
+@pytest.fixture(scope="module")
+def of_two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("two") / "run"
+    execute(small_config(), path, workers=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_all_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoint of every epoch was written, but that did not end."""
+    path = tmp_path_factory.mktemp("patient") / "run"
+    execute(small_config(), path, make_callback=Patient)
+    RunDirectory(path).result.unlink()
+    return path
+
+
+def assert_two_workers_have_the_bits_of_one(one: Path, two: Path) -> None:
+    assert_same_run(one, two)
+    alone, together = (RunDirectory(path).read_result() for path in (one, two))
     assert alone["test"] == together["test"]
     assert together["environment"]["workers"] == 2
+
+
+@pytest.mark.parametrize("method", ["papa-2", "papa-all"])
+def test_two_workers_end_with_the_bits_of_one(tmp_path: Path, method: str) -> None:
+    for workers in (1, 2):
+        execute(small_config(method=method), tmp_path / str(workers), workers=workers)
+    assert_two_workers_have_the_bits_of_one(tmp_path / "1", tmp_path / "2")
+
+
+def test_two_workers_that_push_end_with_the_bits_of_one(whole: Path, of_two_workers: Path) -> None:
+    assert_two_workers_have_the_bits_of_one(whole, of_two_workers)
 
 
 def test_two_workers_see_what_one_sees_in_independent_members(tmp_path: Path) -> None:
@@ -121,100 +145,78 @@ def test_averages_along_trajectories_survive_a_kill_after_an_epoch(tmp_path: Pat
 
 
 @pytest.mark.parametrize("workers_after", [1, 2])
-def test_a_run_of_several_workers_resumes_with_any_number(tmp_path: Path, whole: Path, workers_after: int) -> None:
-    torch.set_num_threads(1)
-    config = small_config()
-    execute(config, tmp_path / "broken", workers=2)
-    run = RunDirectory(tmp_path / "broken")
+def test_a_run_of_several_workers_resumes_with_any_number(
+    tmp_path: Path, whole: Path, of_two_workers: Path, workers_after: int
+) -> None:
+    run = RunDirectory(shutil.copytree(of_two_workers, tmp_path / "broken"))
     run.result.unlink()
     newest = run.latest_checkpoint()
     assert newest is not None
     shutil.rmtree(newest)  # as if it had been stopped in an earlier epoch
-    execute(config, tmp_path / "broken", workers=workers_after, resume=True)
-    assert_same_run(whole, tmp_path / "broken")
+    execute(small_config(), run.path, workers=workers_after, resume=True)
+    assert_same_run(whole, run.path)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(tmp_path: Path, whole: Path) -> None:
-    config = small_config()
-    execute(config, tmp_path / "broken", make_callback=Patient)
-    run = RunDirectory(tmp_path / "broken")
-    run.result.unlink()
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(
+    tmp_path: Path, whole: Path, with_all_checkpoints: Path
+) -> None:
+    run = RunDirectory(shutil.copytree(with_all_checkpoints, tmp_path / "broken"))
     newest = run.latest_checkpoint()
     assert newest is not None
     (newest / "member-001.safetensors").write_bytes(b"damaged")
     listener = Patient()
-    execute(config, tmp_path / "broken", resume=True, make_callback=lambda: listener)
+    execute(small_config(), run.path, resume=True, make_callback=lambda: listener)
     assert [event["text"] for event in listener.events] == [
         f"{newest}/member-001.safetensors has 7 bytes, its manifest says "
         f"{(newest / 'member-001.safetensors').stat().st_size:,}: it was altered or damaged; continuing from step 8"
     ]
-    assert_same_run(whole, tmp_path / "broken")
+    assert_same_run(whole, run.path)
 
 
-def test_when_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path) -> None:
-    config = small_config()
-    execute(config, tmp_path, make_callback=Patient)
-    run = RunDirectory(tmp_path)
-    run.result.unlink()
+def test_when_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path, with_all_checkpoints: Path) -> None:
+    run = RunDirectory(shutil.copytree(with_all_checkpoints, tmp_path / "run"))
     for _, path in checkpoints(run.checkpoints):
         (path / "manifest.json").write_text("{")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     with pytest.raises(RunError, match=r"no checkpoint of .* can be read; start again with papa run"):
-        execute(config, tmp_path, resume=True)
+        execute(small_config(), run.path, resume=True)
     assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
 
-def test_a_checkpoint_of_another_run_names_the_fields_that_differ(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_names_the_fields_that_differ(tmp_path: Path, finished: Path) -> None:
     config = small_config()
-    execute(config, tmp_path / "one")
-    execute(replace(config, seed=2), tmp_path / "two")
-    run = RunDirectory(tmp_path / "one")
+    with killed_after(5, settled=True):
+        execute(replace(config, seed=2), tmp_path / "two")
+    run = RunDirectory(finished)
     run.result.unlink()
     shutil.rmtree(run.checkpoints)
     shutil.copytree(tmp_path / "two" / "checkpoint", run.checkpoints)
+    assert run.latest_checkpoint() is not None
     with pytest.raises(RunError, match="holds a run of another configuration; nothing was changed:\n  seed is 2"):
-        execute(config, tmp_path / "one", resume=True)
+        execute(config, finished, resume=True)
 
 
-def test_altered_metrics_are_refused_and_missing_ones_are_begun_anew(tmp_path: Path) -> None:
+def test_altered_metrics_are_refused_and_missing_ones_are_begun_anew(finished: Path) -> None:
     config = small_config()
-    execute(config, tmp_path)
-    run = RunDirectory(tmp_path)
+    run = RunDirectory(finished)
     run.result.unlink()
     text = run.metrics.read_text()
     run.metrics.write_text(text.replace("0", "1", 1))
     with pytest.raises(RunError, match="does not begin with the lines that the checkpoint recorded: restore it, or"):
-        execute(config, tmp_path, resume=True)
+        execute(config, finished, resume=True)
     run.metrics.write_text(text + '{"event": "average", "st')  # a line that was cut short
-    execute(config, tmp_path, resume=True)
+    execute(config, finished, resume=True)
     assert run.metrics.read_text() == text
     run.result.unlink()
     run.metrics.unlink()
-    execute(config, tmp_path, resume=True)
-
-
-class Asking(Callback):
-    """Asks its own process to stop after some steps."""
-
-    def __init__(self, number: int, step: int) -> None:
-        self.number, self.step = number, step
-
-    def __enter__(self) -> "Asking":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def on_step_begin(self, training: Training) -> None:
-        if training.step == self.step:
-            os.kill(os.getpid(), self.number)
+    execute(config, finished, resume=True)
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 5), (signal.SIGTERM, 7), (signal.SIGTERM, 11)])
 def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path: Path, whole: Path, number: int, step: int) -> None:
     config = small_config()
     with pytest.raises(StoppedError, match=f"stopped at step {step + 1} of 12, and saved; continue with: papa resume"):
-        execute(config, tmp_path / "stopped", make_callback=lambda: Asking(number, step))
+        execute(config, tmp_path / "stopped", make_callback=partial(AskToStop, number, step))
     assert checkpoints(tmp_path / "stopped" / "checkpoint")[-1][0] == step + 1
     execute(config, tmp_path / "stopped", resume=True)
     assert_same_run(whole, tmp_path / "stopped")
@@ -251,24 +253,12 @@ def test_a_signal_while_nothing_trains_ends_the_run_at_once(
     assert_same_run(whole, tmp_path / "run")
 
 
-def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path) -> None:
-    config = small_config()
-    long = replace(config, train=replace(config.train, epochs=60))
+def test_several_workers_stop_together_and_one_goes_on(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "stopped"
-    execute(long, tmp_path / "whole", workers=1)
-
-    def ask_once_it_trains() -> None:
-        while not (path / "metrics.jsonl").exists() or not (path / "metrics.jsonl").stat().st_size:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    asker = threading.Thread(target=ask_once_it_trains, daemon=True)
-    asker.start()
     with pytest.raises(StoppedError, match="stopped at step"):
-        execute(long, path, workers=2)
-    asker.join()
-    execute(long, path, workers=1, resume=True)
-    assert_same_run(tmp_path / "whole", path)
+        execute(small_config(), path, workers=2, make_callback=partial(AskToStop, signal.SIGTERM, 2))
+    execute(small_config(), path, workers=1, resume=True)
+    assert_same_run(whole, path)
 
 
 def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path) -> None:
@@ -287,23 +277,22 @@ def test_a_long_epoch_is_saved_every_so_many_minutes(tmp_path: Path, whole: Path
             execute(config, tmp_path / "no", checkpoints=wrong)
 
 
-def test_a_directory_in_use_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
-    execute(small_config(), tmp_path)
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
-    with RunDirectory(tmp_path).lock():
+def test_a_directory_in_use_is_refused_and_left_as_it_was(finished: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
+    with RunDirectory(finished).lock():
         for options in ({"overwrite": True}, {}):
             with pytest.raises(RunError, match=f"is in use by process {os.getpid()} on .*: wait until it ends"):
-                execute(small_config(), tmp_path, **options)  # type: ignore[arg-type]
-    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+                execute(small_config(), finished, **options)  # type: ignore[arg-type]
+    assert before == {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
 
 
-def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path: Path, whole: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "mine.pt").write_text("precious")
     with pytest.raises(RunError, match="holds checkpoint, but no run of papa"):
         execute(small_config(), tmp_path, overwrite=True)
     shutil.move(tmp_path / "checkpoint", tmp_path / "aside")
-    execute(small_config(), tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     shutil.move(tmp_path / "aside" / "mine.pt", tmp_path / "checkpoint" / "mine.pt")
     execute(small_config(), tmp_path, overwrite=True)
     assert (tmp_path / "checkpoint" / "mine.pt").read_text() == "precious"
@@ -358,30 +347,28 @@ def test_a_signal_while_data_is_read_ends_the_run_at_once(tmp_path: Path, monkey
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_finished_run_is_neither_overwritten_nor_run_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_neither_overwritten_nor_run_again(finished: Path) -> None:
     config = small_config()
-    execute(config, tmp_path)
-    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
     with pytest.raises(RunError, match="already holds a finished run: choose another directory"):
-        execute(config, tmp_path)
+        execute(config, finished)
     with pytest.raises(RunError, match="another configuration; nothing was changed:\n  seed is 1, expected 2"):
-        execute(replace(config, seed=2), tmp_path, resume=True)
-    execute(config, tmp_path, resume=True)
-    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
-    (tmp_path / "my notes.txt").write_text("keep me")
-    execute(replace(config, seed=2), tmp_path, overwrite=True)
-    assert (tmp_path / "my notes.txt").read_text() == "keep me"
-    assert json.loads((tmp_path / "result.json").read_text())["seed"] == 2
+        execute(replace(config, seed=2), finished, resume=True)
+    execute(config, finished, resume=True)
+    assert before == {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
+    (finished / "my notes.txt").write_text("keep me")
+    execute(replace(config, seed=2), finished, overwrite=True)
+    assert (finished / "my notes.txt").read_text() == "keep me"
+    assert json.loads((finished / "result.json").read_text())["seed"] == 2
 
 
-def test_a_bad_config_loses_nothing_even_when_told_to_overwrite(tmp_path: Path) -> None:
+def test_a_bad_config_loses_nothing_even_when_told_to_overwrite(finished: Path) -> None:
     config = small_config()
-    execute(config, tmp_path)
-    before = (tmp_path / "result.json").read_text()
+    before = (finished / "result.json").read_text()
     for bad in (replace(config, members=0), replace(config, data=replace(config.data, name="digit"))):
         with pytest.raises(ConfigError):
-            execute(bad, tmp_path, overwrite=True)
-    assert (tmp_path / "result.json").read_text() == before
+            execute(bad, finished, overwrite=True)
+    assert (finished / "result.json").read_text() == before
 
 
 def test_more_workers_than_members_are_refused(tmp_path: Path) -> None:
@@ -400,12 +387,11 @@ def test_an_error_in_a_worker_is_raised_here(tmp_path: Path) -> None:
         execute(missing, tmp_path / "run", workers=2)
 
 
-def test_a_directory_in_use_is_refused_before_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_in_use_is_refused_before_data_is_read(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config()
-    execute(config, tmp_path)
     monkeypatch.setattr("papa.lab.launch.images_for", lambda config: pytest.fail("data was read"))
     with pytest.raises(RunError, match="already holds a finished run"):
-        execute(config, tmp_path)
+        execute(config, finished)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

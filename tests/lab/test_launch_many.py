@@ -1,21 +1,19 @@
 import gc
-import os
 import shutil
 import signal
-import threading
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from crashes import differences
-from helpers import small_config
+from helpers import AskToStop, small_config
 from papa.checkpoint import checkpoints
 from papa.errors import ConfigError, RunError, StoppedError
 from papa.lab import launch_many
 from papa.lab.config import Config
-from papa.lab.launch import RunSpec, execute
+from papa.lab.launch import RunSpec
 from papa.lab.launch_many import execute_all
 from papa.training import Training
 
@@ -29,9 +27,9 @@ def files_in(path: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("num_parallel", [1, 2])
-def test_a_failed_run_is_named_and_the_others_are_kept(tmp_path: Path, num_parallel: int) -> None:
+def test_a_failed_run_is_named_and_the_others_are_kept(tmp_path: Path, whole: Path, num_parallel: int) -> None:
     specs = [spec(tmp_path, seed, resume=True) for seed in (1, 2, 3)]
-    execute(replace(spec(tmp_path, 9), path=tmp_path / "seed2"))  # a run of another configuration is in the way
+    shutil.copytree(whole, tmp_path / "seed2")  # a run of another configuration is in the way
     outcomes = execute_all(specs, num_parallel=num_parallel)
     assert list(outcomes.results) == [tmp_path / "seed1", tmp_path / "seed3"]
     with pytest.raises(RunError, match="1 of 3 runs failed; the others are complete") as caught:
@@ -80,24 +78,15 @@ def test_specs_of_one_directory_are_one_run(tmp_path: Path, num_parallel: int) -
 
 
 @pytest.mark.parametrize("num_parallel", [1, 2])
-def test_a_signal_stops_all_runs_and_the_same_call_continues(tmp_path: Path, num_parallel: int) -> None:
+def test_a_signal_stops_all_runs_and_the_same_call_continues(tmp_path: Path, whole: Path, num_parallel: int) -> None:
     config = small_config()
-    long = replace(config, train=replace(config.train, epochs=12))
-    specs = [spec(tmp_path, seed, long) for seed in (1, 2, 3)]
-
-    def send_signal_when_one_trains() -> None:
-        while not any(file.stat().st_size for file in tmp_path.glob("*/metrics.jsonl")):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    sender = threading.Thread(target=send_signal_when_one_trains, daemon=True)
-    sender.start()
+    long = replace(config, train=replace(config.train, epochs=12))  # it must not end before the first one
+    specs = [spec(tmp_path, seed, long if seed == 2 else config) for seed in (1, 2, 3)]
+    ask = partial(AskToStop, signal.SIGINT, 2)
     with pytest.raises(StoppedError, match="of 3 runs done; continue with the same command, without --overwrite"):
-        execute_all(specs, num_parallel=num_parallel)
-    sender.join()
+        execute_all([replace(specs[0], make_callback=ask), *specs[1:]], num_parallel=num_parallel)
     started = [one.path for one in specs if one.path.exists()]
     assert 1 <= len(started) < 3
     assert all(checkpoints(path / "checkpoint") for path in started)
     execute_all([replace(one, resume=True) for one in specs], num_parallel=num_parallel).check()
-    execute(replace(specs[0], path=tmp_path / "whole"))
-    assert list(differences(tmp_path / "whole", tmp_path / "seed1")) == []
+    assert list(differences(whole, tmp_path / "seed1")) == []

@@ -47,7 +47,7 @@ def start_workers(job: Callable[..., Any], num_workers: int, size: int, *argumen
         size: the number of members of the population that they hold.
         arguments: passed to every job.
     """
-    context = multiprocessing.get_context("spawn")
+    context = worker_context()
     with _block_signals():
         resource_tracker.ensure_running()  # else the first worker would start it, which unblocks the signals again
     with tempfile.TemporaryDirectory(prefix="papa-", ignore_cleanup_errors=True) as directory:
@@ -77,6 +77,11 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         process.kill()
     for process in processes:
         process.join()
+
+
+def worker_context() -> Any:
+    """How workers start: as new processes, since one that has used autograd or an accelerator cannot be forked."""
+    return multiprocessing.get_context("spawn")
 
 
 @contextlib.contextmanager

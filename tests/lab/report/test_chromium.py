@@ -1,7 +1,7 @@
 """Reports as a browser shows them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from report_samples import FULL_METRICS, METRICS, make_full_result, make_result
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
-PAGES = {
-    "run": run_page(make_full_result(), FULL_METRICS),
-    "compare": compare_page(
+PAGES: dict[str, Callable[[], str]] = {
+    "run": lambda: run_page(make_full_result(), FULL_METRICS),
+    "compare": lambda: compare_page(
         [make_result(seed=1), make_result(seed=2, shift=1.0), make_full_result()], [METRICS, METRICS, FULL_METRICS]
     ),
 }
@@ -27,10 +27,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield page
 
 
-@pytest.fixture(params=PAGES)
-def report(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    path = tmp_path / "report.html"
-    path.write_text(PAGES[request.param])
+@pytest.fixture(params=PAGES, scope="module")
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param) / "report.html"
+    path.write_text(PAGES[request.param]())
     return path
 
 

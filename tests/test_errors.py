@@ -11,7 +11,7 @@ def error_classes() -> list[type[Exception]]:
     return [
         value
         for _, value in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(value, Exception) and value.__module__ == errors.__name__
+        if issubclass(value, Exception) and not issubclass(value, Warning) and value.__module__ == errors.__name__
     ]
 
 

@@ -750,7 +750,10 @@ class TestLikeAModuleList:
 
 
 class Quantised(Tensor):
-    """A subclass, as the bases under adapters are."""
+    """A subclass, as the bases under adapters are; it can be copied."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Quantised:
+        return self.detach().clone().as_subclass(Quantised)
 
 
 def test_tensors_that_are_left_out_may_be_of_any_kind() -> None:

@@ -28,7 +28,7 @@ MAX_SHARE_SKIPPED = 0.25
 """The share of steps that optimizers may skip, such as the first ones with a gradient scaler."""
 NUM_BATCHES_COMPARED = 3
 NUM_AVERAGINGS_CHECKED = 3
-SAMPLE_COLUMNS = 2**20
+SAMPLE_COLUMNS = 2**16
 """The number of columns of a member that are compared before and after averaging."""
 APART = 0.3
 """Members farther from the mean than this share of its norm did not start from the same weights."""

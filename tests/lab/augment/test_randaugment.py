@@ -110,6 +110,6 @@ def test_only_colour_bytes_are_taken():
 
 def test_without_timm_it_says_what_to_install(monkeypatch):
     randaugment._transform.cache_clear()
-    monkeypatch.setitem(sys.modules, "timm.data.auto_augment", None)
+    monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=r"pip install 'papa-torch\[lab\]'"):
         rand_augment(some_images(), DART, generator=stream(1, "augment"))

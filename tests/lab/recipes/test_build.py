@@ -24,6 +24,7 @@ from papa.lab.recipes.build import (
 from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
+from papa.rules import Elastic, Gossip, GradientWeightedPush, Lookahead, OuterStep, PushPull, Shuffle, SparseAverage
 from papa.training import Align, AveragingOptions, Length, Repair, TrajectoryAverage
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
@@ -41,6 +42,14 @@ def test_every_method_has_its_rule() -> None:
         "many-half": MergeMany,
         "many-75": MergeMany,
         "greedy-merge": MergeGreedy,
+        "sparta": SparseAverage,
+        "wash": Shuffle,
+        "easgd": Elastic,
+        "lookahead": Lookahead,
+        "diloco": OuterStep,
+        "noloco": Gossip,
+        "dppf": PushPull,
+        "grawa": GradientWeightedPush,
     }
 
 
@@ -131,8 +140,9 @@ def test_what_a_method_does_not_look_at_changes_no_bit(method: str) -> None:
         "mutation_every_epochs": 0.5,
         "every_epochs": 0.5,
     }
-    names = {option.removeprefix("average.") for option in idle_options(method)} & set(others)
-    assert len(names) == len(idle_options(method) - {"average.half_life"})
+    idle = {option for option in idle_options(method) if not option.startswith("coupling.")}
+    names = {option.removeprefix("average.") for option in idle} & set(others)
+    assert len(names) == len(idle - {"average.half_life"})
     ends = []
     for changes in ({}, {name: others[name] for name in names}):
         training = build(replace(smoke, method=method, members=2, average=replace(average, **changes)))

@@ -100,8 +100,14 @@ class Disturbance(Callback):
     def on_step_complete(self, training: Training) -> None:
         if training.step % training.length.steps_per_epoch:
             return
-        while (self.run / "checkpoint" / f".step-{training.step:08d}.partial").exists():
+        partial = self.run / "checkpoint" / f".step-{training.step:08d}.partial"
+        for _ in range(2000):
+            if not partial.exists():
+                break
             time.sleep(0.001)  # else an epoch this short would not be saved at all
+        else:
+            if self.undo is not None:
+                self.undo()  # a save failed, and what it left could not even be removed
         if training.epoch == 1:
             self.do()
 

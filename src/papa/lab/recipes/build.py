@@ -296,22 +296,6 @@ def _alike(make: Callable[[], nn.Module], seed: int) -> nn.Module:
         return make()
 
 
-def card_for(config: Config, images: ImageSet | TextSet) -> dict[str, Any]:
-    """What `load` needs to know about the data to build a run's network without it, as a JSON value."""
-    if isinstance(images, TextSet):
-        return {"vocab_size": images.tokenizer.vocab_size}
-    pipeline = pipeline_for(config, images)
-    return {
-        "num_classes": images.num_classes,
-        "in_channels": images.channels,
-        "image_size": wanted_image_size(config) or images.image_size,
-        "mean": list(pipeline.mean),
-        "std": list(pipeline.std),
-        "resize": pipeline.resize,
-        "classes": list(images.classes),
-    }
-
-
 def pipeline_for(config: Config, images: ImageSet) -> ImagePipeline:
     """What happens to images on their way into the network."""
     mean, std = normalization_of(config.model.name) or (images.mean, images.std)

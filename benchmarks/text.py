@@ -22,7 +22,7 @@ from papa.lab.config import Config
 from papa.lab.data.text import load_text
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
-from papa.lab.recipes.language import make_language_model
+from papa.lab.domains import make_language_model
 from push import push_state_dicts_
 
 NUM_CHARACTERS = 150_000

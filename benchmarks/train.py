@@ -25,7 +25,7 @@ from papa.data import Arrays, Data
 from papa.group import Group, start_workers
 from papa.lab.augment.policy import DEFAULT_GRID, draw_policies
 from papa.lab.models import make_model
-from papa.lab.recipes.pipeline import ImagePipeline
+from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.recipes.recipe import fast_precision
 from papa.rules import Independent, Push, Rule
 from papa.training import Callback, Numerics, Settings, Training, Transforms, sgd, start_training

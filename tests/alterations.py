@@ -24,9 +24,9 @@ from papa.checkpoint.store import with_digest
 from papa.errors import PapaError
 from papa.files import open_all, soup_files
 from papa.lab.config import Config
+from papa.lab.domains import load_domain
 from papa.lab.models.weights import read_state_dict
 from papa.lab.recipes import RECIPES, find
-from papa.lab.recipes.build import images_for
 from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
 from papa.storage import save_network
@@ -212,7 +212,7 @@ def data_set(name: str, folder: Path) -> Readable:
     def read() -> None:
         for cache in folder.rglob(".papa-cache"):
             shutil.rmtree(cache)
-        data = images_for(config).split(config.data.validation, seed=config.seed)
+        data = load_domain(config).data()
         for part in (data.train, data.test):
             assert part is not None
             part.batch(torch.zeros(1, dtype=torch.int64, device="cpu"))

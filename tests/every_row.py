@@ -16,9 +16,9 @@ from lab.recipes.test_smoke import write_optdigits, write_tiles
 from papa.errors import DataError
 from papa.lab.config import Config
 from papa.lab.data.files import num_cores
+from papa.lab.domains import load_domain
 from papa.lab.launch import RunSpec
 from papa.lab.launch_many import execute_all
-from papa.lab.recipes.build import images_for
 from papa.lab.recipes.tables import TABLES
 from papa.lab.reproduce import Request, entries_of, jobs_for
 
@@ -41,7 +41,7 @@ def made_up_roots(configs: Iterable[Config], place: Path) -> dict[str, str]:
     roots = {}
     for name, config in {config.data.name: config for config in configs}.items():
         try:
-            images_for(config)
+            load_domain(config)
         except DataError:
             root = place / name
             if not root.exists():

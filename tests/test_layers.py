@@ -51,7 +51,7 @@ LIBRARY = [
 LAB = [
     *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
     *("probes", "analysis", "selection", "outcome"),
-    *("recipes", "sampling", "recorder", "launch", "launch_many", "reproduce"),
+    *("domains", "recipes", "sampling", "recorder", "launch", "launch_many", "reproduce"),
 ]
 """The modules of `papa.lab`, in the same order; each may import the whole library."""
 

@@ -237,7 +237,7 @@ def test_the_second_signal_is_not_waited_for() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("when", ["images_for", "_finish"])
+@pytest.mark.parametrize("when", ["load_domain", "_finish"])
 def test_a_signal_while_nothing_trains_ends_the_run_at_once(
     when: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +308,7 @@ def test_a_run_that_is_killed_while_it_reads_its_data_can_be_resumed(
         raise DataError("there is no data")
 
     with monkeypatch.context() as patch:
-        patch.setattr(papa.lab.launch, "images_for", read)
+        patch.setattr(papa.lab.launch, "load_domain", read)
         with pytest.raises(DataError):
             execute(small_config(), tmp_path / "run", workers=1)
     assert not (tmp_path / "run").exists()
@@ -389,7 +389,7 @@ def test_an_error_in_a_worker_is_raised_here(tmp_path: Path) -> None:
 
 def test_a_directory_in_use_is_refused_before_data_is_read(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config()
-    monkeypatch.setattr("papa.lab.launch.images_for", lambda config: pytest.fail("data was read"))
+    monkeypatch.setattr("papa.lab.launch.load_domain", lambda config: pytest.fail("data was read"))
     with pytest.raises(RunError, match="already holds a finished run"):
         execute(config, finished)
 

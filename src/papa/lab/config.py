@@ -85,15 +85,17 @@ class DataConfig:
 
     name: str = "digits"
     """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for your own class
-    folders; tiles or vaihingen for segmentation; text for language models."""
+    folders; tiles or vaihingen for segmentation; text for language models; breast-cancer, wine, or table for your own
+    CSV file."""
     root: str = "data"
-    """The directory of the data, where it is also downloaded to; for text also a file."""
+    """The directory of the data, where it is also downloaded to; for text also a file, for a table its CSV file."""
     validation: float = option(0.02, above=0, below=1)
     """The share of the training data held out for validation; tiles are split by area instead, text by position."""
     image_size: int | None = None
     """Resize images to this size; None for the size the network was made for."""
     test_share: float | None = None
-    """For a folder without test images: the share of its images to use for testing; for text: of its end."""
+    """The share of the data to use for testing: of a folder without test images, of a table (0.25 by default), or of
+    the end of a text."""
     max_train: int | None = option(None, at_least=1)
     """The largest number of training images, or of tokens of a text; None for all."""
     max_test: int | None = option(None, at_least=1)
@@ -124,7 +126,9 @@ class ModelConfig:
     name: str = "digits-cnn"
     """The network."""
     width: int | None = None
-    """Channels of its first stage; None for the published width."""
+    """Channels of its first stage, or units of a hidden layer; None for the published width."""
+    dropout: float = option(0.0, at_least=0, below=1)
+    """mlp: dropout after each hidden layer."""
     pretrained: bool = False
     """Start timm networks from the pretrained weights of timm."""
     weights: str | None = None

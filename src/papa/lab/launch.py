@@ -23,12 +23,12 @@ from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
 from papa.lab.config import Config, flat, idle_options
 from papa.lab.data.files import num_cores
-from papa.lab.data.text import TextSet
+from papa.lab.domains import load_domain, policies_for
 from papa.lab.outcome import finalize_run
 from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
-from papa.lab.recipes.build import build, callbacks_for, images_for, policies_for
-from papa.lab.recipes.loading import Card, card_for, load_ensemble
+from papa.lab.recipes.build import build, callbacks_for
+from papa.lab.recipes.loading import load_ensemble
 from papa.lab.recorder import Recorder
 from papa.lab.report.page import run_page
 from papa.lab.result import as_stored, fold_merges
@@ -202,9 +202,9 @@ def run_in_group(
     config, run = spec.config, spec.directory
     if spec.resume:
         _check_same(config, Config.from_json(run.read_config()), spec.path)
-    images = images_for(config)
+    domain = load_domain(config)
     teacher = None if config.train.teacher is None else load_ensemble(config.train.teacher)
-    training = build(config, group, images, teacher)  # errors show before anything is written or removed
+    training = build(config, group, domain, teacher)  # errors show before anything is written or removed
     notices = _resume(config, run, training) if spec.resume else []
     if not spec.resume:
         if group.is_leader:
@@ -226,9 +226,9 @@ def run_in_group(
         training.run(callbacks)
         recorder.finish(training)
         stop.is_training = 0
-        if isinstance(images, TextSet) and group.is_leader:
-            write_atomically(run.tokenizer, images.tokenizer.to_json())
-        return _finish(config, run, training, card_for(config, images))
+        if group.is_leader:
+            domain.write_files(run)
+        return _finish(config, run, training, domain.card())
 
 
 def check_alike(config: Config, path: Path) -> None:
@@ -285,7 +285,7 @@ def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:
     _check_same(config, Config.from_json(found), path)
 
 
-def _finish(config: Config, run: RunDirectory, training: Training, card: Card | dict[str, int]) -> dict[str, Any]:
+def _finish(config: Config, run: RunDirectory, training: Training, card: Mapping[str, Any]) -> dict[str, Any]:
     """Make soups, score everything, and write networks, result and report."""
     outcome = finalize_run(training, config)
     if outcome.analysis is not None and training.group.is_leader:

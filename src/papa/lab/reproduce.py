@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from papa.lab.config import Config, CouplingConfig
+from papa.lab.domains import TILES, load_domain
 from papa.lab.recipes import find
-from papa.lab.recipes.build import TILES, images_for
 from papa.lab.recipes.change import changed, translated
 from papa.lab.recipes.tables import Row, Table, number
 from papa.storage import json_text
@@ -110,7 +110,7 @@ def _slug(config: Config) -> str:
 def check_data(jobs: Sequence[Job]) -> None:
     """Load every data set once, so that missing data is an error before anything runs."""
     for config in {json_text(job.config.to_json()["data"]): job.config for job in jobs}.values():
-        images_for(config)
+        load_domain(config)
 
 
 def entries_of(request: Request, results: Sequence[tuple[Job, Mapping[str, Any]]]) -> list[Entry]:

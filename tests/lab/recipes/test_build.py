@@ -8,20 +8,19 @@ from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.lab.augment.policy import DART_POLICIES, draw_policies
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
+from papa.lab.domains.images import GRIDS, policies_for
 from papa.lab.models import make_model
 from papa.lab.probes import MergeProbes
 from papa.lab.recipes.build import (
-    GRIDS,
     align_for,
     build,
     callbacks_for,
     make_schedule,
-    policies_for,
     repair_for,
-    rule_for,
     trajectory_averages_for,
 )
 from papa.lab.recipes.registry import RECIPES, find, paper_soups
+from papa.lab.recipes.rules import rule_for
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
 from papa.rules import Elastic, Gossip, GradientWeightedPush, Lookahead, OuterStep, PushPull, Shuffle, SparseAverage

@@ -10,8 +10,8 @@ import pytest
 from papa.errors import ConfigError
 from papa.lab.config import COUPLING_OPTIONS, Config, CouplingConfig, idle_options
 from papa.lab.recipes import find
-from papa.lab.recipes.build import rule_for
 from papa.lab.recipes.couplings import COUPLINGS
+from papa.lab.recipes.rules import rule_for
 from papa.rules import (
     Elastic,
     Gossip,

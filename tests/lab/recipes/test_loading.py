@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from helpers import execute
 from papa.errors import RunError
+from papa.lab.data import load_images
 from papa.lab.recipes import find, load
-from papa.lab.recipes.build import build, images_for
+from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
 
 
@@ -27,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_soup_scores_as_in_its_run(run: Path) -> None:
     config = find("digits").config("smoke")
     result = json.loads((run / "result.json").read_text())
-    training, images = build(config), images_for(config)
+    training, images = build(config), load_images("digits", max_train=config.data.max_train)
     for which, name in (("soup", "average_soup"), ("greedy", "greedy_soup")):
         loaded = load(run, which)
         assert not loaded.network.training

@@ -39,6 +39,7 @@ def write_data(root: Path) -> None:
     write_tiles(root / "tiles")
     write_tiles(root / "vaihingen")
     write_optdigits(root / "optdigits.npz")
+    write_table(root / "table")
     (root / "text").mkdir()
     (root / "text" / "sample.txt").write_text(sample_text(3000))
 
@@ -68,6 +69,15 @@ def write_tiles(root: Path) -> None:
     (root / "splits.json").write_text(json.dumps(split))
 
 
+def write_table(path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = [
+        f"{x:.3f},{'red' if x > y else 'blue'},{y:.3f},{'yes' if x + y > 0 else 'no'}"
+        for x, y in random.normal(size=(80, 2))
+    ]
+    path.write_text("\n".join(["width,colour,height,kind", *rows]))
+
+
 def write_optdigits(path: Path) -> None:
     random = np.random.default_rng(0)
     parts = {}
@@ -93,7 +103,7 @@ def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
 def smoke_data_config(recipe: Recipe, data_root: Path) -> Config:
     """The smoke budget of a recipe, on data that `write_data` wrote."""
     config = recipe.config("smoke")
-    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen", "text")
+    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen", "text", "table")
     root = data_root / config.data.name if has_folder else data_root
     return replace(config, data=replace(config.data, root=str(root)))
 

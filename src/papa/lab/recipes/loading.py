@@ -8,22 +8,24 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from papa.ensemble import Ensemble
 from papa.errors import RunError
 from papa.files.evaluation_context import EvaluationContext
 from papa.lab.config import Config
-from papa.lab.data import ImageSet
-from papa.lab.data.text import TextSet
+from papa.lab.data.table import TABLES
 from papa.lab.data.tokens import Tokenizer, read_tokenizer
+from papa.lab.domains import COMBINE, TEXT, make_language_model
+from papa.lab.domains.pipeline import ImagePipeline
+from papa.lab.domains.table import make_mlp
 from papa.lab.models import make_model
-from papa.lab.recipes.build import build, combine_for, pipeline_for, wanted_image_size
-from papa.lab.recipes.language import TEXT, make_language_model
-from papa.lab.recipes.pipeline import ImagePipeline
+from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
+from papa.lab.tasks.language import TOKEN_COMBINE
 from papa.storage import json_text, validated
 
 
@@ -34,13 +36,13 @@ class LoadedNetwork:
     network: nn.Module
     """In evaluation mode, on the CPU."""
     prepare: Callable[[Tensor], Tensor]
-    """From uint8 images `(N, channels, height, width)` to the network's inputs."""
+    """From uint8 images `(N, channels, height, width)`, or rows of a table, to the network's inputs."""
     classes: tuple[str, ...]
     """The names of the classes, in the order of the network's outputs; empty when the data set has none."""
 
 
 class Card(TypedDict):
-    """What `load` needs to know about the data to build a run's network without it; a part of `result.json`."""
+    """What `load` needs to know about images to build a run's network without them; a part of `result.json`."""
 
     num_classes: int
     in_channels: int
@@ -51,20 +53,12 @@ class Card(TypedDict):
     classes: list[str]
 
 
-def card_for(config: Config, images: ImageSet | TextSet) -> Card | dict[str, int]:
-    """The card of a run's network; of a language model the number of tokens."""
-    if isinstance(images, TextSet):
-        return {"vocab_size": images.tokenizer.vocab_size}
-    pipeline = pipeline_for(config, images)
-    return {
-        "num_classes": images.num_classes,
-        "in_channels": images.channels,
-        "image_size": wanted_image_size(config) or images.image_size,
-        "mean": list(pipeline.mean),
-        "std": list(pipeline.std),
-        "resize": pipeline.resize,
-        "classes": list(images.classes),
-    }
+class TableCard(TypedDict):
+    """The same for tables: how features are scaled."""
+
+    mean: list[float]
+    std: list[float]
+    classes: list[str]
 
 
 def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwork:
@@ -78,13 +72,10 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
     directory, config, found = _opened(run)
     if config.data.name == TEXT:
         raise RunError(f"{run} holds language models: load them with load_language_model")
-    try:
-        card = validated(found, Card)
-    except ValueError as error:
-        raise RunError(
-            f"{directory.result} does not describe its network: it was edited, or written by an older version"
-        ) from error
     file = _file_of(directory, which)
+    if config.data.name in TABLES:
+        return _load_for_table(config, _checked_card(found, TableCard, directory), file)
+    card = _checked_card(found, Card, directory)
     network = make_model(
         config.model.name,
         num_classes=card["num_classes"],
@@ -97,6 +88,24 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
         num_classes=card["num_classes"], mean=tuple(card["mean"]), std=tuple(card["std"]), resize=card["resize"]
     )
     return LoadedNetwork(network, pipeline.prepare, tuple(card["classes"]))
+
+
+CardKind = TypeVar("CardKind")
+
+
+def _checked_card(found: Any, kind: type[CardKind], directory: RunDirectory) -> CardKind:
+    try:
+        return validated(found, kind)
+    except ValueError as error:
+        raise RunError(
+            f"{directory.result} does not describe its network: it was edited, or written by an older version"
+        ) from error
+
+
+def _load_for_table(config: Config, card: TableCard, file: Path) -> LoadedNetwork:
+    mean, std = torch.tensor(card["mean"]), torch.tensor(card["std"])
+    network = make_mlp(replace(config, model=replace(config.model, weights=str(file))), len(mean), len(card["classes"]))
+    return LoadedNetwork(network.eval(), lambda features: (features - mean) / std, tuple(card["classes"]))
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,8 @@ def load_ensemble(run: str | os.PathLike[str]) -> Ensemble:
     members = [int(path.stem) for path in sorted(directory.members.glob("[0-9]*.safetensors"))]
     is_text = config.data.name == TEXT
     networks = [(load_language_model(run, one) if is_text else load(run, one)).network for one in members]
-    return Ensemble(networks, combine=combine_for(config)).eval()
+    combine = (TOKEN_COMBINE if is_text else COMBINE)[config.average.ensemble]
+    return Ensemble(networks, combine=combine).eval()
 
 
 def _opened(run: str | os.PathLike[str]) -> tuple[RunDirectory, Config, Any]:

@@ -1,30 +1,61 @@
-"""From a config to what the training of a language model takes: text, network, task."""
+"""Text: language models that predict the next token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from papa.data import Data
 from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.data.text import TextSet, load_text
+from papa.lab.domains.base import Domain
 from papa.lab.models import from_transformers
 from papa.lab.models.gpt import GPT
 from papa.lab.models.weights import load_weights_
+from papa.lab.runs import RunDirectory
 from papa.lab.tasks.language import language_modelling
+from papa.storage import write_atomically
 from papa.task import Task
 
 TEXT = "text"
 """The name of the data."""
 
 
-def text_for(config: Config) -> TextSet:
+@dataclass(frozen=True)
+class TextDomain(Domain):
+    """A text and its tokenizer."""
+
+    text: TextSet
+    class_dim = -1
+
+    def split(self) -> Data:
+        return self.text.split(self.config.data.validation)
+
+    def task(self) -> Task:
+        return language_modelling(self.text.tokenizer.num_bytes(), ensemble=self.config.average.ensemble)
+
+    def make_network(self) -> nn.Module:
+        return make_language_model(self.config, self.text.tokenizer.vocab_size)
+
+    def card(self) -> dict[str, Any]:
+        return {"vocab_size": self.text.tokenizer.vocab_size}
+
+    def write_files(self, run: RunDirectory) -> None:
+        write_atomically(run.tokenizer, self.text.tokenizer.to_json())
+
+
+def load_text_domain(config: Config) -> TextDomain:
     """The text of a config."""
-    data = config.data
-    return load_text(
+    data, model = config.data, config.model
+    if model.name != "gpt" and not model.name.startswith(from_transformers.PREFIX):
+        known = f"gpt, or {from_transformers.PREFIX}TYPE for a causal model of transformers"
+        raise ConfigError(f"--model.name is {model.name} with --data.name text, expected {known}")
+    if model.pretrained and model.name == "gpt":
+        raise ConfigError("--model.pretrained is for transformers:PATH: give a file as --model.weights instead")
+    text = load_text(
         data.root,
         context=data.context,
         tokenizer=data.tokenizer,
@@ -34,22 +65,7 @@ def text_for(config: Config) -> TextSet:
         max_train=data.max_train,
         max_test=data.max_test,
     )
-
-
-def language_task_for(config: Config, text: TextSet) -> Task:
-    """Predicting the next token."""
-    return language_modelling(text.tokenizer.num_bytes(), ensemble=config.average.ensemble)
-
-
-def language_model_for(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
-    """A function that makes one language model."""
-    name = config.model.name
-    if name != "gpt" and not name.startswith(from_transformers.PREFIX):
-        known = f"gpt, or {from_transformers.PREFIX}TYPE for a causal model of transformers"
-        raise ConfigError(f"--model.name is {name} with --data.name text, expected {known}")
-    if config.model.pretrained and name == "gpt":
-        raise ConfigError("--model.pretrained is for transformers:PATH: give a file as --model.weights instead")
-    return partial(make_language_model, config, vocab_size)
+    return TextDomain(config, text)
 
 
 def make_language_model(config: Config, vocab_size: int) -> nn.Module:

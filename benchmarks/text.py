@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from _bench import Result, best_times, finish, parser, positive
 from papa.lab.config import Config
 from papa.lab.data.text import load_text
+from papa.lab.domains import make_language_model
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
-from papa.lab.domains import make_language_model
 from push import push_state_dicts_
 
 NUM_CHARACTERS = 150_000

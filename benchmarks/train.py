@@ -24,8 +24,8 @@ from _bench import Parts, Result, finish, parser, positive
 from papa.data import Arrays, Data
 from papa.group import Group, start_workers
 from papa.lab.augment.policy import DEFAULT_GRID, draw_policies
-from papa.lab.models import make_model
 from papa.lab.domains.pipeline import ImagePipeline
+from papa.lab.models import make_model
 from papa.lab.recipes.recipe import fast_precision
 from papa.rules import Independent, Push, Rule
 from papa.training import Callback, Numerics, Settings, Training, Transforms, sgd, start_training

@@ -1,23 +1,27 @@
-"""Commands that collect records of runs, and write `RESULTS.md`, the README's first table and its figure from them."""
+"""Commands that run the studies, collect records, and write the pages of results from them."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from papa.errors import PapaError
+from papa.cli import main as papa
+from papa.errors import PapaError, RunError, did_you_mean
 from papa.lab.report.draw import standalone_svg
 from papa.lab.runs import read_run
 from papa.storage import is_run, write_atomically
-from results.page import headline_plot, readme_with_headline, results_page
+from results.page import detail_page, headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, record_of, runs_of, write_record
-from results.studies import STUDIES, Study
+from results.studies import PAGES, STUDIES
+from results.study import Study
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs/assets/members-to-soup.svg"
 USAGE = """usage: python -m results.make collect [RUNS]   write a record of every finished run below RUNS (runs)
-       python -m results.make write            write RESULTS.md, the README's first table and its figure
+       python -m results.make run DATA [STUDY ...]   run all commands of these studies (all); the same again continues
+       python -m results.make write            write RESULTS.md, docs/results/, the README's first table and its figure
        python -m results.make picture          write only the figure, docs/assets/members-to-soup.svg
 """
 
@@ -29,6 +33,8 @@ def main(arguments: Sequence[str]) -> int:
             return collect(Path("runs"))
         case ["collect", runs]:
             return collect(Path(runs))
+        case ["run", data, *names]:
+            return run(data, names)
         case ["write"]:
             return write()
         case ["picture"]:
@@ -36,6 +42,24 @@ def main(arguments: Sequence[str]) -> int:
         case _:
             print(USAGE, end="", file=sys.stderr)
             return 2
+
+
+def run(data: str, names: Sequence[str], studies: Sequence[Study] = STUDIES) -> int:
+    """Run the commands of some studies, or of all, with data from a directory, and collect their records.
+
+    Finished runs are not run again, and interrupted ones are continued.
+    """
+    known = [study.name for study in studies]
+    for name in names:
+        if name not in known:
+            raise RunError(f"there is no study {name}: {did_you_mean(name, known)}")
+    for study in studies:
+        for command in study.commands if not names or study.name in names else ():
+            print(f"\n{command}", flush=True)
+            words = shlex.split(command)[1:]
+            if code := papa([word.replace("DATA", data, 1) if word.startswith("DATA") else word for word in words]):
+                return code
+    return collect(Path("runs"), studies=[study for study in studies if not names or study.name in names])
 
 
 def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDIES) -> int:
@@ -55,6 +79,7 @@ def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDI
 def write() -> int:
     """Write RESULTS.md, the README's block and the figure."""
     pages = {"RESULTS.md": results_page(), "README.md": readme_with_headline((ROOT / "README.md").read_text())}
+    pages |= {f"docs/results/{name}.md": detail_page(name) for name in PAGES}
     for name, page in pages.items():
         write_atomically(ROOT / name, page)
         print(f"wrote {name}")

@@ -1,4 +1,4 @@
-"""`RESULTS.md`, the README's first table and its figure, from records and prose."""
+"""`RESULTS.md`, the pages of details, the README's first table and its figure, from records and prose."""
 
 from __future__ import annotations
 
@@ -15,27 +15,39 @@ from papa.errors import RunError
 from papa.lab.report.figures import members_to_soup
 from papa.lab.report.plot import DotPlot
 from papa.rules import Push
+from results.controls import controls
 from results.record import FOLDER, names_of, read_records, runs_of
-from results.studies import HEADLINE, STUDIES, Study, Table
+from results.studies import HEADLINE, PAGES, STUDIES
+from results.study import Study, Table
 from results.tables import headline, prose_number
 
 PROSE = Path(__file__).parent / "prose"
 NUMBER_IN_PROSE = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
 """A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
+TABLE_IN_PROSE = re.compile(r"^\{controls ([\w-]+)\}$", re.MULTILINE)
+"""A table in prose: `{controls cifar10-2k}`, the controls of that study below its commands."""
 MAX_VALUES = 5
 """The number of values of one option that are listed."""
 BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 
 
 def results_page(records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:
-    """The whole of `RESULTS.md`; a `RunError` if a record belongs to no command."""
+    """The whole of `RESULTS.md`: words, with the tables and numbers that they ask for."""
+    return prose_of("opening", records, prose, studies) + "\n"
+
+
+def detail_page(
+    name: str, records: Path = FOLDER, prose: Path = PROSE, pages: Mapping[str, Sequence[Study]] = PAGES
+) -> str:
+    """A page of `docs/results/`: every study of it; a `RunError` if a record belongs to no command."""
+    studies = [study for some in pages.values() for study in some]
     _check_all_belong(records, studies)
-    parts = [prose_of("opening", records, prose, studies)]
-    for study in studies:
+    parts = [prose_of(name, records, prose, studies)]
+    for study in pages[name]:
         words = prose_of(study.name, records, prose, studies)
         parts += [f"## {study.title}", *([words] if words else [])]
         parts += [_table_part(table, records, studies) for table in study.tables]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
@@ -89,7 +101,16 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
             raise RunError(f"{path.name} needs {match[0]}, of which there is no record: collect it, or change the text")
         return number
 
-    return NUMBER_IN_PROSE.sub(fill, path.read_text(encoding="utf-8").strip())
+    def fill_table(match: re.Match[str]) -> str:
+        study = next((study for study in studies if study.name == match[1]), None)
+        if study is None:
+            raise RunError(f"{path.name} needs {match[0]}, and there is no study of that name: correct the text")
+        found = list(read_records(study.tables[0].commands, records).values())
+        commands = "```console\n" + "\n".join(study.tables[0].commands) + "\n```"
+        return "\n\n".join([commands, controls(found) if found else "Not run yet."])
+
+    text = TABLE_IN_PROSE.sub(fill_table, path.read_text(encoding="utf-8").strip())
+    return NUMBER_IN_PROSE.sub(fill, text)
 
 
 def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:
@@ -116,7 +137,8 @@ def _named(command: str, studies: Sequence[Study]) -> str:
 def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
     """Budget, seeds, versions, and the number of missing runs."""
     expected = {name for command in table.all_commands for name in runs_of(command)}
-    budgets = _listed(take_budget(shlex.split(command))[0] for command in table.all_commands)
+    given = [budget for command in table.all_commands if (budget := take_budget(shlex.split(command))[0])]
+    budget = f"Budget {_listed(given)}; seeds" if given else "Seeds"
     seeds = _listed(record["seed"] for record in records.values())
     environments = [record["environment"] for record in records.values()]
     versions = "; ".join(
@@ -126,7 +148,7 @@ def _provenance(table: Table, records: Mapping[str, Mapping[str, Any]]) -> str:
     missing = len(expected) - len(records)
     incomplete = f"; {missing} of {len(expected)} runs are missing" if missing else ""
     setting = "; ".join(f"{word} {_in_short(found)}" for word, found in _setting(list(records.values())).items())
-    return f"Budget {budgets}; seeds {seeds}; {versions}{incomplete}.\n\nThe setting: {setting}."
+    return f"{budget} {seeds}; {versions}{incomplete}.\n\nThe setting: {setting}."
 
 
 def _setting(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ LARGEST = 20_000
 """The largest size of a record, in bytes."""
 KEPT = (
     *("recipe", "method", "seed", "config", "test", "validation", "repaired", "aligned", "greedy_members"),
-    *("similarity", "interpolation", "num_averagings", "nonfinite", "seconds", "policies"),
+    *("best_soup", "trajectory", "similarity", "interpolation", "num_averagings", "nonfinite", "seconds", "policies"),
 )
 """The keys of `result.json` that a record has."""
 ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "device", "workers")
@@ -30,6 +30,8 @@ ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "de
 OF_THE_MACHINE = ("device", "data.root", "model.weights")
 """Options that depend on the machine."""
 DIGITS = 6
+MAX_EPOCHS = 50
+"""The largest number of epochs in a record; of a longer run every second, third, ... epoch is kept, and the last."""
 
 
 @cache
@@ -62,12 +64,23 @@ def record_of(run: Run, config: Config) -> dict[str, Any]:
             "step": event["step"],
             "loss": _mean(event["losses"]),
             "validation": _mean(event["validation"]),
+            "soup": event.get("validation_average_soup"),
             "distance": _mean(event["distances"]),
         }
-        for event in run.events
-        if event["event"] == "epoch"
+        for event in thinned([event for event in run.events if event["event"] == "epoch"], MAX_EPOCHS)
     ]
     return {name: value if name == "config" else _rounded(value) for name, value in kept.items()}
+
+
+def thinned(events: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """Every n-th event and the last, at most `most`.
+
+    Example:
+        >>> [event["epoch"] for event in thinned([{"epoch": number} for number in range(1, 8)], 4)]
+        [1, 3, 5, 7]
+    """
+    every = -(-len(events) // most)
+    return list(events[::-1][:: max(every, 1)][::-1])
 
 
 def check_config(found: Any, config: Config, where: str) -> None:

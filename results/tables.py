@@ -240,7 +240,7 @@ def half_lives(records: Sequence[Record]) -> str:
         if runs[0]["method"] == "papa":
             push = (f"{share:g}", f"{share * steps:.3g}", f"{_alpha(share * steps, every):.3g}")
         gap = mean_gap_closed(runs, records)
-        cells = (_mean([score(key)(run) for run in runs]) for key in KEYS)
+        cells = (mean_text([score(key)(run) for run in runs]) for key in KEYS)
         rows.append((f"{epochs}", f"{steps}", *push, *cells, gap_text(gap)))
     head = ("epochs", "steps", "half-life, share of training", "half-life, steps", "alpha at the full learning rate")
     return "\n\n".join([markdown((*head, *KEYS.values(), GAP_COLUMN), rows), *_best_shares(records)])
@@ -253,7 +253,23 @@ def rates(records: Sequence[Record]) -> str:
     for record in sorted(records, key=lambda record: float(record["config"]["train"]["lr"])):
         validation, test = record["validation"], record["test"]
         cells = (validation["mean"], test["mean"], test["ensemble"])
-        rows.append((f"{record['config']['train']['lr']:g}", *(_mean([value]) for value in cells)))
+        rows.append((f"{record['config']['train']['lr']:g}", *(mean_text([value]) for value in cells)))
+    return markdown(head, rows)
+
+
+def rates_and_decays(records: Sequence[Record]) -> str:
+    """Scores of members for each learning rate and weight decay, best on validation data first."""
+    metric = metric_of(records)
+    rows = [
+        (
+            f"{record['config']['train']['lr']:g}",
+            f"{record['config']['train']['weight_decay']:g}",
+            *(mean_text([record[part]["mean"]], metric.digits) for part in ("validation", "test")),
+            f"{record['epochs'][-1]['loss']:.3f}",
+        )
+        for record in sorted(records, key=lambda record: record["validation"]["mean"], reverse=metric.higher_is_better)
+    ]
+    head = ("learning rate", "weight decay", "mean on validation data", "mean on test data", "training loss at the end")
     return markdown(head, rows)
 
 
@@ -303,10 +319,10 @@ def lines_between(records: Sequence[Record]) -> str:
         runs = [{curve["name"]: curve for curve in record["interpolation"]["curves"]} for _, record in group]
         for name in runs[0]:
             curves = [curves[name] for curves in runs if name in curves]
-            ends = _mean([(curve["score"][0] + curve["score"][-1]) / 2 for curve in curves])
-            middle = _mean([curve["score"][len(curve["score"]) // 2] for curve in curves])
-            worst = _mean([(min if _best(group[0][1]) == "max" else max)(curve["score"]) for curve in curves])
-            rows.append((label, name, ends, middle, worst, _mean([curve["barrier"] for curve in curves])))
+            ends = mean_text([(curve["score"][0] + curve["score"][-1]) / 2 for curve in curves])
+            middle = mean_text([curve["score"][len(curve["score"]) // 2] for curve in curves])
+            worst = mean_text([(min if _best(group[0][1]) == "max" else max)(curve["score"]) for curve in curves])
+            rows.append((label, name, ends, middle, worst, mean_text([curve["barrier"] for curve in curves])))
     head = ("method", "line", "score at the ends", "score in the middle", "worst score", "loss barrier")
     return markdown(head, rows) if rows else ""
 
@@ -340,14 +356,16 @@ def headline(records: Sequence[Record], longer: Sequence[Record]) -> str:
     independent, papa = _of_method(records, "independent"), _of_method(records, "papa")
     members = str(records[0]["config"]["members"])
     rows: list[tuple[str, str, str]] = [
-        (f"one network (mean of {members})", "1", _mean([score("mean")(run) for run in independent])),
-        ("greedy soup of independent networks", "1", _mean([score("greedy_soup")(run) for run in independent])),
-        ("ensemble of independent networks", members, _mean([score("ensemble")(run) for run in independent])),
-        ("**PAPA, average soup**", "**1**", f"**{_mean([score('average_soup')(run) for run in papa])}**"),
+        (f"one network (mean of {members})", "1", mean_text([score("mean")(run) for run in independent])),
+        ("greedy soup of independent networks", "1", mean_text([score("greedy_soup")(run) for run in independent])),
+        ("ensemble of independent networks", members, mean_text([score("ensemble")(run) for run in independent])),
+        ("**PAPA, average soup**", "**1**", f"**{mean_text([score('average_soup')(run) for run in papa])}**"),
     ]
     if longer:
         times = round(_length(longer[0]) / _length(papa[0]))
-        rows.append((f"one network trained {times} times longer", "1", _mean([score("mean")(run) for run in longer])))
+        rows.append(
+            (f"one network trained {times} times longer", "1", mean_text([score("mean")(run) for run in longer]))
+        )
     return markdown(("", "networks at inference", "test accuracy, %"), rows)
 
 
@@ -359,7 +377,7 @@ def prose_number(records: Sequence[Record], key: str) -> str:
         key: `average_soup`, or with the kind of soups before it, `aligned.greedy_soup`.
     """
     soups, dot, name = key.rpartition(".")
-    return _mean([score(name, soups if dot else None)(record) for record in records], metric_of(records).digits)
+    return mean_text([score(name, soups if dot else None)(record) for record in records], metric_of(records).digits)
 
 
 def _of_method(records: Sequence[Record], method: str) -> list[Record]:
@@ -389,10 +407,10 @@ def _alpha(half_life: float, every_steps: int) -> float:
 
 
 def _columns(found: Sequence[Sequence[float]]) -> list[str]:
-    return [_mean(list(column)) for column in zip(*found, strict=True)]
+    return [mean_text(list(column)) for column in zip(*found, strict=True)]
 
 
-def _mean(values: Sequence[float | None], digits: int = 2) -> str:
+def mean_text(values: Sequence[float | None], digits: int = 2) -> str:
     """A mean with its standard deviation; empty if there is no number."""
     found = [value for value in values if value is not None]
     if not found:

@@ -1,4 +1,4 @@
-"""RESULTS.md and the README's table and figure agree with the committed records, and their commands are valid."""
+"""The pages of results and the README's table and figure agree with the committed records; commands are valid."""
 
 from __future__ import annotations
 
@@ -14,17 +14,29 @@ from helpers import write_images
 from papa.cli import main
 from papa.errors import RunError
 from results.make import PICTURE, collect
-from results.page import headline_plot, readme_with_headline, results_page
+from results.page import detail_page, headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, LARGEST, names_of, runs_of
-from results.studies import STUDIES, Study, Table
+from results.studies import PAGES, STUDIES
+from results.study import Study, Table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "RESULTS.md").read_text()
-COMMANDS = [line for line in PAGE.splitlines() if line.startswith("papa ")]
+DETAILS = {name: (ROOT / "docs/results" / f"{name}.md").read_text() for name in PAGES}
+COMMANDS = [line for page in DETAILS.values() for line in page.splitlines() if line.startswith("papa ")]
+MAX_WORDS = 1500
 
 
 def test_the_page_agrees_with_the_records() -> None:
     assert results_page() == PAGE, "RESULTS.md is written from results/: run `make results`"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_details_agrees_with_the_records(name: str) -> None:
+    assert detail_page(name) == DETAILS[name], f"docs/results/{name}.md is written from results/: run `make results`"
+
+
+def test_the_first_page_is_short() -> None:
+    assert len(PAGE.split()) <= MAX_WORDS
 
 
 def test_the_readmes_first_table_agrees_with_the_records() -> None:
@@ -45,7 +57,7 @@ def test_the_readmes_figure_agrees_with_the_records() -> None:
 
 
 def test_every_number_of_the_page_is_filled_in() -> None:
-    assert not re.findall(r"\{[^}]*\}", PAGE)
+    assert not any(re.findall(r"\{[^}]*\}", page) for page in (PAGE, *DETAILS.values()))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -90,10 +102,10 @@ def test_a_command_of_the_page_runs_and_becomes_a_table(
     smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs, study = smoke
-    assert "Not run yet." in results_page(tmp_path, tmp_path, [study])
+    assert "Not run yet." in detail_page("short", tmp_path, tmp_path, {"short": [study]})
     assert collect(runs, tmp_path, [study]) == 0
     assert "repair: 3 of 3 runs" in capsys.readouterr().out
-    page = results_page(tmp_path, tmp_path, [study])
+    page = detail_page("short", tmp_path, tmp_path, {"short": [study]})
     assert "Budget smoke; seeds 1, 2, 3; papa " in page
     assert len(re.findall(r"^\| papa-all \| [123] \|", page, re.MULTILINE)) == 3
     texts = [path.read_text() for path in tmp_path.rglob("*.json")]
@@ -114,7 +126,7 @@ def test_a_run_with_other_options_than_its_smallis_refused(smoke: tuple[Path, St
     assert not list(tmp_path.iterdir())
     collect(runs, tmp_path, [study])
     with pytest.raises(RunError, match="the record repair/none/papa-all-seed1 differs from its command"):
-        results_page(tmp_path, tmp_path, [changed])
+        detail_page("short", tmp_path, tmp_path, {"short": [changed]})
 
 
 def test_unfinished_runs_are_left_out_and_counted(
@@ -130,7 +142,7 @@ def test_unfinished_runs_are_left_out_and_counted(
     (begun / "config.json").write_bytes((only / "config.json").read_bytes())
     collect(tmp_path / "runs", tmp_path / "records", [study])
     assert "repair: 1 of 3 runs" in capsys.readouterr().out
-    page = results_page(tmp_path / "records", tmp_path, [study])
+    page = detail_page("short", tmp_path / "records", tmp_path, {"short": [study]})
     assert "2 of 3 runs are missing." in page
 
 
@@ -139,4 +151,4 @@ def test_a_record_that_no_smallmakes_is_refused(smoke: tuple[Path, Study], tmp_p
     collect(runs, tmp_path, [study])
     (tmp_path / "stray.json").write_text("{}")
     with pytest.raises(RunError, match=r"no command of results/studies.py makes stray: remove these records"):
-        results_page(tmp_path, tmp_path, [study])
+        detail_page("short", tmp_path, tmp_path, {"short": [study]})

@@ -18,9 +18,12 @@ from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.rules import HALF_LIFE
 from results import tables
-from results.page import prose_of, readme_with_headline, results_page
+from results.controls import controls, verdicts
+from results.evidence import EVIDENCE
+from results.page import detail_page, prose_of, readme_with_headline
 from results.record import LARGEST, read_records, runs_of, write_record
-from results.studies import MAIN_CIFAR10, STUDIES
+from results.short import MAIN_CIFAR10, SHORT
+from results.studies import PAGES, STUDIES
 from results.tables import Difference, paired
 
 SOUPS = {"independent": 10.0, "papa": 57.0, "papa-all": 56.0, "papa-2": 55.0}
@@ -56,7 +59,9 @@ def invented(config: Config) -> dict[str, Any]:
         ),
         "seconds": {"train": 540.0, "evaluate": 60.0},
         "environment": {"papa": "1.2.3", "torch": "9.8.7", "python": "3.12", "device": "cpu", "processors": 2},
-        "epochs": [{"epoch": config.train.epochs, "step": steps}],
+        "best_soup": {"epoch": 3, "validation": {"score": 60.0}, "test": {"score": 57.5 + seed}},
+        "trajectory": {"test": {"mean": 56.5 + seed, "average_soup": 58.5 + seed}},
+        "epochs": [{"epoch": config.train.epochs, "step": steps, "loss": 0.01}],
     }
 
 
@@ -79,15 +84,15 @@ def rows_of(page: str, start: str) -> list[list[str]]:
 
 
 def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(records: Path) -> None:
-    page = results_page(records)
+    page = "\n".join(detail_page(name, records) for name in PAGES)
     assert "Not run yet" not in page
     assert "are missing" not in page
     for study in STUDIES:
         assert f"## {study.title}\n" in page
         for table in study.tables:
-            section = page.split(f"### {table.title}\n")[1].split("\n##")[0]
+            section = page.split(f"## {study.title}\n")[1].split(f"### {table.title}\n")[1].split("\n##")[0]
             assert all(command in section for command in table.commands)
-            assert "Budget mini; seeds 1" in section
+            assert ("\nSeeds 1" if study in EVIDENCE else "\nBudget mini; seeds 1") in section
             assert "papa 1.2.3; PyTorch 9.8.7; Python 3.12; device cpu." in section
             assert "\n|---|" in section
 
@@ -161,8 +166,8 @@ def test_half_lives_are_compared_for_the_seeds_that_all_were_run_with(records: P
 
 
 def test_other_studies_show_their_runs(records: Path) -> None:
-    page = results_page(records)
-    sections = {study.name: page.split(f"## {study.title}\n")[1].split("\n## ")[0] for study in STUDIES}
+    page = detail_page("short", records)
+    sections = {study.name: page.split(f"## {study.title}\n")[1].split("\n## ")[0] for study in SHORT}
     assert {f"papa, members {members}" for members in (2, 3, 5)} <= {
         row[0] for row in rows_of(sections["sizes"], "papa")
     }
@@ -182,6 +187,61 @@ def test_other_studies_show_their_runs(records: Path) -> None:
         tuple(row) for row in rows_of(sections["alike"], "papa | plain")
     }
     assert "| papa: average soup | 81.25 | 71.50 |" in sections["segmentation"]
+
+
+def test_every_control_has_a_row_and_what_the_soup_of_papa_gains_over_it(records: Path) -> None:
+    study = EVIDENCE[0]
+    runs = list(read_records(study.tables[0].commands, records).values())
+    page = controls(runs)
+    found = {row[0]: row[1:] for row in rows_of(page, "")[2:]}
+    share = runs[0]["config"]["average"]["half_life"]
+    gain = 57.0 - share
+    assert found == {
+        "one network (mean of 4)": ["1", "56.00 (1.00)", f"{gain - 54:+.2f} (0.00)"],
+        "the best of 4 by validation": ["1", "56.00 (1.00)", f"{gain - 54:+.2f} (0.00)"],
+        "greedy soup of 4 independent networks": ["1", "57.00 (1.00)", f"{gain - 55:+.2f} (0.00)"],
+        "one network, 4 times longer": ["1", "56.00 (1.00)", f"{gain - 54:+.2f} (0.00)"],
+        "... with early stopping": ["1", "59.50 (1.00)", f"{gain - 57.5:+.2f} (0.00)"],
+        "... with weights averaged over time (EMA)": ["1", "58.50 (1.00)", f"{gain - 56.5:+.2f} (0.00)"],
+        "one network, batches 4 times larger": ["1", "56.00 (1.00)", f"{gain - 54:+.2f} (0.00)"],
+        "PAPA-2, average soup": ["1", f"{57 - share:.2f} (1.00)", "+2.00 (0.00)"],
+        "PAPA-all, average soup": ["1", f"{58 - share:.2f} (1.00)", "+1.00 (0.00)"],
+        "**PAPA, average soup**": ["1", f"{59 - share:.2f} (1.00)", ""],
+        "PAPA with EMA, average soup": ["1", "60.50 (1.00)", f"{gain - 58.5:+.2f} (0.00)"],
+        "ensemble of 4 independent networks": ["4", "60.00 (1.00)", f"{gain - 58:+.2f} (0.00)"],
+    }
+    assert page.endswith(
+        f"PAPA's soup closes {100 * (gain - 54) / 4:.0f}% of the gap between one network and the ensemble."
+    )
+    (longer,) = rows_of(verdicts(runs), "PAPA's soup less one network, p times longer")
+    assert longer[1:] == [", ".join([f"{gain - 54:+.2f}"] * 3), f"{gain - 54:+.2f}", "0.00", "yes, above"]
+
+
+def test_the_member_that_is_best_on_validation_data_is_shown_by_its_test_score(records: Path) -> None:
+    runs = [copy.deepcopy(dict(record)) for record in read_records(EVIDENCE[0].tables[0].commands, records).values()]
+    for run in runs:
+        run["validation"]["members"] = [50.0, 70.0, None, 60.0][: len(run["test"]["members"])]
+        run["test"]["members"] = [99.0, 61.0, None, 98.0][: len(run["test"]["members"])]
+    (row,) = rows_of(controls(runs), "the best of 4 by validation")
+    assert row[2] == "61.00 (0.00)"
+
+
+def test_the_search_for_rates_and_decays_has_the_best_on_validation_data_first(records: Path) -> None:
+    runs = [dict(record) for record in read_records(EVIDENCE[0].tables[1].commands, records).values()]
+    runs[2] = {**runs[2], "validation": {**runs[2]["validation"], "mean": 77.0}}
+    first = tables.rates_and_decays(runs).splitlines()[2]
+    assert first.startswith(
+        f"| {runs[2]['config']['train']['lr']:g} | {runs[2]['config']['train']['weight_decay']:g} | 77.00"
+    )
+
+
+def test_tables_in_prose_come_from_records(records: Path, tmp_path: Path) -> None:
+    (tmp_path / "opening.md").write_text("before\n\n{controls cifar10-2k}\n\nafter")
+    assert "| **PAPA, average soup** | 1 |" in prose_of("opening", records, tmp_path)
+    assert "Not run yet." in prose_of("opening", tmp_path, tmp_path)
+    (tmp_path / "opening.md").write_text("{controls cifar11}")
+    with pytest.raises(RunError, match=r"opening.md needs \{controls cifar11\}, and there is no study of that name"):
+        prose_of("opening", records, tmp_path)
 
 
 def test_the_readme_gets_the_main_study(records: Path, tmp_path: Path) -> None:

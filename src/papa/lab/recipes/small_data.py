@@ -25,6 +25,8 @@ class _Row:
     """Training and validation images together."""
     image_size: int | None = None
     epochs: int
+    batch_lr: float = 0.1
+    """The learning rate of one network with batches as large as those of all members together."""
 
     @property
     def name(self) -> str:
@@ -62,6 +64,14 @@ def one_network(row: _Row, budget: str) -> Config:
     return replace(config, method="independent", members=1, train=train)
 
 
+def large_batch(row: _Row, budget: str) -> Config:
+    """One network with batches as large as those of all members together, for as many steps; its own learning rate."""
+    config = one_network(row, budget)
+    if budget == "smoke":  # whose data would not fill one such batch
+        return config
+    return replace(config, train=replace(config.train, batch_size=config.train.batch_size * MEMBERS, lr=row.batch_lr))
+
+
 RECIPES = (
     *(
         Recipe(
@@ -76,6 +86,14 @@ RECIPES = (
             name=f"{row.name}-long",
             summary=f"one small vgg11 on these images, trained {MEMBERS} times as long",
             make=partial(one_network, row),
+        )
+        for row in ROWS
+    ),
+    *(
+        Recipe(
+            name=f"{row.name}-batch",
+            summary=f"one small vgg11 on these images, with batches {MEMBERS} times as large",
+            make=partial(large_batch, row),
         )
         for row in ROWS
     ),

@@ -1,0 +1,117 @@
+"""Tables of the evidence: PAPA's soup beside everything else that the same data and compute can buy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from papa.lab.report.metric import metric_of
+from papa.lab.report.table import gap_text, mean_gap_closed
+from results.tables import Record, Score, by_seed, difference_table, markdown, mean_text, paired, score
+
+
+def best_by_validation(record: Record) -> float | None:
+    """The test score of the member that is best on validation data; of equal ones the first."""
+    found = [value for value in record["validation"]["members"] if value is not None]
+    if not found:
+        return None
+    best = (max if metric_of([record]).higher_is_better else min)(found)
+    value: float | None = record["test"]["members"][record["validation"]["members"].index(best)]
+    return value
+
+
+def best_epoch(record: Record) -> float | None:
+    """The test score of the soup of the epoch that is best on validation data; for one network, early stopping."""
+    kept = record.get("best_soup")
+    return None if not kept or not kept.get("test") else kept["test"]["score"]
+
+
+def along_trajectory(key: str) -> Score:
+    """A function that finds the test score of averages along trajectories (EMA)."""
+
+    def find(record: Record) -> float | None:
+        found: Mapping[str, Any] | None = (record.get("trajectory") or {}).get("test")
+        return None if found is None else found.get(key)
+
+    return find
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """A row of the table."""
+
+    label: str
+    role: str
+    """Whose runs: `independent`, `papa` and so on for populations, `long` or `batch` for one network."""
+    of: Score
+    num_networks: str = "1"
+    """The number of networks at inference; `p` for all members."""
+
+
+CONTROLS = (
+    Control(label="one network (mean of p)", role="independent", of=score("mean")),
+    Control(label="the best of p by validation", role="independent", of=best_by_validation),
+    Control(label="greedy soup of p independent networks", role="independent", of=score("greedy_soup")),
+    Control(label="one network, p times longer", role="long", of=score("mean")),
+    Control(label="... with early stopping", role="long", of=best_epoch),
+    Control(label="... with weights averaged over time (EMA)", role="long", of=along_trajectory("mean")),
+    Control(label="one network, batches p times larger", role="batch", of=score("mean")),
+    Control(label="PAPA-2, average soup", role="papa-2", of=score("average_soup")),
+    Control(label="PAPA-all, average soup", role="papa-all", of=score("average_soup")),
+    Control(label="**PAPA, average soup**", role="papa", of=score("average_soup")),
+    Control(label="PAPA with EMA, average soup", role="papa", of=along_trajectory("average_soup")),
+    Control(label="ensemble of p independent networks", role="independent", of=score("ensemble"), num_networks="p"),
+)
+
+
+def role_of(record: Record) -> str:
+    """What a run is compared as; see `Control.role`."""
+    for role in ("long", "batch"):
+        if record["recipe"].endswith(f"-{role}"):
+            return role
+    return str(record["method"])
+
+
+def controls(records: Sequence[Record]) -> str:
+    """One row for each control: test score, and PAPA's soup minus it."""
+    roles: dict[str, list[Record]] = {}
+    for record in records:
+        roles.setdefault(role_of(record), []).append(record)
+    metric, size = metric_of(records), str(max(record["config"]["members"] for record in records))
+    ours = by_seed(roles.get("papa", []), score("average_soup"))
+    rows = []
+    for control in CONTROLS:
+        runs = roles.get(control.role, [])
+        if not any(control.of(record) is not None for record in runs):
+            continue
+        difference = paired(ours, by_seed(runs, control.of))
+        less = ""
+        if difference is not None and difference.mean is not None and control.label != "**PAPA, average soup**":
+            spread = "" if difference.deviation is None else f" ({difference.deviation:.{metric.digits}f})"
+            less = f"{difference.mean:+.{metric.digits}f}{spread}"
+        label = control.label.replace("of p", f"of {size}").replace("p times", f"{size} times")
+        cells = (label, control.num_networks.replace("p", size), mean_text(list(map(control.of, runs)), metric.digits))
+        rows.append((*cells, less))
+    head = ("", "networks at inference", f"test {metric.name}", "PAPA's soup less this")
+    populations = [*roles.get("independent", []), *roles.get("papa", [])]
+    gap = gap_text(mean_gap_closed(roles.get("papa", []), populations))
+    closed = f"\n\nPAPA's soup closes {gap} of the gap between one network and the ensemble." if gap else ""
+    return markdown(head, rows) + closed
+
+
+def verdicts(records: Sequence[Record]) -> str:
+    """PAPA's soup minus each control, seed by seed."""
+    papa = [record for record in records if role_of(record) == "papa"]
+    rows = []
+    for control in CONTROLS:
+        runs = [record for record in records if role_of(record) == control.role]
+        difference = paired(by_seed(papa, score("average_soup")), by_seed(runs, control.of))
+        if difference is not None and control.role != "papa":
+            rows.append((f"PAPA's soup less {control.label}", difference))
+    return difference_table(rows, metric_of(records).digits)
+
+
+def both(detail: Callable[[Sequence[Record]], str]) -> Callable[[Sequence[Record]], str]:
+    """The controls, the differences by seed, and another table."""
+    return lambda records: "\n\n".join([controls(records), verdicts(records), detail(records)])

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from helpers import assert_same_bits, make_networks, snapshot
 from papa import mixing
 from papa.averager import Averager, Averaging
-from papa.errors import MixingError
+from papa.errors import MixingError, PapaWarning
 from papa.population import Population
 from papa.rules import AveragingContext, Independent, MergeAll, MergePairs, Mix, Push, Rule
 
@@ -186,7 +186,7 @@ class TestLearningRateRatio:
         averager = Averager(population, Push(alpha=0.99, every_steps=1), optimizers)
         optimizers[1].param_groups[0]["lr"] = 0.05
         message = (
-            r"optimizer 1 is at 0.5 of its initial learning rate, optimizer 0 at 1: a push needs one ratio for all, "
+            r"optimizer 1 is at 0.5 of its highest learning rate, optimizer 0 at 1: a push needs one ratio for all, "
             r"pass it as averager.step\(lr_ratio=...\)"
         )
         with pytest.raises(MixingError, match=message):
@@ -414,7 +414,7 @@ def test_pushes_that_the_schedule_scales_to_nothing_are_reported_once() -> None:
     averager = Averager(population, Push(alpha=0.5, every_steps=1), optimizers)
     for _ in range(19):
         averager.step()
-    with pytest.warns(UserWarning, match=r"the first 20 pushes were scaled down to about 0.001"):
+    with pytest.warns(UserWarning, match=r"20 pushes were scaled down to about 0.001"):
         averager.step()
     averager.step()
 
@@ -427,6 +427,26 @@ def test_rates_that_begin_low_or_end_low_are_no_reason_to_warn() -> None:
         averager.step(lr_ratio=0.01)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 1.0 if step == 10 else 0.01
+        averager.step()
+
+
+def test_pushes_go_on_after_the_end_that_was_given() -> None:
+    averager = Averager(Population(make_networks("linear", 2)), Push(alpha=0.5, every_steps=1), num_steps=2)
+    averager.step()
+    averager.step()
+    with pytest.warns(PapaWarning, match=r"the half-life was set for that length.*Pass the real number of steps"):
+        assert averager.step() is not None
+
+
+def test_a_warm_up_is_not_reported_as_a_low_learning_rate() -> None:
+    population = Population(make_networks("linear", 2))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in population]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(one, max_lr=1.0, total_steps=400) for one in optimizers]
+    averager = Averager(population, Push(alpha=0.5, every_steps=1), optimizers)
+    for _ in range(60):
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         averager.step()
 
 

@@ -148,9 +148,10 @@ def test_identical_members() -> None:
         loop(Push(alpha=0.9, every_steps=4), alike=True, batch=lambda member, step: own_batch(0, step))
 
 
-def test_identical_batches() -> None:
+@pytest.mark.parametrize("every_steps", [1, 2, 4])
+def test_identical_batches(every_steps: int) -> None:
     with pytest.warns(PapaWarning, match=r"all members saw the same 3 first batches, .* papa\.loaders") as found:
-        loop(Push(alpha=0.9, every_steps=4), batch=lambda member, step: own_batch(0, step))
+        loop(Push(alpha=0.9, every_steps=every_steps), batch=lambda member, step: own_batch(0, step))
     assert len(found) == 1
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from papa import mixing
 from papa.delayed import DelayedPush, dtype_name
 from papa.diagnostics import Diagnostics
-from papa.errors import MixingError
+from papa.errors import MixingError, PapaWarning
 from papa.extra_rows import DelayedStep, ExtraRows
 from papa.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
 from papa.learning_rates import LearningRates, check_optimizers, clamped
@@ -168,7 +168,9 @@ class Averager:
         self.num_steps_taken += 1
         if self.num_steps is not None and self.num_steps_taken == self.num_steps + 1:
             warnings.warn(
-                f"training goes on after num_steps = {self.num_steps}: merges have skipped that step as the last",
+                f"training goes on after num_steps = {self.num_steps}: the half-life was set for that length, and "
+                "merges skipped that step as the last. Pass the real number of steps",
+                PapaWarning,
                 stacklevel=2,
             )
         self.found_nonfinite = ()

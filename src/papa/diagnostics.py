@@ -97,7 +97,8 @@ class Diagnostics:
             self._warn(
                 "strength",
                 f"{reason} in {subject} of {num_steps} steps: members may stay too far apart, and their average at "
-                "chance. Push more strongly: papa.Push(half_life=0.003), a share of training, is a good start",
+                "chance. Push more strongly: papa.Push(half_life=0.003), a share of training, keeps them together, and "
+                "papa.diagnose says whether it is too strong",
             )
 
     def before_soup(self) -> None:
@@ -141,7 +142,7 @@ class Diagnostics:
         self._before = self._sample() if self._num_averagings <= NUM_AVERAGINGS_CHECKED else None
         if distances is not None and self._before is not None and any(self._counts):
             self._check_if_equal(float(distances.max()), float(torch.linalg.vector_norm(self._before)))
-        if self._batches is not None:
+        if self._batches is not None and self._num_steps >= NUM_BATCHES_COMPARED:
             if self._batches.are_equal():
                 self._warn(
                     "batches",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from papa import mixing
-from papa.errors import MemberError, MixingError, did_you_mean
+from papa.errors import MemberError, MixingError, PapaWarning, did_you_mean
 from papa.layout import named_tensors
 from papa.population import Population
 
@@ -151,6 +151,7 @@ class HealthCheck:
                 warnings.warn(
                     f"member {member} was restarted, but the averager was not given its optimizer: non-finite momentum "
                     "will make it non-finite again. Pass the members' optimizers to the averager",
+                    PapaWarning,
                     stacklevel=6,
                 )
 
@@ -171,9 +172,9 @@ class HealthCheck:
 
 
 def check_one_ratio(highest: float, negative_lowest: float) -> None:
-    """Raise a `MixingError` if processes are at different shares of their initial learning rates."""
+    """Raise a `MixingError` if processes are at different shares of their highest learning rates."""
     if not math.isclose(highest, -negative_lowest, rel_tol=1e-6, abs_tol=1e-12):
         raise MixingError(
-            f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their initial learning rates: a push needs "
+            f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their highest learning rates: a push needs "
             "one ratio for all, pass it as averager.step(lr_ratio=...)"
         )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from papa.errors import MemberError
+from papa.errors import MemberError, PapaWarning
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts on a cache line, as torch's own allocations do."""
@@ -249,6 +249,7 @@ def _warn_of_different_bases(models: Sequence[nn.Module]) -> None:
         warnings.warn(
             "members have orthogonal parametrizations with different bases, which have no useful average: start "
             "members from the same weights, or use orthogonal(..., use_trivialization=False)",
+            PapaWarning,
             stacklevel=5,
         )
 

@@ -1,4 +1,4 @@
-"""The ratio of the current to the initial learning rate, read from the optimizers: it scales pushes."""
+"""The ratio of the current to the highest learning rate, read from the optimizers: it scales pushes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from papa.errors import MixingError
+from papa.errors import MixingError, PapaWarning
 from papa.population import Population
 
 LOW_RATIO = 0.1
@@ -31,6 +31,7 @@ class LearningRates:
         """Ratios at the time of a step, by the index of the optimizer."""
         self._num_low = 0
         self._was_high = False
+        self._previous = math.inf
         self.update()
 
     def update(self) -> None:
@@ -39,7 +40,7 @@ class LearningRates:
             self.highest[index] = max(self.highest[index], float(optimizer.param_groups[0]["lr"]))
 
     def ratio(self) -> float:
-        """The learning rate divided by its initial value, which all members must share; 1 without optimizers."""
+        """The learning rate divided by its highest value, which all members must share; 1 without optimizers."""
         recorded, self._recorded = self._recorded, {}
         ratios = [
             recorded[index] if index in recorded else self._ratio_of(index) for index in range(len(self.optimizers))
@@ -47,7 +48,7 @@ class LearningRates:
         for member, ratio in enumerate(ratios):
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
                 raise MixingError(
-                    f"optimizer {member} is at {ratio:.6g} of its initial learning rate, optimizer 0 at "
+                    f"optimizer {member} is at {ratio:.6g} of its highest learning rate, optimizer 0 at "
                     f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
                 )
         ratio = ratios[0] if ratios else 1.0
@@ -69,18 +70,21 @@ class LearningRates:
             warnings.warn(
                 "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to nothing, "
                 "although other groups train: put another group first, or pass averager.step(lr_ratio=...)",
+                PapaWarning,
                 stacklevel=4,
             )
         return clamped(float(group["lr"]) / base) if base > 0.0 else 0.0
 
     def _warn_if_always_low(self, ratio: float) -> None:
         self._was_high |= ratio >= LOW_RATIO
-        self._num_low += ratio < LOW_RATIO
+        self._num_low += ratio < LOW_RATIO and ratio <= self._previous  # a warm-up rises
+        self._previous = ratio
         if self._num_low == NUM_LOW_BEFORE_WARNING and not self._was_high:
             warnings.warn(
-                f"the first {NUM_LOW_BEFORE_WARNING} pushes were scaled down to about {ratio:.2g}, since learning "
-                "rates have not come near their initial values yet: if they never will, pass "
+                f"{NUM_LOW_BEFORE_WARNING} pushes were scaled down to about {ratio:.2g}, since learning rates have not "
+                "come near their highest values yet: if they never will, pass "
                 "averager.step(lr_ratio=...) or make the push with scale_by_lr=False",
+                PapaWarning,
                 stacklevel=4,
             )
 

@@ -64,7 +64,7 @@ def warn_if_far_worse(
         warnings.warn(
             f"the average soup scores {soup:.4g}, far worse than its members ({mean:.4g} on average): they are too far "
             "apart to be averaged. Push more strongly or merge more often while training (papa.Push(half_life=0.003) "
-            "is a good start), or use the greedy soup or the ensemble",
+            "keeps them together), or use the greedy soup or the ensemble",
             PapaWarning,
             stacklevel=stacklevel,
         )
@@ -110,6 +110,7 @@ def average_soup(
         source = f"from member {', '.join(map(str, found))}" if found else "perhaps from a member on another process"
         warnings.warn(
             f"the average soup has NaN, {source}: give it weight 0, or call averager.check_health() first",
+            PapaWarning,
             stacklevel=2,
         )
     if score is not None:

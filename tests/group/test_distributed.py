@@ -152,7 +152,7 @@ def test_errors_name_the_rank_and_both_values(distributed: dict[str, Any]) -> No
     assert "rank 1 has 101 as 'num_steps', rank 0 has 100" in messages["steps"]
     found = [message for name, message in messages.items() if name.startswith("learning rate")]
     assert len(found) == 3
-    assert all("processes are at 0.75 to 1 of their initial learning rates: a push" in message for message in found)
+    assert all("processes are at 0.75 to 1 of their highest learning rates: a push" in message for message in found)
     expected = f"ConfigError: there are {distributed['num_ranks']} ranks for 1 members: start at most one for each"
     assert messages["too many"].startswith(expected)
     assert "exchange is quick: known: exact, fast, bfloat16" in messages["exchange"]

@@ -21,7 +21,7 @@ from papa.align.operators import OPERATOR_RULES
 from papa.align.permute import inverses, permute_all_, require_tensor, tensors_by_name
 from papa.align.propagation import LabelPropagation, StateTensor, operator_name
 from papa.align.unit_groups import ExportedGraph, Symmetries, UnitGroup
-from papa.errors import MemberError, PapaError
+from papa.errors import MemberError, PapaError, PapaWarning
 from papa.streams import stream
 
 TOLERANCE = 1e-9
@@ -55,7 +55,9 @@ def symmetries(model: nn.Module, example_input: Any) -> Symmetries:
     propagation.run(enable_io_processing=False)
     for name, times in sorted(propagation.unsupported.items()):
         warnings.warn(
-            f"operator {name} is not supported (called {times} times): the units it touches stay in place", stacklevel=2
+            f"operator {name} is not supported (called {times} times): the units it touches stay in place",
+            PapaWarning,
+            stacklevel=2,
         )
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
     graph = ExportedGraph(
@@ -185,6 +187,7 @@ def verified_groups(model: nn.Module, example_input: Any, groups: tuple[UnitGrou
             warnings.warn(
                 f"the group of {group.size} units at '{group.name}' changes the network's outputs when permuted: it is "
                 "dropped and its units stay in place",
+                PapaWarning,
                 stacklevel=3,
             )
     return tuple(group for group in groups if group.name not in failing)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from papa import mixing
-from papa.errors import MixingError
+from papa.errors import MixingError, PapaWarning
 from papa.rules.base import AveragingContext, Rule, check_steps
 
 HALF_LIFE = 0.003
@@ -49,7 +49,7 @@ class Push(Rule):
         half_life: the time in which the distance to the mean halves, if nothing else moves the members, as a share of
             training. The averager must know `num_steps`.
         half_life_steps: the same as a number of steps.
-        alpha: the share of itself a member keeps at each push, at the initial learning rate.
+        alpha: the share of itself a member keeps at each push, at the highest learning rate.
         scale_by_lr: weaken the push with the learning rate, as the paper does.
         every_steps: by default every 10 steps, or once in a half-life if that is shorter.
         delay: the number of steps members train on while their mean is computed; then each is pushed by its earlier
@@ -159,6 +159,7 @@ class Push(Rule):
             warnings.warn(
                 f"a push that leaves members {self.effective_alpha:.3g} of themselves is lost in the rounding of "
                 "bfloat16 and float16 weights: keep float32 weights and use autocast, or push more strongly and rarely",
+                PapaWarning,
                 stacklevel=3,
             )
 
@@ -166,7 +167,7 @@ class Push(Rule):
         """With its cadence, unless a delayed push would take effect after the end of training."""
         if self._every_steps is None:
             return self.for_length(num_steps).is_due(step, num_steps)
-        is_in_time = num_steps is None or step + self.delay <= num_steps
+        is_in_time = not self.delay or num_steps is None or step + self.delay <= num_steps
         return is_in_time and super().is_due(step, num_steps)
 
     def keep(self, context: AveragingContext) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from papa.errors import ConfigError, did_you_mean
+from papa.errors import ConfigError, PapaWarning, did_you_mean
 from papa.evaluation import Counting
 from papa.rules import Rule
 
@@ -122,5 +122,6 @@ def check_callbacks(callbacks: object, base: type) -> None:
             warnings.warn(
                 f"the callback {type(callback).__name__} has {name}, which is never called: "
                 f"{did_you_mean(name, sorted(known))}",
+                PapaWarning,
                 stacklevel=4,
             )

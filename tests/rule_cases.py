@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -51,7 +52,10 @@ from papa.rules import (
 
 Memory = dict[str, Any]
 Twin = Callable[[Any, Tensor, AveragingContext, Memory, Mask | None], Tensor]
-"""What a rule does to the rows of all members in float64, with what it keeps in between in `memory`."""
+"""What a rule does to the rows of all members in float64, given the rule, the rows, the context, `memory` and the mask.
+
+`memory` is the twin's own: `anchor` and `members` are the mean and the members at the start, `norms` the gradient
+norms, `num_parameters` the number of columns that are parameters. It may keep there what it needs the next time."""
 
 
 def weights_of_the_step(context: AveragingContext) -> Tensor:
@@ -221,6 +225,12 @@ VARIANTS: dict[str, Case] = {
     "Push delayed": Case(lambda size, **_: Push(alpha=0.7, delay=2, every_steps=4)),
 }
 """Options of rules that change when they act, for the tests of what they compute."""
+
+if chosen := os.environ.get("PAPA_RULES"):
+    # For whoever writes a rule: the common suite for the rules of these names only.
+    CASES, VARIANTS = (
+        {name: one for name, one in some.items() if name in chosen.split(",")} for some in (CASES, VARIANTS)
+    )
 
 SIZE = 4
 

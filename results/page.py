@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from papa.cli.arguments import take_budget
+from papa.cli.recipe_argument import take_budget
 from papa.errors import RunError
 from papa.lab.report.figures import members_to_soup
 from papa.lab.report.plot import DotPlot

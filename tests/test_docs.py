@@ -15,10 +15,11 @@ import pytest
 
 import papa
 from papa.cli import main, report, watch
-from papa.cli.arguments import parse, split_names, split_numbers, take_recipe
+from papa.cli.arguments import parse, split_names, split_numbers
 from papa.cli.compare import CompareOptions
 from papa.cli.main import COMMANDS
-from papa.cli.run import RunOptions
+from papa.cli.recipe_argument import take_recipe
+from papa.cli.run import RunOptions, take_recipe_or_file
 from papa.lab.config import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -70,8 +71,7 @@ def test_a_command_of_the_docs_is_understood(line: str, capsys: pytest.CaptureFi
     _, command, *arguments = shlex.split(line, comments=True)
     assert command in COMMANDS
     if command == "run":
-        recipe, rest = take_recipe(arguments, "")
-        assert recipe is not None
+        recipe, rest, _ = take_recipe_or_file(arguments)
         parse(lambda config: RunOptions(config=config), recipe, rest, command="run")[0].config.check()
     elif command == "compare":
         recipe, rest = take_recipe(arguments, "")

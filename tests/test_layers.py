@@ -15,7 +15,9 @@ import papa
 
 LIBRARY = [
     *(
+        "lazy",
         "errors",
+        "half_life",
         "streams",
         "process",
         "storage",
@@ -248,6 +250,7 @@ def test_the_checks_of_calls_can_fail() -> None:
 
 STATEMENTS = [
     "import papa",
+    "from papa import Averager, Ensemble, Population, Push, average_soup, evaluate, greedy_soup",
     "from papa import train, align_, soup_files, repair_, interpolate",
     "import papa.training, papa.files",
 ]
@@ -269,7 +272,7 @@ def test_the_library_imports_no_heavy_package(imported: dict[str, set[str]], sta
     assert not any(name.startswith(("papa.lab", "papa.cli")) for name in found)
 
 
-def test_import_papa_loads_less_than_8000_lines(imported: dict[str, set[str]]) -> None:
-    ours = [MODULES[name] for name in imported["import papa"] if name in MODULES]
+def test_a_loop_of_your_own_loads_less_than_8000_lines(imported: dict[str, set[str]]) -> None:
+    ours = [MODULES[name] for name in imported[STATEMENTS[1]] if name in MODULES]
     assert 20 < len(ours) < 60
     assert sum(len(path.read_text().splitlines()) for path in ours) < 8000

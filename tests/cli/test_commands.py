@@ -177,7 +177,7 @@ def test_resume_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["resume"])
     assert caught.value.code == 2
-    assert "DIR" in capsys.readouterr().err
+    assert "RUN" in capsys.readouterr().err
 
 
 def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[str]) -> None:

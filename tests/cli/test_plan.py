@@ -46,15 +46,15 @@ def test_costs_of_exchanges_compared() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 5}, "there are 5 ranks for 4 members"),
+        ({"ranks": 5}, "--ranks is 5 for 4 members"),
         ({"bandwidth": 0.0}, "bandwidth is 0, expected a finite number above 0"),
         ({"params": float("inf")}, "params is inf, expected a finite number above 0"),
-        ({"step_time": float("nan")}, "step_time is nan, expected a finite number above 0"),
+        ({"step_time": float("nan")}, "--step-time is nan, expected a finite number above 0"),
         ({"latency": -1.0}, "latency is -1, expected seconds, 0 or more"),
-        ({"bytes_per_number": 0}, "bytes_per_number is 0, expected a finite number above 0"),
+        ({"bytes_per_number": 0}, "--bytes-per-number is 0, expected a finite number above 0"),
         ({"members": 0}, "members is 0, expected a finite number above 0"),
-        ({"every_steps": 0}, "every_steps is 0, expected a finite number above 0"),
-        ({"delay": 3}, "delay is 3, expected an even number below every_steps, 10"),
+        ({"every_steps": 0}, "--every-steps is 0, expected a finite number above 0"),
+        ({"delay": 3}, r"--delay is 3, expected an even number below --every-steps \(10\)"),
     ],
 )
 def test_values_out_of_range_raise(changes: dict[str, float], message: str) -> None:
@@ -73,4 +73,4 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("exact", "fast", "bfloat16", "81.9 MB", "0.657", "time lost", "delay of 8"))
     assert main(["plan", *options, "--ranks", "9"]) == 2
-    assert "there are 9 ranks for 8 members" in capsys.readouterr().err
+    assert "--ranks is 9 for 8 members" in capsys.readouterr().err

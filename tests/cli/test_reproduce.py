@@ -37,7 +37,7 @@ def reproduce(table: str, rows: str, data_root: Path, out: Path, *more: str) -> 
             "smoke",
             "--rows",
             rows,
-            "--data-root",
+            "--data.root",
             str(data_root),
             "--out",
             str(out),
@@ -144,7 +144,7 @@ def test_a_signal_saves_and_the_same_command_continues(
     }[command]
     arguments = [command, *arguments, "--seeds", "1,2", "--out", str(tmp_path), "--keep", "1"]
     if command == "reproduce":
-        arguments += ["--data-root", str(data_root)]
+        arguments += ["--data.root", str(data_root)]
 
     def send_signal_when_one_trains() -> None:
         while not any(file.stat().st_size for file in tmp_path.rglob("metrics.jsonl")):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from papa.cli import main
-from papa.cli.progress import RunStatus, status_line, status_view
+from papa.cli.status import RunStatus, status_line, status_view
 from papa.cli.watch import Follower
 from papa.lab.runs import RunDirectory
 from papa.storage import write_atomically, write_json
@@ -169,7 +169,7 @@ def test_a_wrong_option_gets_one_readable_message(
 def test_a_missing_directory_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["watch"])
-    assert "DIR" in capsys.readouterr().err
+    assert "RUN" in capsys.readouterr().err
 
 
 def test_a_directory_of_runs_is_no_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

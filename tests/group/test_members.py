@@ -31,7 +31,7 @@ def test_members_are_averaged_restarted_and_leave_the_soup(
     monkeypatch.setenv("WORLD_SIZE", "7")
     soup = tmp_path / "out" / "soup.safetensors"
     command = [sys.executable, str(SCRIPT), "{member}", str(tmp_path), "fail"]
-    assert main(["each", "--members", "2", "--soup", str(soup), "--restarts", "1", "--", *command]) == 0
+    assert main(["each", "--members", "2", "--out", str(soup), "--restarts", "1", "--", *command]) == 0
     shown = capfd.readouterr()
     assert "papa: member 1 failed with exit code 3: starting all again" in shown.err
     assert "[0] 5 averagings, 2 members" in shown.out

@@ -1,18 +1,18 @@
-"""Arguments that several commands share: the recipe first, then typed options."""
+"""Parsing the options of commands, and values that several commands share."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
 
-import torch
 import tyro
 
+from papa.cli.option_names import complete_names
+from papa.cli.recipe_argument import take_budget
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config
-from papa.lab.recipes import BUDGETS, RECIPES, Recipe, find
+from papa.lab.recipes import BUDGETS, Recipe
 
 Options = TypeVar("Options", bound=Any)
 SomeConfig = TypeVar("SomeConfig", bound=Config)
@@ -25,51 +25,32 @@ class ConfigOptions(Config):
     recipe: Annotated[str, tyro.conf.Suppress] = "custom"
 
 
-def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe, list[str]]:
-    """The recipe, which is the first argument, and the remaining arguments; an error shows the usage."""
-    if not arguments:
-        raise ConfigError(f"a recipe is missing, known: {', '.join(RECIPES)}\n{usage}".rstrip())
-    name, *rest = arguments
-    if name.startswith("-"):
-        raise ConfigError(f"the recipe comes first, found {name}\n{usage}".rstrip())
-    return find(name), rest
+def parse_options(
+    kind: type[Options], arguments: Sequence[str], *, prog: str, description: str, default: Options | None = None
+) -> Options:
+    """The options of a command, parsed by tyro, which exits with code 2 and a message when they are wrong.
 
-
-def take_value(option: str, arguments: Sequence[str], expected: str = "") -> tuple[str | None, list[str]]:
-    """The value of an option on which other options depend, such as `--budget`, and the remaining arguments."""
-    rest = list(arguments)
-    for index, argument in enumerate(rest):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            if not equals:
-                if index + 1 >= len(rest):
-                    raise ConfigError(f"{option} needs a value{expected}")
-                value = rest.pop(index + 1)
-            rest.pop(index)
-            return value, rest
-    return None, rest
-
-
-def take_budget(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of --budget, which sets the defaults of other options, and the remaining arguments."""
-    return take_value("--budget", arguments, f", known: {', '.join(BUDGETS)}")
+    An option is understood by the ending of its name too, if only one option ends so: `--epochs` is `--train.epochs`.
+    """
+    known = complete_names(arguments, kind)
+    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(kind, prog=prog, description=description, args=known, **defaults)
 
 
 def parse(
     make_options: Callable[[Config], Options], recipe: Recipe, arguments: Sequence[str], *, command: str
 ) -> tuple[Options, str]:
-    """The options of a command, parsed by tyro, which exits with code 2 and a message when they are wrong.
+    """The options of a command that has all options of a recipe.
 
     Returns:
         The options, and a name for the run: that of the recipe, followed by the budget if there is one.
     """
     budget, rest = take_budget(arguments)
-    rest = [re.sub("^--engine(?==|$)", "--train.engine", argument) for argument in rest]
     default = make_options(_as(ConfigOptions, recipe.config(budget)))
     budgets = "; ".join(f"{name}: {meaning}" for name, meaning in BUDGETS.items())
     summary = f"{recipe.summary[0].upper()}{recipe.summary[1:]}.\n\n--budget sets the defaults ({budgets})."
     prog = f"papa {command} {recipe.name}"
-    options = tyro.cli(type(default), prog=prog, description=summary, default=default, args=rest)
+    options = parse_options(type(default), rest, prog=prog, description=summary, default=default)
     options = replace(options, config=_as(Config, options.config))
     return options, f"{recipe.name}-{budget}" if budget else recipe.name
 
@@ -102,4 +83,6 @@ def split_numbers(option: str, text: str) -> list[int]:
 
 def use_one_thread() -> None:
     """Use one thread: more would change the bits of a result, and slow each other down on a busy machine."""
+    import torch  # last, since help and wrong options do without
+
     torch.set_num_threads(1)

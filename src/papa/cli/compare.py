@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from papa.cli.arguments import parse, split_names, split_numbers, take_recipe
-from papa.cli.execution import ParallelOptions, is_main_process, run_title
+from papa.cli.arguments import parse, split_names, split_numbers
+from papa.cli.execution import ParallelOptions, announce, is_main_process, run_title
+from papa.cli.recipe_argument import take_recipe
 from papa.cli.run import print_details
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.config import METHODS, Config
-from papa.lab.launch import check_alike
-from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import Recipe
 from papa.lab.report.page import compare_page
 from papa.lab.report.table import compare_rows, paper_rows, with_gap_closed
 from papa.lab.runs import RunDirectory, read_run
 from papa.storage import write_atomically
+
+if TYPE_CHECKING:
+    from papa.lab.launch_many import Outcomes
 
 USAGE = """usage: papa compare RECIPE [OPTIONS]
 
@@ -48,7 +50,7 @@ class CompareOptions(ParallelOptions):
     """Methods, separated by commas."""
     seeds: str = "1"
     """Seeds, separated by commas."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Directory of the runs, one subdirectory each; by default runs/compare-RECIPE[-BUDGET]."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace existing runs."""
@@ -59,8 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     options, out = parse_options(recipe, rest)
     if RunDirectory(out).config.exists():
         raise RunError(f"{out} is the directory of a single run: choose another --out for a comparison")
-    options.check()
     jobs = jobs_of(options, out)
+    announce([config.check() for config, _ in jobs], out)
+    options.check()
     if not options.overwrite:
         _check_existing(jobs)
     runs = [(run_title(config), config, path) for config, path in jobs]
@@ -93,6 +96,8 @@ def jobs_of(options: CompareOptions, out: Path) -> list[tuple[Config, Path]]:
 
 def _check_existing(jobs: Sequence[tuple[Config, Path]]) -> None:
     """Raise before anything is trained where an existing run has another configuration."""
+    from papa.lab.launch import check_alike
+
     for config, path in jobs:
         try:
             check_alike(config, path)

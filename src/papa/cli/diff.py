@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -15,9 +15,11 @@ from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.files import Difference, FileDiff, diff_files
-from papa.interpolation import Curve
 from papa.storage import json_text
+
+if TYPE_CHECKING:
+    from papa.files import Difference, FileDiff
+    from papa.interpolation import Curve
 
 DESCRIPTION = """Compares the weights in two files, tensor by tensor, and optionally the loss between them.
 
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     options, config = parse(DiffOptions, arguments, prog="papa diff", description=DESCRIPTION)
     if options.top < 0:
         raise ConfigError(f"--top is {options.top}, expected the number of tensors to list, or 0 for all")
+    from papa.files import diff_files  # imports torch, which help does without
+
     use_one_thread()
     diff = diff_files(
         options.first,

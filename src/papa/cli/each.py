@@ -12,10 +12,8 @@ from typing import Annotated
 
 import tyro
 
+from papa.cli.arguments import parse_options
 from papa.errors import ConfigError
-from papa.files import soup_files
-from papa.group import WEIGHTS
-from papa.group.each import run_each
 
 DESCRIPTION = """Runs a training script once for each member, at the same time. In the script, add one line:
 
@@ -26,7 +24,7 @@ their number. If a member fails, all are ended, and started again as often as --
 
 examples:
   papa each --members 3 -- python train.py --seed {member} --output-dir out/{member}
-  papa each --members 5 --soup out/soup.safetensors --restarts 2 -- python train.py --seed {member} --resume"""
+  papa each --members 5 --out out/soup.safetensors --restarts 2 -- python train.py --seed {member} --resume"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class EachOptions:
 
     members: int
     """The number of members, each in a process of its own."""
-    soup: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("soup.safetensors")
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("soup.safetensors")
     """Where the average soup is written when training ends."""
     restarts: int = 0
     """How often all members are started again after one of them failed."""
@@ -46,9 +44,13 @@ def main(argv: Sequence[str]) -> int:
     own, command = list(argv), list[str]()
     if "--" in own:
         own, command = own[: own.index("--")], own[own.index("--") + 1 :]
-    options = tyro.cli(EachOptions, prog="papa each", description=DESCRIPTION, args=own)
+    options = parse_options(EachOptions, own, prog="papa each", description=DESCRIPTION)
     if not command:
         raise ConfigError("there is no command: write it after --, as in -- python train.py --seed {member}")
+    from papa.files import soup_files
+    from papa.group import WEIGHTS
+    from papa.group.each import run_each
+
     lock = threading.Lock()
     width = len(str(options.members - 1))
 
@@ -67,9 +69,9 @@ def main(argv: Sequence[str]) -> int:
         )
         files = [Path(directory) / f"{member}.safetensors" for member in range(options.members)]
         if code == 0 and all(file.exists() for file in files):
-            options.soup.parent.mkdir(parents=True, exist_ok=True)
-            soup_files(files, options.soup, overwrite=True)
-            print(f"one network: {options.soup}")
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            soup_files(files, options.out, overwrite=True)
+            print(f"one network: {options.out}")
         elif code == 0:
             print("papa: members did not call papa.join, so there is no soup", file=sys.stderr)
     return code

@@ -6,16 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from papa.cli.arguments import take_budget, take_value
+from papa.cli.arguments import parse_options
+from papa.cli.recipe_argument import take_budget, take_value
 from papa.errors import ConfigError
-from papa.files import EvaluationContext, evaluation_context_of
 from papa.lab.config import Config
 from papa.lab.recipes import find
-from papa.lab.recipes.loading import recipe_evaluation
+
+if TYPE_CHECKING:
+    from papa.files import EvaluationContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +42,13 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, descri
     name, rest = take_value("--recipe", arguments)
     if name is None:
         shown = "\n\n--recipe NAME [--budget full|mini|smoke] adds all options of papa run NAME, such as --data.root."
-        return tyro.cli(options, prog=prog, description=description + shown, args=rest), None
+        return parse_options(options, rest, prog=prog, description=description + shown), None
     budget, rest = take_budget(rest)
 
     unnamed = tyro.conf.arg(name="")
     config = field(default=find(name).config(budget))
     fields: list[Any] = [("own", Annotated[options, unnamed]), ("config", Annotated[Config, unnamed], config)]
-    parsed: Any = tyro.cli(make_dataclass("Both", fields), prog=prog, description=description, args=rest)
+    parsed: Any = parse_options(make_dataclass("Both", fields), rest, prog=prog, description=description)
     if parsed.own.factory is not None:
         raise ConfigError("--recipe and --factory both give a network and data: choose one")
     return parsed.own, parsed.config
@@ -54,6 +56,9 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, descri
 
 def context_from(options: ContextOptions, config: Config | None) -> EvaluationContext | None:
     """The requested evaluation context, if any."""
+    from papa.files import evaluation_context_of
+    from papa.lab.recipes.loading import recipe_evaluation
+
     if config is not None:
         return recipe_evaluation(config)
     if options.factory is None:

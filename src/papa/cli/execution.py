@@ -1,24 +1,29 @@
-"""Executing runs from the command line: the options of the commands that train, and the display of progress."""
+"""Executing runs from the command line: the options of the commands that train, and the display of progress.
+
+What imports torch is imported last: help, wrong options and the first line of output do without.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from papa.cli.progress import Progress
+from papa.cli.escaping import printable
 from papa.errors import ConfigError
-from papa.group import rank_of_torchrun
 from papa.lab.config import Config
-from papa.lab.launch import RunSpec, execute
-from papa.lab.launch_many import Outcomes, check_parallel, execute_all
 from papa.lab.packages import require
-from papa.process import configure_process
-from papa.training import CheckpointOptions
+
+if TYPE_CHECKING:
+    from papa.lab.launch import RunSpec
+    from papa.lab.launch_many import Outcomes
+    from papa.training import CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,8 @@ class TrainingOptions:
     @property
     def checkpoints(self) -> CheckpointOptions:
         """The options of checkpoints, checked."""
+        from papa.training import CheckpointOptions
+
         if not self.checkpoint_minutes > 0:
             raise ConfigError(f"--checkpoint-minutes is {self.checkpoint_minutes}, expected more than 0")
         if self.keep < 1:
@@ -47,6 +54,9 @@ class TrainingOptions:
         self, title: str, config: Config, path: Path, *, overwrite: bool, resume: bool, **progress: Any
     ) -> RunSpec:
         """A run with these options, which shows its progress."""
+        from papa.cli.progress import Progress
+        from papa.lab.launch import RunSpec
+
         return RunSpec(
             config=config,
             path=path,
@@ -69,6 +79,11 @@ class OneRunOptions(TrainingOptions):
         """Execute a run with these options and return its result."""
         if self.tensorboard:
             require("tensorboard")
+        config.check()
+        announce([config], path)
+        from papa.lab.launch import execute
+        from papa.process import configure_process
+
         configure_process()
         event_files = path / "tensorboard" if self.tensorboard else None
         spec = self.spec(run_title(config), config, path, overwrite=overwrite, resume=resume, tensorboard=event_files)
@@ -84,11 +99,16 @@ class ParallelOptions(TrainingOptions):
 
     def check(self) -> None:
         """Raise a `ConfigError` for values that no run can have."""
+        from papa.lab.launch_many import check_parallel
+
         check_parallel(self.parallel, self.workers)
         self.checkpoints.check()
 
     def execute(self, runs: Iterable[tuple[str, Config, Path]], *, overwrite: bool = False) -> Outcomes:
         """Execute runs, each given by title, config and directory; existing ones are resumed unless overwritten."""
+        from papa.lab.launch_many import execute_all
+        from papa.process import configure_process
+
         configure_process()
         specs = [self.spec(*run, overwrite=overwrite, resume=not overwrite, display=self.parallel == 1) for run in runs]
         return execute_all(specs, num_parallel=self.parallel)
@@ -99,6 +119,17 @@ def run_title(config: Config) -> str:
     return f"{config.recipe} {config.method} seed {config.seed}"
 
 
+def announce(configs: Sequence[Config], path: Path) -> None:
+    """Say on standard error what will be trained, before the seconds that it takes to load PyTorch."""
+    if not is_main_process():
+        return
+    first, methods = configs[0], ", ".join(dict.fromkeys(config.method for config in configs))
+    runs = f"training ({methods})" if len(configs) == 1 else f"{len(configs)} runs ({methods}), each"
+    networks = f"{first.members} {first.model.name} network{'s' if first.members > 1 else ''}"
+    text = f"papa: {runs} of {networks} on {first.data.name}, {first.train.epochs} epochs, to {path}"
+    print(printable(text), file=sys.stderr, flush=True)
+
+
 def is_main_process() -> bool:
     """Whether this process prints: rank 0 under torchrun, otherwise every process."""
-    return not rank_of_torchrun()
+    return os.environ.get("RANK", "0") == "0"

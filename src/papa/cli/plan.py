@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tyro
-
+from papa.cli.arguments import parse_options
 from papa.cli.tables import print_table
-from papa.group import EXCHANGES
+from papa.lab.config import EXCHANGES
 from papa.lab.costs import Plan, cost_of
 
 DESCRIPTION = """What averaging between machines will cost, by the model of docs/machines.md.
@@ -19,7 +18,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    plan = tyro.cli(Plan, prog="papa plan", description=DESCRIPTION, args=list(arguments))
+    plan = parse_options(Plan, arguments, prog="papa plan", description=DESCRIPTION)
     costs = [cost_of(plan, exchange) for exchange in EXCHANGES]
     delayed = f"with a delay of {plan.num_delay_steps}"
     rows = {

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from papa.cli import arguments as command_arguments
 from papa.errors import ConfigError, RunError
 from papa.lab.report.draw import RENDERERS
 from papa.lab.report.export import csv_text, json_report, latex_text
@@ -47,7 +48,7 @@ class ReportOptions:
     """Write the figures as images instead, into DIR/figures."""
     pdf: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write the figures as PDF files instead, into DIR/figures."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write to this file instead, or with --png and --pdf to this directory."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace existing files."""
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse_options(arguments: Sequence[str]) -> ReportOptions:
     """The options, checked by tyro, which exits with 2 and a message when they are wrong."""
-    options = tyro.cli(ReportOptions, prog="papa report", description=DESCRIPTION, args=list(arguments))
+    options = command_arguments.parse_options(ReportOptions, arguments, prog="papa report", description=DESCRIPTION)
     if not options.directories:
         raise ConfigError("a directory is missing: see papa report --help")
     return options

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from papa.cli.arguments import split_names, split_numbers
-from papa.cli.execution import ParallelOptions
+from papa.cli.arguments import parse_options, split_names, split_numbers
+from papa.cli.execution import ParallelOptions, announce
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.launch_many import Outcomes
 from papa.lab.recipes import BUDGETS
 from papa.lab.recipes.tables import TABLES, Table, find_table
 from papa.lab.report.page import table_page
-from papa.lab.reproduce import Entry, Job, Request, check_data, entries_of, jobs_for
 from papa.lab.runs import read_run
 from papa.storage import write_atomically
+
+if TYPE_CHECKING:
+    from papa.lab.launch_many import Outcomes
+    from papa.lab.reproduce import Entry, Job, Request
 
 USAGE = """usage: papa reproduce TABLE [OPTIONS]
 
@@ -30,9 +33,9 @@ A run that fails does not stop the others; it is named at the end.
 
 examples:
   papa reproduce
-  papa reproduce table:ablation1 --budget smoke --data-root ~/data
+  papa reproduce table:ablation1 --budget smoke --data.root ~/data
   papa reproduce table:ablation_gradual --budget mini --rows papa,same-init --seeds 1,2,3
-  papa reproduce table:logistic --seeds 1,2,3,4,5,6,7,8,9,10 --parallel 2 --data-root ~/data
+  papa reproduce table:logistic --seeds 1,2,3,4,5,6,7,8,9,10 --parallel 2 --data.root ~/data
 """
 
 
@@ -46,9 +49,9 @@ class ReproduceOptions(ParallelOptions):
     """Seeds, separated by commas; None for those of the paper with --budget full, otherwise seed 1."""
     rows: str | None = None
     """Rows, separated by commas; None for all."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Directory of the runs; by default runs/reproduce[-BUDGET]."""
-    data_root: str | None = None
+    data_root: Annotated[str | None, tyro.conf.arg(name="data.root")] = None
     """Directory of the data, where it is also downloaded to; None for the directories of the recipes."""
 
 
@@ -61,14 +64,17 @@ def main(arguments: Sequence[str]) -> int:
     if name.startswith("-"):
         raise ConfigError(f"papa reproduce begins with a table or figure, found {name}: `papa reproduce` lists them")
     table = find_table(name)
-    options = tyro.cli(
-        ReproduceOptions, prog=f"papa reproduce {table.name}", description=_description(table), args=rest
+    options = parse_options(
+        ReproduceOptions, rest, prog=f"papa reproduce {table.name}", description=_description(table)
     )
+    from papa.lab.reproduce import check_data, jobs_for  # imports torch, which help does without
+
     request = _request(options, table)
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
     options.check()
     jobs = jobs_for(request, out)
     check_data(jobs)
+    announce([job.config for job in jobs], out)
     outcomes = options.execute(
         (f"{job.config.recipe} {job.row.name} seed {job.config.seed}", job.config, job.path) for job in jobs
     )
@@ -78,6 +84,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _request(options: ReproduceOptions, table: Table) -> Request:
+    from papa.lab.reproduce import Request
+
     if options.budget not in BUDGETS:
         raise ConfigError(f"--budget is {options.budget}: {did_you_mean(options.budget, BUDGETS)}")
     names = [row.name for row in table.rows]
@@ -92,6 +100,8 @@ def _request(options: ReproduceOptions, table: Table) -> Request:
 
 def _print_table(request: Request, jobs: Sequence[Job], outcomes: Outcomes, out: Path) -> None:
     """Print the table and write its page."""
+    from papa.lab.reproduce import entries_of
+
     table, is_full = request.table, request.budget == "full"
     results = [(job, outcomes.results[job.path]) for job in jobs if job.path in outcomes.results]
     head = ("row", "", "paper's" if is_full else "paper's, full setting", "ours", "difference")

@@ -1,4 +1,4 @@
-"""`papa resume DIR`: continue a stopped run."""
+"""`papa resume RUN`: continue a stopped run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from papa.cli.arguments import parse_options
 from papa.cli.execution import OneRunOptions
 from papa.cli.run import print_run
 from papa.lab.config import Config
@@ -27,12 +28,12 @@ examples:
 class ResumeOptions(OneRunOptions):
     """Options of `papa resume`."""
 
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directory of the run."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = tyro.cli(ResumeOptions, prog="papa resume", description=DESCRIPTION, args=list(arguments))
+    options = parse_options(ResumeOptions, arguments, prog="papa resume", description=DESCRIPTION)
     run = RunDirectory(options.directory)
     print_run(options.execute(Config.from_json(run.read_config()), run.path, resume=True), run)
     return 0

@@ -9,22 +9,28 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse, take_budget, take_recipe
+from papa.cli.arguments import parse
 from papa.cli.execution import OneRunOptions, is_main_process
-from papa.cli.progress import event_text
+from papa.cli.recipe_argument import take_budget, take_recipe, take_value
+from papa.cli.status import event_text
 from papa.cli.tables import print_table
-from papa.errors import ConfigError
+from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config, flat
-from papa.lab.recipes import Recipe
+from papa.lab.recipes import RECIPES, Recipe
 from papa.lab.recipes.change import changed
 from papa.lab.report.metric import is_soup_far_worse
 from papa.lab.report.table import COLUMNS, details_table, run_rows
 from papa.lab.runs import RunDirectory
+from papa.storage import read_object
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
+       papa run --config FILE [OPTIONS]
 
 Trains one population and writes its networks, scores and report.
 `papa ls` lists the recipes; `papa run RECIPE --help` lists all options.
+--config takes the configuration from a file, such as the config.json of a run or a part of one, instead of a recipe;
+entries that are missing have the values of the recipe it names. Other options override it.
+An option may be shortened to its ending where only one ends so: --epochs for --train.epochs.
 --budget full is the paper's setting, mini takes ten to twenty minutes on two CPU cores, smoke takes seconds.
 On SIGINT (Ctrl-C) or SIGTERM it finishes the step, saves and exits with code 75; a second signal ends it at once.
 
@@ -33,6 +39,8 @@ examples:
   papa run digits --method independent --seed 2 --out runs/alone
   papa run digits --train.epochs 60 --average.half-life 0.01
   papa run digits --out runs/mine --resume
+  papa run --config runs/mine/config.json --seed 2 --out runs/again
+  papa run images --data.root photos --epochs 60
   papa run cifar10-vgg11 --budget mini --data.root ~/data
   torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m papa run cifar10-vgg11 --members 4 --out /shared/run
@@ -44,7 +52,7 @@ class RunOptions(OneRunOptions):
     """Options of `papa run`."""
 
     config: Annotated[Config, tyro.conf.arg(name="")]
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Directory of the run; by default runs/RECIPE[-BUDGET]-METHOD-seedN."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing run."""
@@ -53,17 +61,52 @@ class RunOptions(OneRunOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    recipe, rest = take_recipe(arguments, USAGE)
+    recipe, rest, is_from_file = take_recipe_or_file(arguments)
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
     if options.overwrite and options.resume:
         raise ConfigError("--overwrite removes the run that --resume would continue: give one of them")
-    config = options.config
+    config = options.config.check()
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
-    if options.resume:
+    if options.resume and not is_from_file:
         config = config_to_resume(config, recipe, rest, path)
     result = options.execute(config, path, overwrite=options.overwrite, resume=options.resume)
     print_run(result, RunDirectory(path))
     return 0
+
+
+def take_recipe_or_file(arguments: Sequence[str]) -> tuple[Recipe, list[str], bool]:
+    """The recipe, or the configuration in the file of --config as one; the remaining arguments; whether it is a file's.
+
+    A recipe may be named beside a file too; it must be the file's then.
+    """
+    given, rest = take_value("--config", arguments, ", the file of a configuration such as config.json")
+    if given is None or set(rest) & {"-h", "--help"}:
+        return *take_recipe(arguments, USAGE), False
+    file = Path(given)
+    config = read_config_file(file / "config.json" if file.is_dir() else file)
+    if take_budget(rest)[0] is not None:
+        raise ConfigError("--budget and --config both set the defaults of other options: give one of them")
+    if rest and not rest[0].startswith("-"):
+        name, *rest = rest
+        if name != config.recipe:
+            raise ConfigError(f"{file} is a configuration of {config.recipe}, found the recipe {name}: leave it out")
+    return Recipe(config.recipe, f"the configuration in {file}", lambda budget: config), rest, True
+
+
+def read_config_file(file: Path) -> Config:
+    """The configuration in a JSON file; a `ConfigError` lists everything that is wrong with it."""
+    values, problems = read_object(file), []
+    recipe = values.get("recipe", Config.recipe)
+    if recipe != Config.recipe and recipe not in RECIPES:  # the name becomes a part of a path
+        problems.append(f"config.recipe is {recipe!r}: {did_you_mean(str(recipe), [Config.recipe, *RECIPES])}")
+    config = None
+    try:
+        config = Config.from_json(values, RECIPES[recipe].config() if recipe in RECIPES else None)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if config is None or problems:
+        raise ConfigError("\n  ".join([f"{file} is no configuration:", *problems]))
+    return config
 
 
 def config_to_resume(config: Config, recipe: Recipe, arguments: Sequence[str], path: Path) -> Config:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
-from papa.cli.arguments import use_one_thread
+from papa.cli.arguments import parse_options, use_one_thread
 from papa.cli.escaping import printable
 from papa.cli.tables import FILE_WIDTH
-from papa.lab.recipes import load_ensemble, load_language_model
-from papa.lab.sampling import sample
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DESCRIPTION = """Continues a prompt with the average soup, a member and the ensemble of a finished run, side by side.
 
@@ -50,7 +50,10 @@ class SampleOptions:
 
 def main(arguments: Sequence[str]) -> int:
     """Print samples side by side."""
-    options = tyro.cli(SampleOptions, prog="papa sample", description=DESCRIPTION, args=list(arguments))
+    options = parse_options(SampleOptions, arguments, prog="papa sample", description=DESCRIPTION)
+    from papa.lab.recipes import load_ensemble, load_language_model
+    from papa.lab.sampling import sample
+
     use_one_thread()
     soup, member = (load_language_model(options.run, which) for which in ("soup", options.member))
     networks: dict[str, nn.Module] = {

@@ -6,23 +6,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import rich.progress
 import tyro
 from rich.console import Console
 
-from papa.align import Alignment
 from papa.cli.arguments import use_one_thread
 from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.files import FileSoup, soup_files
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
-from papa.lab.signals import leaving
 from papa.storage import is_run
+
+if TYPE_CHECKING:
+    from papa.align import Alignment
+    from papa.files import FileSoup
 
 DESCRIPTION = """Averages the weights in several files into one network, block by block: memory use stays small.
 
@@ -88,6 +89,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("no file was named, expected files or directories: see papa soup --help")
     if config is None and options.factory is None:
         _check_needs_no_network(options)
+    from papa.files import soup_files  # imports torch, which help does without
+    from papa.lab.signals import leaving
+
     use_one_thread()
     with leaving(), _byte_progress() as bar:
         writing = bar.add_task("", total=None, visible=False)

@@ -1,4 +1,4 @@
-"""`papa watch DIR`: follow a run from another terminal."""
+"""`papa watch RUN`: follow a run from another terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
-from papa.cli.progress import Clock, RunStatus, status_line, status_view
+from papa.cli import arguments as command_arguments
+from papa.cli.status import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
 from papa.lab.report.metric import metric_of
@@ -36,7 +37,7 @@ examples:
 class WatchOptions:
     """Options of `papa watch`."""
 
-    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directory of the run."""
     once: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the current status and exit."""
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse_options(arguments: Sequence[str]) -> WatchOptions:
     """The options, parsed by tyro, which exits with code 2 and a message when they are wrong."""
-    return tyro.cli(WatchOptions, prog="papa watch", description=DESCRIPTION, args=list(arguments))
+    return command_arguments.parse_options(WatchOptions, arguments, prog="papa watch", description=DESCRIPTION)
 
 
 def _watch(options: WatchOptions) -> None:

@@ -8,11 +8,9 @@ import operator
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
-from papa.group import EXCHANGES
-from papa.health import OnNonFinite
 
 METHODS = {
     "independent": "never average: the baseline",
@@ -40,6 +38,8 @@ REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "activations", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
 ENGINES = ("loop", "stacked")
+ON_NONFINITE = ("restart", "drop", "stop")
+EXCHANGES = ("exact", "fast", "bfloat16")
 DEPTHS = ("decreasing", "constant", "increasing")
 LIMITS: dict[str, Callable[[Any, Any], bool]] = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
@@ -258,7 +258,7 @@ class AverageConfig:
     """The first epoch at which it no longer does; None for never."""
     scale_by_lr: bool = True
     """papa: weaken the push with the learning rate."""
-    on_nonfinite: str = option("restart", known=get_args(OnNonFinite))
+    on_nonfinite: str = option("restart", known=ON_NONFINITE)
     """A non-finite member: restart it from the mean of the healthy ones, drop it, or stop. independent: drops it."""
     delay: int = option(0, at_least=0)
     """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
@@ -387,9 +387,16 @@ class Config:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> Config:
-        """From the output of `to_json`; unknown and missing fields are a `ConfigError`."""
-        return typing.cast(Config, _from_json(Config, value, "config"))
+    def from_json(value: Any, base: Config | None = None) -> Config:
+        """From the output of `to_json`, or a part of it; a `ConfigError` lists all that is unknown or of a wrong type.
+
+        What is missing has the value of `base`, or else the default.
+        """
+        problems: list[str] = []
+        config: Config = _with_values(base or Config(), value, "config", problems)
+        if problems:
+            raise ConfigError("\n".join([*problems, *_problems(config)]))
+        return config
 
 
 def idle_options(method: str) -> frozenset[str]:
@@ -417,22 +424,28 @@ def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, An
         yield prefix, value
 
 
-def _from_json(kind: Any, value: Any, where: str) -> Any:
+def option_of(key: str) -> str:
+    """The option that sets an entry, as it is typed: `--average.half-life` for `average.half_life`."""
+    return key if key == "recipe" else "--" + key.replace("_", "-")
+
+
+def _with_values(base: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """A dataclass with other values; those that do not fit are left out, and added to the problems."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {value!r}, expected an object")
-    hints = typing.get_type_hints(kind)
-    for name in value:
-        if name not in hints:
-            raise ConfigError(f"{where}.{name} is not known: {did_you_mean(name, hints)}")
-    arguments = {}
+        problems.append(f"{where} is {value!r}, expected an object")
+        return base
+    hints, fitting = typing.get_type_hints(type(base)), {}
     for name, part in value.items():
-        if dataclasses.is_dataclass(hints[name]):
-            arguments[name] = _from_json(hints[name], part, f"{where}.{name}")
+        entry = tuple(part) if isinstance(part, list) else part
+        if name not in hints:
+            problems.append(f"{where}.{name} is not known: {did_you_mean(name, hints)}")
+        elif dataclasses.is_dataclass(hints[name]):
+            fitting[name] = _with_values(getattr(base, name), part, f"{where}.{name}", problems)
+        elif _fits(entry, hints[name]):
+            fitting[name] = entry
         else:
-            arguments[name] = tuple(part) if isinstance(part, list) else part
-            if not _fits(arguments[name], hints[name]):
-                raise ConfigError(f"{where}.{name} is {part!r}, expected {_named(hints[name])}")
-    return kind(**arguments)
+            problems.append(f"{where}.{name} is {part!r}, expected {_named(hints[name])}")
+    return dataclasses.replace(base, **fitting)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -47,13 +47,15 @@ class Plan:
         """Raise a `ConfigError` for a value that is out of range."""
         for name in ("params", "members", "bandwidth", "step_time", "every_steps", "bytes_per_number"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name):g}, expected a finite number above 0")
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is {getattr(self, name):g}, expected a finite number above 0")
         if not 0 <= self.latency < math.inf:
-            raise ConfigError(f"latency is {self.latency:g}, expected seconds, 0 or more")
+            raise ConfigError(f"--latency is {self.latency:g}, expected seconds, 0 or more")
         if not 1 <= self.num_ranks <= self.members:
-            raise ConfigError(f"there are {self.num_ranks} ranks for {self.members} members, expected 1 to as many")
+            raise ConfigError(f"--ranks is {self.num_ranks} for {self.members} members, expected 1 to as many")
         if not 0 <= self.num_delay_steps < self.every_steps or self.num_delay_steps % 2:
-            raise ConfigError(f"delay is {self.delay}, expected an even number below every_steps, {self.every_steps}")
+            expected = f"an even number below --every-steps ({self.every_steps})"
+            raise ConfigError(f"--delay is {self.delay}, expected {expected}")
 
     @property
     def num_ranks(self) -> int:

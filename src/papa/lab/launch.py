@@ -21,7 +21,7 @@ from papa._version import __version__
 from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
-from papa.lab.config import Config, flat, idle_options
+from papa.lab.config import Config, flat, idle_options, option_of
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
 from papa.lab.outcome import finalize_run
@@ -247,7 +247,7 @@ def _check_same(config: Config, found: Config, path: Path, ignored: Collection[s
     """Raise if a run differs from a config in an option that its method uses."""
     there, ignored = dict(flat(found.to_json())), {*ignored, *idle_options(config.method)}
     differences = [
-        f"{key} is {there[key]!r}, expected {value!r}"
+        f"{option_of(key)} is {there[key]!r}, expected {value!r}"
         for key, value in flat(config.to_json())
         if there[key] != value and key not in ignored
     ]

@@ -9,11 +9,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from torch import nn
-
-from papa.checkpoint import checkpoints
+from papa import storage
 from papa.errors import RunError, StoppedError
 from papa.lab.config import METHODS
 from papa.lab.result import checked_result, fold_merges, parsed_event
@@ -25,10 +23,12 @@ from papa.storage import (
     matches,
     read_file,
     read_object,
-    save_network,
     write_atomically,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MAX_METRICS_BYTES = 1 << 30
 
@@ -250,17 +250,19 @@ class RunDirectory:
                 raise RunError(f"line {number} of {self.metrics} is no event of papa: {error}") from error
 
     def latest_checkpoint(self) -> Path | None:
+        from papa.checkpoint import checkpoints  # imports torch, which listings do without
+
         found = checkpoints(self.checkpoints)
         return found[-1][1] if found else None
 
     def save_member(self, member: int, network: nn.Module) -> None:
-        save_network(self.members / f"{member:03d}.safetensors", network, {"role": f"member {member}"})
+        storage.save_network(self.members / f"{member:03d}.safetensors", network, {"role": f"member {member}"})
 
     def save_soups(self, average: nn.Module, greedy: nn.Module, best: nn.Module | None = None) -> None:
-        save_network(self.average_soup, average, {"role": "average soup"})
-        save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
+        storage.save_network(self.average_soup, average, {"role": "average soup"})
+        storage.save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
         if best is not None:
-            save_network(self.best_soup, best, {"role": "best average soup by validation"})
+            storage.save_network(self.best_soup, best, {"role": "best average soup by validation"})
 
 
 def is_metrics_state(value: Any) -> bool:

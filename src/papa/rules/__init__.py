@@ -11,11 +11,12 @@ a stream that is a function of the step, so a resumed run draws what an unbroken
 - `weighted`: rules whose matrix depends on the members.
 """
 
+from papa.half_life import HALF_LIFE
 from papa.rules.adaptive import AdaptivePush
 from papa.rules.anchored import Elastic, Gossip, Lookahead, OuterStep
 from papa.rules.base import AveragingContext, ExtraRow, Look, Probe, Rule
 from papa.rules.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
-from papa.rules.push import HALF_LIFE, MAX_ALPHA_16_BIT, Push
+from papa.rules.push import MAX_ALPHA_16_BIT, Push
 from papa.rules.sparse import Shuffle, SparseAverage
 from papa.rules.weighted import GradientWeightedPush, PushPull, ScoreWeightedPush
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, replace
@@ -13,10 +12,8 @@ from torch import Tensor
 
 from papa import mixing
 from papa.errors import MixingError, PapaWarning
+from papa.half_life import HALF_LIFE, half_life_in_steps
 from papa.rules.base import AveragingContext, Rule, check_steps
-
-HALF_LIFE = 0.003
-"""A half-life that suits training from random weights, as a share of training; the paper's is about this."""
 
 MAX_HALF_LIFE = 0.1
 """With a longer half-life, members that start apart stay too far apart to be averaged: the longest that ever worked."""
@@ -131,10 +128,7 @@ class Push(Rule):
     @property
     def half_life_in_steps(self) -> float:
         """The half-life in steps, whichever way the strength was given."""
-        alpha = self.effective_alpha
-        if alpha in (0.0, 1.0):
-            return 0.0 if alpha == 0.0 else math.inf
-        return self.every_steps * math.log(0.5) / math.log(alpha)
+        return half_life_in_steps(self.effective_alpha, self.every_steps)
 
     @property
     def uses_lr(self) -> bool:

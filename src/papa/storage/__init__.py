@@ -1,15 +1,9 @@
 """Files on disk: atomic writes, JSON, tensors in safetensors, and one translation of their errors."""
 
+from typing import TYPE_CHECKING
+
+from papa.lazy import lazy_names
 from papa.storage.schema import matches, validated
-from papa.storage.tensors import (
-    DTYPE_NAMES,
-    TensorFile,
-    TensorInfo,
-    bytes_of,
-    save_network,
-    save_tensors,
-    write_tensors,
-)
 from papa.storage.whole_files import (
     DamagedError,
     file_errors,
@@ -26,6 +20,20 @@ from papa.storage.whole_files import (
     write_file,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from papa.storage.tensors import (
+        DTYPE_NAMES,
+        TensorFile,
+        TensorInfo,
+        bytes_of,
+        save_network,
+        save_tensors,
+        write_tensors,
+    )
+
+TENSORS = ("DTYPE_NAMES", "TensorFile", "TensorInfo", "bytes_of", "save_network", "save_tensors", "write_tensors")
+__getattr__, __dir__ = lazy_names(__name__, {"tensors": TENSORS})  # they import torch, which listings do without
 
 __all__ = [
     "DTYPE_NAMES",

@@ -1,8 +1,16 @@
 """Recipes: named configurations for the paper's tables, and networks loaded from finished runs."""
 
-from papa.lab.recipes.loading import LanguageModel, LoadedNetwork, load, load_ensemble, load_language_model
+from typing import TYPE_CHECKING
+
 from papa.lab.recipes.recipe import BUDGETS, Recipe
 from papa.lab.recipes.registry import RECIPES, find, paper_details, paper_scores, paper_soups
+from papa.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from papa.lab.recipes.loading import LanguageModel, LoadedNetwork, load, load_ensemble, load_language_model
+
+LOADING = ("LanguageModel", "LoadedNetwork", "load", "load_ensemble", "load_language_model")
+__getattr__, __dir__ = lazy_names(__name__, {"loading": LOADING})
 
 __all__ = [
     "BUDGETS",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
+from papa.half_life import half_life_in_steps
 from papa.lab.config import Config
-from papa.rules import Push
 
 STRENGTH = ("average.alpha", "average.every_steps")
 """Options that determine the half-life of a push."""
@@ -73,4 +73,5 @@ def translated(changes: Mapping[str, Any], full: Config, small: Config) -> dict[
 def _half_life(config: Config) -> float:
     """In steps."""
     average = config.average
-    return Push(alpha=average.alpha, every_steps=average.every_steps).half_life_in_steps
+    assert average.alpha is not None  # full settings are the paper's
+    return half_life_in_steps(average.alpha, average.every_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from papa.half_life import half_life_in_steps
 from papa.lab.config import (
     AverageConfig,
     Config,
@@ -15,7 +16,6 @@ from papa.lab.config import (
     TrajectoryConfig,
 )
 from papa.lab.recipes.recipe import Recipe, mini, smoke, with_budget
-from papa.rules import Push
 
 MERGES_AND_PUSHES = AverageConfig(alpha=0.99, every_steps=10, every_epochs=5.0, repair=5)
 """How members are averaged in most of the paper's settings."""
@@ -104,7 +104,7 @@ TIMM_ROWS = {
     "convit": ("timm:convit_tiny.fb_in1k", 5, "activations"),
 }
 """Pretrained networks, the paper's population sizes, and the layers that are repaired."""
-GENTLE = Push(alpha=0.9995).half_life_in_steps / (50 * 765)
+GENTLE = half_life_in_steps(0.9995, every_steps=10) / (50 * 765)
 """The half-life of the paper's push as a share of training. It is far longer than from scratch: members start equal but
 for their heads."""
 

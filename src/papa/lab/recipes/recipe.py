@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from papa.errors import ConfigError, did_you_mean
+from papa.half_life import HALF_LIFE
 from papa.lab.config import Config
-from papa.rules import HALF_LIFE
 
 BUDGETS = {
     "full": "the paper's setting",
@@ -90,6 +88,8 @@ def with_budget(config: Config, budget: str, *, mini_width: int | None, smoke_wi
 
 def fast_precision() -> str:
     """bfloat16 on hardware that computes in it, else float32: emulated bfloat16 is ten times slower."""
+    import torch  # a list of recipes does without
+
     is_native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return "bfloat16" if is_native else "float32"
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from papa.lab.config import flat
-from papa.soup import is_far_worse
 
 
 @dataclass(frozen=True)
@@ -64,4 +63,6 @@ def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
     members = [score for score in validation.get("members", ()) if score is not None]
     if result.get("method") == "independent" or soup is None or not members:
         return False
+    from papa.soup import is_far_worse  # imports torch, which listings do without
+
     return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)

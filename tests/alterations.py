@@ -24,6 +24,7 @@ from papa.checkpoint.store import with_digest
 from papa.errors import PapaError
 from papa.files import open_all, soup_files
 from papa.lab.config import Config
+from papa.lab.data.cache import cache_folder
 from papa.lab.domains import load_domain
 from papa.lab.models.weights import read_state_dict
 from papa.lab.recipes import RECIPES, find
@@ -209,9 +210,11 @@ def data_set(name: str, folder: Path) -> Readable:
         if file.is_file() and file.relative_to(folder).parts[0].partition(".")[0] in (config.data.name, native)
     )
 
+    root = Path(config.data.root)
+
     def read() -> None:
-        for cache in folder.rglob(".papa-cache"):
-            shutil.rmtree(cache)
+        for cached in (root, root / config.data.name):
+            shutil.rmtree(cache_folder(cached), ignore_errors=True)
         data = load_domain(config).data()
         for part in (data.train, data.test):
             assert part is not None

@@ -43,6 +43,14 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test writes into the cache of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAPA_CACHE", str(tmp_path_factory.mktemp("papa-cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _forked_workers() -> Iterator[None]:
     """Fork the workers that tests start; commands that tests run in a process of their own start theirs as usual."""
     import fork_server

@@ -1,9 +1,18 @@
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from papa.errors import ConfigError
-from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, TrainConfig
+from papa.lab.config import (
+    EXCHANGES,
+    ON_NONFINITE,
+    AverageConfig,
+    Config,
+    DataConfig,
+    DiversityConfig,
+    TrainConfig,
+)
 from papa.lab.recipes import BUDGETS, RECIPES
 
 
@@ -67,6 +76,33 @@ def test_unknown_fields_are_named_with_the_closest() -> None:
         Config.from_json(value)
     with pytest.raises(ConfigError, match=r"config\.data is 3, expected an object"):
         Config.from_json({"data": 3})
+
+
+def test_everything_wrong_in_a_file_is_reported_at_once() -> None:
+    value = {"memebrs": 3, "members": "three", "train": {"epoch": 3, "lr": -1.0}, "data": {"root": 4}}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_json(value)
+    for problem in (
+        "config.memebrs is not known: did you mean members?",
+        "config.members is 'three', expected int",
+        "config.train.epoch is not known: did you mean epochs?",
+        "config.data.root is 4, expected str",
+        "--train.lr is -1.0, expected more than 0 and finite",
+    ):
+        assert problem in str(caught.value)
+
+
+def test_missing_entries_have_the_values_of_the_base() -> None:
+    base = RECIPES["digits"].config()
+    assert Config.from_json({"train": {"epochs": 3}}, base) == replace(base, train=replace(base.train, epochs=3))
+
+
+def test_choices_that_are_listed_without_torch_are_those_of_the_library() -> None:
+    from papa.group import EXCHANGES as OF_GROUPS
+    from papa.health import OnNonFinite
+
+    assert tuple(OF_GROUPS) == EXCHANGES
+    assert get_args(OnNonFinite) == ON_NONFINITE
 
 
 def test_a_config_cannot_be_changed_by_accident() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from papa._version import __version__
 from papa.cli.escaping import printable
+from papa.cli.option_names import as_typed, option_names
 from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
 from papa.lab.packages import missing_package
 
@@ -22,7 +23,10 @@ COMMANDS = {
     "resume": "continue a stopped run",
     "compare": "train several methods and seeds and compare them",
     "reproduce": "run a table or figure of the paper",
+    "runs": "list the runs in a directory",
     "watch": "follow a run from another terminal",
+    "eval": "score the networks of a finished run",
+    "predict": "label images with the network of a finished run",
     "report": "write the page, table or figures of existing runs",
     "each": "train one member per process, with a script of your own",
     "soup": "average checkpoint files into one network",
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_error(error, color=YELLOW)
         return STOPPED
     except (PapaError, ModuleNotFoundError) as error:
-        message = error if isinstance(error, PapaError) else missing_package(error)
+        message = _as_typed(str(error)) if isinstance(error, PapaError) else missing_package(error)
         if message is None:
             raise
         _print_error(message)
@@ -97,6 +101,13 @@ def _print_error(message: object, *, color: int | None = RED) -> None:
         is_colored = color is not None and sys.stderr.isatty() and "NO_COLOR" not in os.environ
         text = printable(f"papa: {message}")
         print(f"\033[{color}m{text}\033[0m" if is_colored else text, file=sys.stderr, flush=True)
+
+
+def _as_typed(message: str) -> str:
+    """A message that names parameters of the library as the options that set them."""
+    from papa.lab.config import Config
+
+    return as_typed(message, list(option_names(Config)))
 
 
 def _discard_output() -> None:

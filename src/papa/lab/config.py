@@ -84,9 +84,9 @@ class DataConfig:
     """Which data."""
 
     name: str = "digits"
-    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet, or folder for your own class
-    folders; tiles or vaihingen for segmentation; text for language models; breast-cancer, wine, or table for your own
-    CSV file."""
+    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet; folder for your own class
+    folders, images for the same with a size and test images chosen if needed; tiles or vaihingen for segmentation; text
+    for language models; breast-cancer, wine, or table for your own CSV file."""
     root: str = "data"
     """The directory of the data, where it is also downloaded to; for text also a file, for a table its CSV file."""
     validation: float = option(0.02, above=0, below=1)

@@ -14,8 +14,8 @@ MakeImages = Callable[..., list[Path]]
 
 @pytest.fixture(autouse=True)
 def _user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test writes into the cache of whoever runs it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+    """Each test has a cache of its own."""
+    monkeypatch.setenv("PAPA_CACHE", str(tmp_path_factory.mktemp("user-cache")))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data import MappedImages
 from papa.lab.data import cache as cache_module
-from papa.lab.data.cache import FOLDER, Decoded, cached_images, write_cache
+from papa.lab.data.cache import Decoded, cache_folder, cached_images, write_cache
 
 
 def pixels(count: int = 7) -> np.ndarray:
@@ -45,7 +45,7 @@ def load(folder: Path, maker: Callable[[], Decoded], digest: str = "one") -> Arr
 
 
 def cache_file(folder: Path) -> Path:
-    return folder / FOLDER / "set.npy"
+    return cache_folder(folder) / "set.npy"
 
 
 def test_images_are_made_once_and_then_mapped(tmp_path: Path) -> None:
@@ -53,7 +53,8 @@ def test_images_are_made_once_and_then_mapped(tmp_path: Path) -> None:
     for _ in range(3):
         assert isinstance(load(tmp_path, maker), MappedImages)
     assert maker.calls == 1
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["set.json", "set.npy"]
+    assert sorted(path.name for path in cache_folder(tmp_path).iterdir()) == ["set.json", "set.npy"]
+    assert list(tmp_path.iterdir()) == [], "nothing is written next to the data"
 
 
 def test_pixels_stay_in_the_file(tmp_path: Path) -> None:
@@ -144,52 +145,35 @@ def test_opening_a_wrong_file_says_what_is_wrong(tmp_path: Path) -> None:
         MappedImages(tmp_path / "none", "one")
 
 
-def test_a_folder_that_cannot_be_written_leaves_the_cache_to_the_user(tmp_path: Path) -> None:
-    # A file where the cache's folder should be: not even root can write below it.
-    (tmp_path / FOLDER).touch()
+def test_a_folder_without_write_permission_is_cached_too(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
     maker = Maker()
-    for _ in range(2):
-        source = load(tmp_path, maker)
-        assert isinstance(source, MappedImages)
-        assert source.path.is_relative_to(os.environ["XDG_CACHE_HOME"])
+    with permissions_count():
+        for _ in range(2):
+            assert isinstance(load(tmp_path, maker), MappedImages)
     assert maker.calls == 1
 
 
-def test_a_folder_without_write_permission_leaves_the_cache_to_the_user(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    with permissions_count():
-        source = load(tmp_path, Maker())
-    assert isinstance(source, MappedImages)
-    assert source.path.is_relative_to(os.environ["XDG_CACHE_HOME"])
-
-
-def test_folders_of_the_same_name_do_not_share_a_user_cache(tmp_path: Path) -> None:
-    places = set()
-    for parent in ("one", "two"):
-        folder = tmp_path / parent / "data"
-        folder.mkdir(parents=True)
-        (folder / FOLDER).touch()
-        source = load(folder, Maker())
-        assert isinstance(source, MappedImages)
-        places.add(source.path)
-    assert len(places) == 2
+def test_folders_of_the_same_name_do_not_share_a_cache(tmp_path: Path) -> None:
+    assert len({cache_folder(tmp_path / parent / "data") for parent in ("one", "two")}) == 2
 
 
 def test_with_no_place_to_write_images_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / FOLDER).touch()
+    # A file where the cache's folder should be: not even root can write below it.
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("PAPA_CACHE", str(tmp_path / "file"))
     source = load(tmp_path, Maker())
     assert type(source) is Arrays
 
 
-def test_the_home_folder_is_used_without_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_the_users_unless_another_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(tmp_path).is_relative_to(os.environ["PAPA_CACHE"])
+    monkeypatch.delenv("PAPA_CACHE")
+    assert cache_folder(tmp_path).is_relative_to(tmp_path / "xdg" / "papa")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / FOLDER).touch()
-    source = load(tmp_path, Maker())
-    assert isinstance(source, MappedImages)
-    assert source.path.is_relative_to(tmp_path / "home" / ".cache" / "papa")
+    assert cache_folder(tmp_path).is_relative_to(tmp_path / "home" / ".cache" / "papa")
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +182,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(cache_module, "_write_pixels", full)
     assert type(load(tmp_path, Maker())) is Arrays
-    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert list(cache_folder(tmp_path).iterdir()) == []
 
 
 def test_an_error_while_decoding_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -208,7 +192,7 @@ def test_an_error_while_decoding_leaves_nothing_behind(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"x\.png"):
         load(tmp_path, lambda: Decoded(np.zeros(9, dtype=np.int64), ("a", "b"), broken()))
-    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert list(cache_folder(tmp_path).iterdir()) == []
 
 
 def test_every_image_needs_a_label(tmp_path: Path) -> None:
@@ -269,5 +253,5 @@ def test_two_processes_that_build_at_once(tmp_path: Path) -> None:
     errors = [builder.communicate(timeout=120)[1] for builder in builders]
     assert [builder.returncode for builder in builders] == [0, 0], errors
     for folder in folders:
-        assert sorted(path.name for path in (folder / FOLDER).iterdir()) == ["set.json", "set.npy"]
+        assert sorted(path.name for path in cache_folder(folder).iterdir()) == ["set.json", "set.npy"]
     assert [(folder / "calls").read_text() for folder in folders] == ["x", "xx"]

@@ -17,6 +17,7 @@ from papa.data import Subset
 from papa.errors import ConfigError, DataError
 from papa.lab.data import DecodedFolder, MappedImages, load_images
 from papa.lab.data import files as decode_module
+from papa.lab.data.cache import cache_folder
 from papa.lab.data.digits import NUM_TRAIN
 from papa.lab.data.files import decode_files, resize_and_crop, resize_arrays, scan_classes
 from papa.lab.data.splits import targets_of
@@ -136,13 +137,28 @@ def test_threads_keep_the_order(tmp_path: Path, make_images: MakeImages, monkeyp
 
 def test_a_cache_serves_the_folder_by_any_path(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_images("folder", root=split_folder)
-    made = {path: path.stat().st_mtime_ns for path in (split_folder / ".papa-cache").iterdir()}
+    made = {path: path.stat().st_mtime_ns for path in cache_folder(split_folder).iterdir()}
+    assert made
     monkeypatch.chdir(split_folder.parent)
-    moved = split_folder.rename(split_folder.parent / "moved")
-    load_images("folder", root="moved")
-    assert {
-        split_folder / ".papa-cache" / path.name: path.stat().st_mtime_ns for path in (moved / ".papa-cache").iterdir()
-    } == made
+    load_images("folder", root=split_folder.name)
+    assert {path: path.stat().st_mtime_ns for path in cache_folder(split_folder).iterdir()} == made
+
+
+def test_own_images_of_any_sizes_get_a_size_and_test_images(tmp_path: Path, make_images: MakeImages) -> None:
+    make_images(tmp_path / "cat", 10, (20, 30))
+    make_images(tmp_path / "dog", 5, (120, 100))
+    images = load_images("images", root=tmp_path)
+    assert (images.image_size, images.classes, len(images.train), len(images.test)) == (64, ("cat", "dog"), 12, 3)
+    assert load_images("images", root=tmp_path, image_size=16, test_share=0.4).image_size == 16
+    assert len(load_images("images", root=tmp_path, test_share=0.4).test) == 6
+
+
+def test_own_images_keep_their_size_and_test_images(split_folder: Path) -> None:
+    own, plain = (load_images(name, root=split_folder) for name in ("images", "folder"))
+    assert own.image_size == plain.image_size == 8
+    assert (len(own.train), len(own.test)) == (len(plain.train), len(plain.test))
+    with pytest.raises(ConfigError, match="has its own test images"):
+        load_images("images", root=split_folder, test_share=0.2)
 
 
 def test_changed_images_are_decoded_again(split_folder: Path) -> None:
@@ -184,7 +200,7 @@ def test_large_images_are_decoded_when_needed(tmp_path: Path, make_images: MakeI
     assert (images.image_size, images.crop_padding, images.flip) == (224, 0, False)
     assert images.mean == (0.485, 0.456, 0.406)
     assert images.test.batch(torch.tensor([0]))[0].shape == (1, 3, 224, 224)
-    assert not (tmp_path / ".papa-cache").exists()
+    assert not cache_folder(tmp_path).exists()
     assert isinstance(load_images("folder", root=tmp_path, image_size=64).train, MappedImages)
 
 

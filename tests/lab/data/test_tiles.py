@@ -16,7 +16,7 @@ from torch import Tensor
 from papa.data import Source, Streaming, stream_batches
 from papa.errors import ConfigError, DataError
 from papa.lab.data import Patches, Tiles, load_tiles, load_vaihingen
-from papa.lab.data.cache import MappedImages
+from papa.lab.data.cache import MappedImages, cache_folder
 from papa.lab.data.tile_files import ISPRS, Classes, TileFile, decode_tile, scan_tiles, split_tiles
 from papa.lab.data.tiles import measure_tiles
 
@@ -172,7 +172,7 @@ def test_the_drawn_split_keeps_areas_together_and_is_the_same_every_time(root: P
 def test_decoded_tiles_are_kept_in_files_that_are_mapped(root: Path) -> None:
     first = load_tiles(root, patch_size=16)
     assert isinstance(first.test, Tiles)
-    caches = sorted((root / ".papa-cache").glob("tile-*.npy"))
+    caches = sorted(cache_folder(root).glob("tile-*.npy"))
     assert len(caches) == 10
     times = [cache.stat().st_mtime_ns for cache in caches]
     again = load_tiles(root, patch_size=16)

@@ -43,7 +43,7 @@ def test_a_soup_scores_as_in_its_run(run: Path) -> None:
 
 
 def test_missing_networks_are_reported(run: Path, tmp_path: Path) -> None:
-    for which, message in ((7, "has no member 7, it has 0, 1"), ("soop", "expected soup, greedy or the index")):
+    for which, message in ((7, "has no member 7, it has 0, 1"), ("soop", "expected soup, greedy, best or the index")):
         with pytest.raises(RunError, match=message):
             load(run, which)
     with pytest.raises(RunError, match="holds no run of papa"):

@@ -33,6 +33,7 @@ def write_data(root: Path) -> None:
     for part in ("train", "test"):
         write_images(root / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
         write_images(root / "cifar100" / part, num_classes=100, images_per_class=1, size=32)
+    write_images(root / "images", num_classes=3, images_per_class=20, size=40)
     for part in ("train", "val"):
         write_images(root / "imagenet" / part, num_classes=3, images_per_class=6, size=120)
     write_mnist(root / "FashionMNIST" / "raw")
@@ -103,7 +104,7 @@ def weights_of(tmp_path_factory: pytest.TempPathFactory) -> object:
 def smoke_data_config(recipe: Recipe, data_root: Path) -> Config:
     """The smoke budget of a recipe, on data that `write_data` wrote."""
     config = recipe.config("smoke")
-    has_folder = config.data.name in ("imagenet", "tiles", "vaihingen", "text", "table")
+    has_folder = config.data.name in ("images", "imagenet", "tiles", "vaihingen", "text", "table")
     root = data_root / config.data.name if has_folder else data_root
     return replace(config, data=replace(config.data, root=str(root)))
 

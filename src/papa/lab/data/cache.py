@@ -2,6 +2,9 @@
 
 A cache is two files: `NAME.npy` with the pixels, and `NAME.json` with labels, classes, a checksum of the pixels and a
 digest of the data they were made of. The JSON file is written last; a cache that does not match it is made again.
+
+Nothing is written next to the data. Caches are in `papa` in the user's cache folder (`$XDG_CACHE_HOME`, or else
+`~/.cache`), or in `$PAPA_CACHE`; they may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -25,9 +28,6 @@ from papa.errors import DataError
 from papa.lab.data.files import Pixels
 from papa.lock import waiting_lock
 from papa.storage import file_errors, json_text, read_json, validated, write_file
-
-FOLDER = ".papa-cache"
-"""The folder next to the data that holds the cache; it may be deleted at any time."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,16 @@ def cached_images(
 ) -> tuple[Arrays, tuple[str, ...]]:
     """Images from their cache, which is made first if it is missing, damaged, or of other data.
 
-    The cache is next to the data; if that cannot be written, in the user's cache folder; if that cannot be written
-    either, the images are kept in memory.
+    Where no cache can be written, the images are kept in memory.
 
     The digest is of everything the pixels depend on.
 
     Returns:
         The images, and the names of their classes.
     """
-    paths = _paths(folder, name)
-    for path in paths:
-        found = _open_valid(path, digest)
-        if found is not None:
-            return found, found.classes
-    for path in paths:
+    path = cache_folder(folder) / f"{name}.npy"
+    found = _open_valid(path, digest)
+    if found is None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with waiting_lock(path.parent / ".lock"):
@@ -100,8 +96,8 @@ def cached_images(
                 if found is None:
                     write_cache(path, digest, decode())
                     found = _open_valid(path, digest)
-            if found is not None:
-                return found, found.classes
+    if found is not None:
+        return found, found.classes
     decoded = decode()
     return Arrays(np.concatenate(list(decoded.chunks)), decoded.labels), decoded.classes
 
@@ -148,7 +144,9 @@ def _open_valid(path: Path, digest: str) -> MappedImages | None:
     return None
 
 
-def _paths(folder: Path, name: str) -> tuple[Path, Path]:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    key = hashlib.blake2b(os.fsencode(folder.resolve()), digest_size=8).hexdigest()
-    return folder / FOLDER / f"{name}.npy", Path(base, "papa", f"{folder.resolve().name}-{key}", f"{name}.npy")
+def cache_folder(data: Path) -> Path:
+    """Where the decoded images of a folder are cached."""
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("PAPA_CACHE") or os.path.join(user, "papa")
+    key = hashlib.blake2b(os.fsencode(data.resolve()), digest_size=8).hexdigest()
+    return Path(base, f"{data.resolve().name}-{key}")

@@ -61,7 +61,7 @@ def scan_classes(folder: Path) -> ImageFiles:
     names: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(_images_below(os.path.join(folder, name), name))
+        found = sorted(images_below(os.path.join(folder, name), name))
         if not found:
             raise DataError(
                 f"the class folder {folder / name} has no image, expected at least one file that ends in "
@@ -109,13 +109,14 @@ def digest_of(folder: Path, names: Iterable[str], **options: Any) -> str:
     return digest.hexdigest()
 
 
-def _images_below(folder: str, prefix: str) -> Iterator[str]:
+def images_below(folder: str, prefix: str) -> Iterator[str]:
+    """The image files in a folder and in the folders in it, with the prefix instead of its path."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                yield from _images_below(entry.path, f"{prefix}/{entry.name}")
+                yield from images_below(entry.path, f"{prefix}/{entry.name}")
             elif entry.name.lower().endswith(EXTENSIONS):
                 yield f"{prefix}/{entry.name}"
 

@@ -24,6 +24,8 @@ from papa.lab.data.splits import split_classes
 
 LARGEST_CACHED = 96
 """Images with sides up to this number of pixels are cached decoded."""
+NUM_SAMPLED = 500
+"""The number of images whose size is looked at, at most."""
 LARGE_SIZE = 224
 """The default height and width of large images."""
 
@@ -40,6 +42,16 @@ class FolderSet:
     """Whether the sources decode, crop and flip images when they are read."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """What is chosen where the images leave it open and no option decides."""
+
+    image_size: int = 64
+    """For images that are no squares of one size, or larger than `LARGEST_CACHED`."""
+    test_share: float = 0.2
+    """For a folder without test images."""
+
+
 def load_folder(
     name: str,
     root: Path,
@@ -48,14 +60,20 @@ def load_folder(
     test_share: float | None,
     test_folders: Sequence[str] = ("test", "val"),
     largest_cached: float = LARGEST_CACHED,
+    fallback: Fallback | None = None,
 ) -> FolderSet:
     """Load images in `root/train/CLASS` and `root/test/CLASS` (or `val`), or in `root/CLASS` with a test share.
 
     `image_size` None keeps the size of the files, or 224 if these are large. The first of `test_folders` that exists is
-    used. Images with sides above `largest_cached` are decoded when needed.
+    used. Images with sides above `largest_cached` are decoded when needed. With a `fallback`, images of any sizes and a
+    folder without test images are no errors.
     """
+    if fallback is not None and test_share is None and not _has_test_images(root, test_folders):
+        test_share = fallback.test_share
     train_folder, test_folder = _find_folders(root, test_share, test_folders)
     files = scan_classes(train_folder)
+    if fallback is not None and image_size is None and not _are_small_squares(files, largest_cached):
+        image_size = fallback.image_size
     native_side = max(read_size(files.path(0)))
     large = (native_side if image_size is None else image_size) > largest_cached
     size = image_size if image_size is not None or not large else LARGE_SIZE
@@ -70,6 +88,18 @@ def load_folder(
         train_indices, test_indices = split_classes(source.targets, test_share)
         train, test = Subset(source, train_indices), Subset(source, test_indices)
     return FolderSet(train, test, files.classes, size or native_side, large)
+
+
+def _has_test_images(root: Path, test_folders: Sequence[str]) -> bool:
+    return bool(class_names(root / "train")) and any((root / part).is_dir() for part in test_folders)
+
+
+def _are_small_squares(files: ImageFiles, largest: float) -> bool:
+    """Whether images are squares of one size that is not large, as far as a sample shows."""
+    places = range(0, len(files), -(-len(files) // NUM_SAMPLED))
+    sizes = {read_size(files.path(place)) for place in places}
+    width, height = next(iter(sizes))
+    return len(sizes) == 1 and width == height <= largest
 
 
 def _find_folders(root: Path, test_share: float | None, test_folders: Sequence[str]) -> tuple[Path, Path | None]:

@@ -15,7 +15,7 @@ from papa.data import Arrays, Data, Source, hold_out
 from papa.errors import ConfigError, DataError, did_you_mean
 from papa.lab.data.digits import load_digits, load_optdigits
 from papa.lab.data.files import class_names, resize_arrays
-from papa.lab.data.folder import LARGE_SIZE, FolderSet, load_folder
+from papa.lab.data.folder import LARGE_SIZE, Fallback, FolderSet, load_folder
 from papa.lab.data.native import NATIVE
 from papa.lab.data.splits import check_labels, limit, targets_of
 
@@ -100,23 +100,23 @@ def load_images(
 
     Args:
         name: `digits`, `optdigits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, `imagenet`, or `folder` for your
-            own images.
+            own images, or `images` for the same with defaults that fit them (`papa.lab.data.folder.Fallback`).
         root: the folder of the data. CIFAR as torchvision stores it, or as class folders in `root/cifar100/train` and
             `root/cifar100/test`; ImageNet and your own images as class folders in `root/train` and `root/val` or
             `root/test`, your own also in `root` itself; optdigits as in `load_optdigits`.
         image_size: resize images to this height and width (bicubic); None for their own size, or 224 for large images.
         max_train: the largest number of training images; a fixed selection, balanced over classes.
         max_test: the largest number of test images.
-        test_share: the share of each class to use for testing, for a `folder` without test images.
+        test_share: the share of each class to use for testing, for your own images without test images.
         download: whether torchvision may download missing data.
 
-    Small images (up to 96 pixels) are decoded once into a file in `root/.papa-cache` that all processes map.
+    Small images (up to 96 pixels) are decoded once into a file that all processes map (`papa.lab.data.cache`).
     """
     if name not in LOADERS:
         raise ConfigError(f"there is no data set {name}: {did_you_mean(name, LOADERS)}")
     if image_size is not None and image_size < 1:
         raise ConfigError(f"image_size is {image_size}, expected at least 1, or None for the images' own")
-    if test_share is not None and name != "folder":
+    if test_share is not None and name not in OWN:
         raise ConfigError(f"test_share is {test_share}, but {name} has its own test images: leave test_share out")
     options = _Options(root=Path(root), image_size=image_size, test_share=test_share, download=download)
     images = LOADERS[name](name, options)
@@ -181,6 +181,15 @@ def _own_folder(name: str, options: _Options) -> ImageSet:
     return _folder_set(name, found)
 
 
+def _own_images(name: str, options: _Options) -> ImageSet:
+    found = load_folder(
+        name, options.root, image_size=options.image_size, test_share=options.test_share, fallback=Fallback()
+    )
+    return _folder_set(name, found)
+
+
+OWN = ("folder", "images")
+"""A user's own class folders."""
 LOADERS: dict[str, Callable[[str, _Options], ImageSet]] = {
     "digits": _digits,
     "optdigits": _digits,
@@ -190,6 +199,7 @@ LOADERS: dict[str, Callable[[str, _Options], ImageSet]] = {
     "fashion-mnist": _native,
     "imagenet": _imagenet,
     "folder": _own_folder,
+    "images": _own_images,
 }
 
 

@@ -129,8 +129,8 @@ def load_tiles(
     """Load tiles from `root/images`, with label images of the same names in `root/labels`.
 
     Classes are read from `root/classes.json` (see `read_classes`), training, validation and test tiles from
-    `root/splits.json` (see `split_tiles`). Decoded tiles are cached in `root/.papa-cache`, in files that all processes
-    map.
+    `root/splits.json` (see `split_tiles`). Decoded tiles are cached in files that all processes map
+    (`papa.lab.data.cache`).
 
     Training uses patches; height and width of tiles are divided by `shrink`. At most `max_test` validation tiles and as
     many test tiles are used, spread evenly over all. Without a `classes.json`, classes are the default ones, if any.

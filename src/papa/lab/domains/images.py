@@ -25,6 +25,7 @@ from papa.lab.augment.policy import (
 )
 from papa.lab.config import Config
 from papa.lab.data import ImageSet, load_images, load_tiles, load_vaihingen
+from papa.lab.data.images import OWN
 from papa.lab.domains.base import COMBINE, Domain
 from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.models import input_size_of, make_model, normalization_of
@@ -132,7 +133,7 @@ def load_image_domain(config: Config) -> ImageDomain:
         )
     else:
         # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
-        size = wanted_image_size(config) if data.name in ("folder", "imagenet") else None
+        size = wanted_image_size(config) if data.name in (*OWN, "imagenet") else None
         images = load_images(
             data.name,
             root=data.root,

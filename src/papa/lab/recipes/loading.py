@@ -69,7 +69,7 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
         which: `soup` for the average soup, `greedy` for the greedy soup, `best` for the best average soup by validation
             if it was kept, or the index of a member.
     """
-    directory, config, found = _opened(run)
+    directory, config, found = opened_run(run)
     if config.data.name == TEXT:
         raise RunError(f"{run} holds language models: load them with load_language_model")
     file = _file_of(directory, which)
@@ -91,6 +91,11 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
 
 
 CardKind = TypeVar("CardKind")
+
+
+def image_card(run: RunDirectory, found: Any) -> Card:
+    """The card in the result of a run on images, checked."""
+    return _checked_card(found, Card, run)
 
 
 def _checked_card(found: Any, kind: type[CardKind], directory: RunDirectory) -> CardKind:
@@ -127,7 +132,7 @@ def load_language_model(run: str | os.PathLike[str], which: str | int = "soup") 
         run: the run's directory.
         which: `soup` for the average soup, `greedy` for the greedy soup, or the index of a member.
     """
-    directory, config, card = _opened(run)
+    directory, config, card = opened_run(run)
     if config.data.name != TEXT:
         raise RunError(f"{run} holds networks for {config.data.name}, expected language models")
     try:
@@ -142,7 +147,7 @@ def load_language_model(run: str | os.PathLike[str], which: str | int = "soup") 
 
 def load_ensemble(run: str | os.PathLike[str]) -> Ensemble:
     """The ensemble of all members of a finished run, in evaluation mode, combined as the run combined them."""
-    directory, config, _ = _opened(run)
+    directory, config, _ = opened_run(run)
     members = [int(path.stem) for path in sorted(directory.members.glob("[0-9]*.safetensors"))]
     is_text = config.data.name == TEXT
     networks = [(load_language_model(run, one) if is_text else load(run, one)).network for one in members]
@@ -150,7 +155,7 @@ def load_ensemble(run: str | os.PathLike[str]) -> Ensemble:
     return Ensemble(networks, combine=combine).eval()
 
 
-def _opened(run: str | os.PathLike[str]) -> tuple[RunDirectory, Config, Any]:
+def opened_run(run: str | os.PathLike[str]) -> tuple[RunDirectory, Config, Any]:
     """The files, the config and the description of the network of a finished run."""
     directory = RunDirectory(Path(run))
     config = Config.from_json(directory.read_config())
@@ -168,7 +173,9 @@ def _file_of(run: RunDirectory, which: str | int) -> Path:
             raise RunError(f"{run.path} has no member {which}, it has {known or 'none'}")
         return file
     if which not in soups:
-        raise RunError(f"which is {which!r}, expected soup, greedy or the index of a member")
+        raise RunError(f"which is {which!r}, expected soup, greedy, best or the index of a member")
+    if which == "best" and not run.best_soup.is_file():
+        raise RunError(f"{run.path} has no best soup: it was trained without keep_best_soup")
     return soups[which]
 
 

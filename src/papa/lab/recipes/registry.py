@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config
-from papa.lab.recipes import digits, paper, small_data, tabular, text
+from papa.lab.recipes import digits, images, paper, small_data, tabular, text
 from papa.lab.recipes.change import changed
 from papa.lab.recipes.recipe import Recipe
 from papa.lab.recipes.tables import Row, find_table
 
-MODULES = (digits, small_data, tabular, paper, text)
+MODULES = (digits, images, small_data, tabular, paper, text)
 """The modules with recipes, in the order of listings."""
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for module in MODULES for recipe in module.RECIPES}

@@ -34,7 +34,8 @@ def parse_options(
     """
     known = complete_names(arguments, kind)
     defaults: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(kind, prog=prog, description=description, args=known, **defaults)
+    options: Options = tyro.cli(kind, prog=prog, description=description, args=known, **defaults)
+    return options
 
 
 def parse(

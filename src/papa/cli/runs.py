@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _cells(run: ListedRun) -> tuple[str, ...]:
     metric, scores = metric_of([run.result]), run.scores
-    numbers = ("" if scores.get(key) is None else metric.text(scores[key]) for key in KEYS)
+    numbers = ("" if (score := scores[key]) is None else metric.text(score) for key in KEYS)
     about = (str(run.result["recipe"]), str(run.result["method"]), str(run.result["seed"]), run.progress)
     return (*about, *numbers, time.strftime("%Y-%m-%d %H:%M", time.localtime(run.time)), str(run.path))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +18,9 @@ from papa.lab.config import AverageConfig, Config
 from papa.lab.data import ImageSet
 from papa.lab.data.folder import LARGEST_CACHED
 from papa.lab.data.given_images import Decoder, GivenImages
-from papa.lab.data.images import OWN
-from papa.lab.data.text import TextSet
-from papa.lab.recipes.build import TILES, build, images_for
-from papa.lab.recipes.language import TEXT
+from papa.lab.data.images import LOADERS, OWN
+from papa.lab.domains import TEXT, Domain, ImageDomain, load_domain
+from papa.lab.recipes.build import build
 from papa.lab.recipes.loading import (
     Card,
     LoadedNetwork,
@@ -30,8 +30,9 @@ from papa.lab.recipes.loading import (
     load_language_model,
     opened_run,
 )
+from papa.lab.runs import RunDirectory
 from papa.process import find_device
-from papa.training import Scores
+from papa.training import Scores, Training
 
 PARTS = ("test", "validation")
 """The parts of a run's own data that its networks were not trained on."""
@@ -45,7 +46,6 @@ class RunScores:
     best_soup: Evaluation | None
     """The best average soup by validation, if it was kept."""
     num_examples: int
-    higher_is_better: bool
 
 
 def score_run(run: Path, data: str = "test", *, data_root: str | None = None, device: str = "auto") -> RunScores:
@@ -59,39 +59,46 @@ def score_run(run: Path, data: str = "test", *, data_root: str | None = None, de
     """
     directory, config, card = opened_run(run)
     single = _one_network(config, data_root, device)
-    images = images_for(single) if data in PARTS else _given(run, Path(data), single, image_card(directory, card))
-    if isinstance(images, ImageSet) and tuple(image_card(directory, card)["classes"]) != images.classes:
-        raise DataError(f"{single.data.root} has other classes than the data of {run}: give the folder as data instead")
-    if isinstance(images, ImageSet) and data not in PARTS:
-        batch_size = min(single.train.batch_size, len(images.test))
-        single = replace(single, train=replace(single.train, batch_size=batch_size))
-    training = build(single, None, images)
+    if data in PARTS:
+        domain = load_domain(single)
+        if domain.card().get("classes") != (card or {}).get("classes"):
+            raise DataError(f"{single.data.root} has other classes than the data of {run}, expected the same data")
+    else:
+        domain = _given(run, Path(data), single, card)
+    training = build(domain.config, None, domain)
     source = training.data.validation if data == "validation" else training.data.test
-    assert source is not None
+    if source is None:
+        raise DataError(f"{run} has no test data: choose validation, or a folder")
+    scores = _scores(directory, config, training, source)
+    best = _evaluated(directory, config, training, source, ["best"])[0][0] if directory.best_soup.is_file() else None
+    return RunScores(scores, best, len(source))
 
-    def evaluated(which: Sequence[str | int]) -> tuple[list[Evaluation], Evaluation]:
-        networks = [_network(run, one, config) for one in which]
-        placed = [network.to(training.device) for network in networks]
-        if config.train.channels_last:
-            placed = [network.to(memory_format=torch.channels_last) for network in placed]  # type: ignore[call-overload]
-        return training.evaluate(placed, source)
 
-    kept = [member for member in range(config.members) if (directory.members / f"{member:03d}.safetensors").is_file()]
+def _scores(run: RunDirectory, config: Config, training: Training, source: Source) -> Scores:
+    kept = [member for member in range(config.members) if (run.members / f"{member:03d}.safetensors").is_file()]
     if not kept:
-        raise RunError(f"{directory.members} holds no member, expected one file for each: it was altered")
-    found, ensemble = evaluated(kept)
+        raise RunError(f"{run.members} holds no member, expected a file for each: it was altered")
+    found, ensemble = _evaluated(run, config, training, source, kept)
     members = dict(zip(kept, found, strict=True))
     nothing = Evaluation(math.nan, math.nan)
-    soups = ["soup", "greedy", *(["best"] if directory.best_soup.is_file() else [])]
-    average, greedy, *best = evaluated(soups)[0]
-    scores = Scores(
+    average, greedy = _evaluated(run, config, training, source, ["soup", "greedy"])[0]
+    return Scores(
         [members.get(member, nothing) for member in range(config.members)],
         ensemble,
         average,
         greedy,
         dropped=frozenset(range(config.members)) - members.keys(),
     )
-    return RunScores(scores, best[0] if best else None, len(source), training.task.higher_is_better)
+
+
+def _evaluated(
+    run: RunDirectory, config: Config, training: Training, source: Source, which: Sequence[str | int]
+) -> tuple[list[Evaluation], Evaluation]:
+    """The scores of some networks of a run, and of their ensemble."""
+    networks = [_network(run.path, one, config).to(training.device) for one in which]
+    if config.train.channels_last:
+        networks = [network.to(memory_format=torch.channels_last) for network in networks]
+    return training.evaluate(networks, source)
 
 
 def _network(run: Path, which: str | int, config: Config) -> nn.Module:
@@ -114,21 +121,28 @@ def _one_network(config: Config, data_root: str | None, device: str) -> Config:
     )
 
 
-def _given(run: Path, folder: Path, config: Config, card: Card) -> ImageSet | TextSet:
+def _given(run: Path, folder: Path, config: Config, card: Any) -> Domain:
     """The images of class folders in place of a run's own."""
-    if config.data.name in (*TILES, TEXT):
-        raise DataError(f"{run} is no run on images with one class each, expected test or validation as its data")
-    source: Source = GivenImages(folder, card["classes"], _decoder(config, card))
-    return ImageSet(
+    _check_images(run, config)
+    known = image_card(RunDirectory(run), card)
+    source = GivenImages(folder, known["classes"], _decoder(config, known))
+    images = ImageSet(
         train=source,
         validation=source,
         test=source,
-        classes=tuple(card["classes"]),
-        channels=card["in_channels"],
-        image_size=card["image_size"],
-        mean=tuple(card["mean"]),
-        std=tuple(card["std"]),
+        classes=tuple(known["classes"]),
+        channels=known["in_channels"],
+        image_size=known["image_size"],
+        mean=tuple(known["mean"]),
+        std=tuple(known["std"]),
     )
+    batch_size = min(config.train.batch_size, len(source))
+    return ImageDomain(replace(config, train=replace(config.train, batch_size=batch_size)), images)
+
+
+def _check_images(run: Path, config: Config) -> None:
+    if config.data.name not in LOADERS:
+        raise RunError(f"{run} was trained on {config.data.name}, expected a run on images with one class each")
 
 
 def _decoder(config: Config, card: Card) -> Decoder:
@@ -161,8 +175,7 @@ def label_images(
         device: where to compute.
     """
     directory, config, card = opened_run(run)
-    if config.data.name in (*TILES, TEXT):
-        raise RunError(f"{run} was trained on {config.data.name}, expected a run on images with one class each")
+    _check_images(run, config)
     description, where = image_card(directory, card), find_device(device, option="--device")
     loaded = load(run, "soup" if network == "ensemble" else network)
     model = (load_ensemble(run) if network == "ensemble" else loaded.network).to(where)

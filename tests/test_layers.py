@@ -51,21 +51,8 @@ LIBRARY = [
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
 LAB = [
-    *(
-        "packages",
-        "signals",
-        "costs",
-        "config",
-        "data",
-        "models",
-        "augment",
-        "tasks",
-        "result",
-        "runs",
-        "report",
-        "listing",
-    ),
-    *("probes", "analysis", "selection", "outcome"),
+    *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
+    *("listing", "probes", "analysis", "selection", "outcome"),
     *("domains", "recipes", "sampling", "scoring", "recorder", "launch", "launch_many", "reproduce"),
 ]
 """The modules of `papa.lab`, in the same order; each may import the whole library."""

@@ -200,7 +200,7 @@ def test_runs_lists_finished_running_and_stopped_ones(
     assert main(["runs", str(tmp_path / "finished" / "members")]) == 0
     assert "there are no runs in" in capsys.readouterr().out
     config = {"recipe": "digits", "method": "papa-all", "seed": 7, "train": {"epochs": 4}}
-    stopped = RunDirectory(tmp_path / "deep" / "er" / "stopped")
+    stopped = RunDirectory(tmp_path / "deep" / "red \x1b[31m" / "stopped")
     stopped.create(config)
     with stopped.metrics.open("a") as file:
         file.write(json.dumps(make_epoch(1)) + "\n" + json.dumps(make_epoch(2)) + "\n")
@@ -234,6 +234,7 @@ def test_runs_lists_finished_running_and_stopped_ones(
     assert list(found)[-1] == "stopped", "the newest first"
     assert (found["stopped"]["epoch"], found["stopped"]["epochs"], found["stopped"]["when"][:4]) == (2, 4, "2001")
     assert found["finished"]["scores"]["average_soup"] == result_of(finished)["test"]["average_soup"]
+    assert "\x1b" not in shown.out + shown.err + table, "names of directories are escaped"
     assert "left out: " in shown.err
     assert "broken" in shown.err
     assert "stopped, epoch 2/4" in table

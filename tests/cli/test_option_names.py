@@ -67,6 +67,7 @@ def test_whole_names_stay_as_they_are(name: str) -> None:
     [
         ("--lr", "there is no option --lr: did you mean --train.lr or --trajectory.lr?"),
         ("--alpha=0.9", "there is no option --alpha: did you mean --average.alpha or --coupling.alpha?"),
+        ("--epochz", "there is no option --epochz: did you mean --train.epochs?"),
         ("--life", "there is no option --life: did you mean --average.half-life?"),
     ],
 )
@@ -95,5 +96,7 @@ def test_an_error_of_the_library_reaches_the_user_with_the_option(
     command = ["run", "images", "--data.root", "photos", "--workers", "1"]
     assert main([*command, "--data.name", "folder"]) == 2
     assert "set --data.test-share, such as 0.2" in capsys.readouterr().err
+    assert main(["run", "images", "--workers", "1"]) == 2
+    assert "--data.root is images, and there is no such folder" in capsys.readouterr().err
     assert main([*command, "--test-share", "2"]) == 2
     assert "--data.test-share is 2.0, expected a share between 0 and 1" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -51,12 +52,14 @@ def complete_names(arguments: Sequence[str], kind: type[Any]) -> list[str]:
 def _completed(argument: str, known: Sequence[str]) -> str:
     name, equals, value = argument.partition("=")
     wanted = name.replace("_", "-").removeprefix("--")
-    if f"--{wanted}" in known or not wanted:
+    if f"--{wanted}" in known or wanted in ("", "help"):
         return argument
     found = [option for option in known if option.endswith(f".{wanted}")]
     if len(found) == 1:
         return f"{found[0]}{equals}{value}"
     found = found or [option for option in known if option.endswith(f"-{wanted}")]
+    endings = {option.removeprefix("--").rpartition(".")[2]: option for option in reversed(known)}
+    found = found or [endings[ending] for ending in difflib.get_close_matches(wanted, endings, n=1, cutoff=0.75)]
     if found:
         raise ConfigError(f"there is no option --{wanted}: did you mean {' or '.join(found)}?")
     return argument

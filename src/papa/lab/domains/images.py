@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from papa.data import Data
-from papa.errors import ConfigError, did_you_mean
+from papa.errors import ConfigError, DataError, did_you_mean
 from papa.lab.augment.policy import (
     ABLATION_GRID,
     DART_POLICIES,
@@ -132,6 +133,9 @@ def load_image_domain(config: Config) -> ImageDomain:
             max_test=data.max_test,
         )
     else:
+        if data.name in OWN and not Path(data.root).is_dir():
+            expected = "one folder of images per class in it, or in its folders train and test"
+            raise DataError(f"--data.root is {data.root}, and there is no such folder: expected {expected}")
         # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
         size = wanted_image_size(config) if data.name in (*OWN, "imagenet") else None
         images = load_images(

@@ -78,7 +78,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_and_does_not_end_the_p
         file.read("a")
     path.write_bytes(content)
     file = TensorFile(path, error=SoupError)
-    monkeypatch.setattr(tensors, "_identity", lambda _: file._identity)  # it is truncated after the check
+    monkeypatch.setattr(tensors, "identity_of", lambda _: file._identity)  # it is truncated after the check
     path.write_bytes(content[:5000])
     with pytest.raises(SoupError, match="changed while it was read"):
         file.read("a")

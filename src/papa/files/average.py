@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from papa.chosen_soups import stock_ratio
 from papa.errors import SoupError
 from papa.files.weights import WeightsFile
 from papa.storage import TensorInfo
@@ -86,10 +85,8 @@ class WeightedAverage:
                 total = total * weight
             for file, weight in used[1:]:
                 total = total.add(file.part(name, start, stop).to(dtype), alpha=weight)
-            if len(used) > 1 and _has_nan(total):
-                with_nan = [file.path for file, _ in used if _has_nan(file.part(name, start, stop).to(dtype))]
-                reason = f"leave out {with_nan[0]}, which has NaN there" if with_nan else "infinities cancel there"
-                raise SoupError(f"'{name}' of the average has NaN: {reason}")
+            if len(used) > 1 and has_nan(total):
+                raise nan_error([file for file, _ in used], name, start, stop)
             yield total
 
     def blocks_as(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -101,43 +98,42 @@ class WeightedAverage:
             yield stored
 
 
-class StockAverage(WeightedAverage):
-    """Model Stock: the mean of files, moved back toward the file that they were fine-tuned from, tensor by tensor.
+class TensorwiseAverage(WeightedAverage):
+    """A weighted average with other weights for each tensor.
 
     Args:
-        files: of one architecture, at least two.
-        start: what they were fine-tuned from.
+        files: of one architecture.
+        weights_of: from a tensor's name to one weight for each file.
     """
 
-    def __init__(self, files: Sequence[WeightsFile], start: WeightsFile) -> None:
-        super().__init__(files, [1.0 / len(files)] * len(files))
-        self._files, self._start = list(files), start
-        self.ratios: dict[str, float] = {}
-        """The share of the mean in each tensor that was averaged so far."""
+    def __init__(self, files: Sequence[WeightsFile], weights_of: Callable[[str], Sequence[float]]) -> None:
+        self._files, self._weights_of = list(files), weights_of
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """One tensor's average; the ratio is found in a first pass over its blocks."""
-        if not is_averaged(self._start.tensors[name].dtype):
-            yield from super().blocks(name)
-            return
-        if name not in self.ratios:
-            self.ratios[name] = stock_ratio(self._products(name))
-        ratio, count = self.ratios[name], len(self._files)
-        weights = [ratio / count] * count
-        yield from WeightedAverage([*self._files, self._start], [*weights, 1.0 - ratio]).blocks(name)
-
-    def _products(self, name: str) -> Tensor:
-        """The products of all pairs of differences from the start."""
-        total = torch.zeros(len(self._files), len(self._files), dtype=torch.float64)
-        for start in range(0, self._start.tensors[name].numel, BLOCK):
-            stop = min(start + BLOCK, self._start.tensors[name].numel)
-            origin = self._start.part(name, start, stop).to(torch.float64)
-            rows = torch.stack([file.part(name, start, stop).to(torch.float64) - origin for file in self._files])
-            total += rows @ rows.T
-        return total
+        """One tensor's average."""
+        yield from WeightedAverage(self._files, self._weights_of(name)).blocks(name)
 
 
-def _has_nan(block: Tensor) -> bool:
+def inner_products(files: Sequence[WeightsFile], name: str, origin: WeightsFile | None = None) -> Tensor:
+    """The inner products of all pairs of files' tensors, or of their differences from an origin's; in float64."""
+    total = torch.zeros(len(files), len(files), dtype=torch.float64)
+    for start in range(0, files[0].tensors[name].numel, BLOCK):
+        stop = min(start + BLOCK, files[0].tensors[name].numel)
+        rows = torch.stack([file.part(name, start, stop).to(torch.float64) for file in files])
+        if origin is not None:
+            rows -= origin.part(name, start, stop).to(torch.float64)
+        total += rows @ rows.T
+    return total
+
+
+def nan_error(files: Sequence[WeightsFile], name: str, start: int, stop: int) -> SoupError:
+    """The error for an average with NaN, which names the file it comes from."""
+    with_nan = [file.path for file in files if has_nan(file.part(name, start, stop).to(torch.float64))]
+    reason = f"leave out {with_nan[0]}, which has NaN there" if with_nan else "infinities cancel there"
+    return SoupError(f"'{name}' of the average has NaN: {reason}")
+
+
+def has_nan(block: Tensor) -> bool:
     """Whether a block has NaN. Its sum is then NaN too, which is much faster to check."""
     return bool(torch.isnan(block.sum())) and bool(torch.isnan(block).any())
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from papa.errors import SoupError
-from papa.files.weights import INDEX_SUFFIX
+from papa.files.opening import INDEX_SUFFIX
 from papa.storage import TensorInfo, file_errors, flush_directory, json_text, write_file, write_tensors
 from papa.storage.tensors import Blocks
 from papa.storage.whole_files import partial_path

@@ -20,10 +20,11 @@ from papa.evaluation import Evaluation
 from papa.files.average import check_same_architecture
 from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
 from papa.files.evaluation_context import evaluation_context_of
+from papa.files.opening import open_all
 from papa.files.output import Output, write_output
 from papa.files.record import SoupMember, digest_of, dtype_name, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
-from papa.files.weights import PathLike, WeightsFile, open_all
+from papa.files.weights import PathLike, WeightsFile
 from papa.soup import GreedySoup, Trial, greedy_soup
 from papa.storage import DTYPE_NAMES, json_text
 from papa.storage.tensors import Blocks

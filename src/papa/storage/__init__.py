@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from papa.lazy import lazy_names
+from papa.storage.inert_pickle import Stub, load_inert
 from papa.storage.schema import matches, validated
 from papa.storage.whole_files import (
     DamagedError,
@@ -31,20 +32,27 @@ if TYPE_CHECKING:
         save_tensors,
         write_tensors,
     )
+    from papa.storage.torch_archive import StoredTensor, TorchArchive
 
 TENSORS = ("DTYPE_NAMES", "TensorFile", "TensorInfo", "bytes_of", "save_network", "save_tensors", "write_tensors")
-__getattr__, __dir__ = lazy_names(__name__, {"tensors": TENSORS})  # they import torch, which listings do without
+ARCHIVES = ("StoredTensor", "TorchArchive")
+# They import torch, which listings do without.
+__getattr__, __dir__ = lazy_names(__name__, {"tensors": TENSORS, "torch_archive": ARCHIVES})
 
 __all__ = [
     "DTYPE_NAMES",
     "DamagedError",
+    "StoredTensor",
+    "Stub",
     "TensorFile",
     "TensorInfo",
+    "TorchArchive",
     "bytes_of",
     "file_errors",
     "flush_directory",
     "is_run",
     "json_text",
+    "load_inert",
     "matches",
     "parse_json",
     "read_file",

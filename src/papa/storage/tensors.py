@@ -82,7 +82,7 @@ class TensorFile:
             raise error(f"cannot read {path}: there is no such file")
         with file_errors(path, error=error, kind=KIND):
             with path.open("rb") as file:
-                self._identity = _identity(file)
+                self._identity = identity_of(file)
                 offset = 8 + int.from_bytes(file.read(8), "little")
             opened: Any = safe_open(path, framework="pt")
             self.tensors = {name: self._info(opened, name) for name in opened.offset_keys()}
@@ -103,25 +103,35 @@ class TensorFile:
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Some elements of a flattened tensor."""
-        with file_errors(self.path, error=self._error, kind=KIND):
-            part = torch.empty(stop - start, dtype=self.tensors[name].dtype, device="cpu")
-            memory = bytes_of(part)
-            with self.path.open("rb", buffering=0) as file:
-                is_same = _identity(file) == self._identity
-                file.seek(self._offsets[name] + start * part.itemsize)
-                while is_same and memory:
-                    num_read = file.readinto(memory)
-                    is_same, memory = num_read > 0, memory[num_read:]
-            if not is_same:
-                raise self._error(f"{self.path} changed while it was read: start again when nothing writes to it")
-        return part
+        dtype = self.tensors[name].dtype
+        position = self._offsets[name] + start * dtype.itemsize
+        return read_block(self.path, position, stop - start, dtype, identity=self._identity, error=self._error)
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
         return self.part(name, 0, self.tensors[name].numel).reshape(self.tensors[name].shape)
 
 
-def _identity(file: IO[bytes]) -> tuple[int, ...]:
+def read_block(
+    path: Path, position: int, count: int, dtype: torch.dtype, *, identity: tuple[int, ...], error: type[PapaError]
+) -> Tensor:
+    """Elements from a position of a file on, unless the file changed since its identity was taken."""
+    with file_errors(path, error=error):
+        block = torch.empty(count, dtype=dtype, device="cpu")
+        memory = bytes_of(block)
+        with path.open("rb", buffering=0) as file:
+            is_same = identity_of(file) == identity
+            file.seek(position)
+            while is_same and memory:
+                num_read = file.readinto(memory)
+                is_same, memory = num_read > 0, memory[num_read:]
+        if not is_same:
+            raise error(f"{path} changed while it was read: start again when nothing writes to it")
+    return block
+
+
+def identity_of(file: IO[bytes]) -> tuple[int, ...]:
+    """Tells a file from another one under its name, and from a later state of itself."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

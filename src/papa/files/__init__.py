@@ -2,17 +2,26 @@
 
 from papa.files.diff import Difference, FileDiff, diff_files
 from papa.files.evaluation_context import EvaluationContext, evaluation_context_of
+from papa.files.methods import DareLinear, DareTies, Linear, MergeMethod, ModelStock, Slerp, TaskArithmetic, Ties
 from papa.files.opening import open_all, open_weights
 from papa.files.record import SoupMember, digest_of
 from papa.files.soup import FileSoup, soup_files
 from papa.files.weights import WeightsFile
 
 __all__ = [
+    "DareLinear",
+    "DareTies",
     "Difference",
     "EvaluationContext",
     "FileDiff",
     "FileSoup",
+    "Linear",
+    "MergeMethod",
+    "ModelStock",
+    "Slerp",
     "SoupMember",
+    "TaskArithmetic",
+    "Ties",
     "WeightsFile",
     "diff_files",
     "digest_of",

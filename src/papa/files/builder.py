@@ -16,7 +16,7 @@ from papa.align import Alignment
 from papa.chosen_soups import loss_and_gradients
 from papa.errors import ConfigError, SoupError
 from papa.evaluation import Evaluation
-from papa.files.average import StockAverage, WeightedAverage, output_tensors
+from papa.files.average import WeightedAverage, output_tensors
 from papa.files.evaluation_context import EvaluationContext, align_to_, load_average_
 from papa.files.scores import run_score_command, split_command
 from papa.files.weights import WeightsFile, safetensors_weights, weights_in_memory
@@ -54,14 +54,15 @@ class SoupBuilder:
         dtype: torch.dtype | None = None,
         context: EvaluationContext | None = None,
         steps: SoupSteps = SoupSteps(),
-        stock: WeightsFile | None = None,
+        merge: WeightedAverage | None = None,
     ) -> None:
         self.files, self.scratch, self._context, self.steps = list(files), scratch, context, steps
         if steps.align or steps.changes_average:
             _ = self.context
         self.tensors = output_tensors(files, dtype)
         self._statistics: dict[int, dict[str, ChannelStatistics]] = {}
-        self.stock = None if stock is None else StockAverage(files, stock)
+        self.merge = merge
+        """What is written in place of the weighted average, if any."""
 
     @property
     def context(self) -> EvaluationContext:
@@ -127,10 +128,10 @@ class SoupBuilder:
         """A soup in its stored dtypes, tensor by tensor and block by block."""
         if self._is_changed(weights):
             return _stored_network(self.network(weights), self.tensors)
-        return _stored(self._average(weights), self.tensors)
+        return stored_blocks(self._average(weights), self.tensors)
 
     def _average(self, weights: Sequence[float]) -> WeightedAverage:
-        return WeightedAverage(self.files, weights) if self.stock is None else self.stock
+        return WeightedAverage(self.files, weights) if self.merge is None else self.merge
 
     def slope(self, weights: Tensor, batch: int) -> tuple[float, Tensor]:
         """The loss of a soup on a batch of the evaluation context, and its derivative by each weight."""
@@ -155,13 +156,14 @@ def _product(gradients: Mapping[str, Tensor], file: WeightsFile) -> float:
     return total
 
 
-def _stored(average: WeightedAverage, tensors: Mapping[str, TensorInfo]) -> Blocks:
+def stored_blocks(average: WeightedAverage, tensors: Mapping[str, TensorInfo]) -> Blocks:
+    """An average in the dtypes it is stored in."""
     return lambda name: average.blocks_as(name, tensors[name].dtype)
 
 
 def _stored_network(network: nn.Module, tensors: Mapping[str, TensorInfo]) -> Blocks:
     held = weights_in_memory(Path("the network"), network.state_dict())
-    return _stored(WeightedAverage([held], [1.0]), tensors)
+    return stored_blocks(WeightedAverage([held], [1.0]), tensors)
 
 
 ScoreFile = Callable[[Path], float]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from papa.chosen_soups import stock_ratio
-from papa.errors import ConfigError
+from papa.errors import ConfigError, SoupError
 from papa.files.average import (
     BLOCK,
     TensorwiseAverage,
@@ -26,6 +26,7 @@ from papa.files.average import (
 )
 from papa.files.merge_functions import dropped, kth_largest, merged_by_sign, slerp_weights, task_weights, trimmed
 from papa.files.weights import PathLike, WeightsFile
+from papa.storage import TensorInfo
 from papa.streams import stream
 
 Setting: TypeAlias = float | Callable[[str], float]
@@ -72,6 +73,26 @@ def _shown(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Linear(MergeMethod):
+    """The weighted mean, with weights that may differ between tensors and are divided by their sum."""
+
+    name = "linear"
+
+    def average(
+        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
+    ) -> WeightedAverage:
+        """A weighted average."""
+
+        def weights_of(name: str) -> list[float]:
+            values = [value_at(weight, name) for weight in weights]
+            if min(values) < 0 or not sum(values):
+                raise ConfigError(f"the weights of '{name}' are {values}, expected none below 0 and some above it")
+            return [value / sum(values) for value in values]
+
+        return TensorwiseAverage(files, weights_of)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelStock(MergeMethod):
     """Model Stock: the mean, moved back toward the base tensor by tensor (`papa.model_stock`)."""
 
@@ -112,7 +133,7 @@ class Slerp(MergeMethod):
     def problems(self, num_files: int, names: Sequence[str]) -> list[str]:
         """It takes two files, and a position between them."""
         found = [] if num_files == 2 else [f"slerp interpolates between two networks, got {num_files}"]
-        return found + _outside(names, {"t": self.t}, 0.0, 1.0)
+        return found + _outside(names, [("t", self.t)], 0.0, 1.0)
 
     def average(
         self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
@@ -169,7 +190,7 @@ class SparseMerge(TaskArithmetic):
         densities = self.densities(num_files)
         if len(densities) != num_files:
             return [f"there are {len(densities)} densities for {num_files} files, expected one for each"]
-        return _outside(names, {"the density": density for density in densities}, 0.0, 1.0)
+        return _outside(names, [("the density", density) for density in densities], 0.0, 1.0)
 
     def average(
         self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
@@ -255,7 +276,7 @@ class DareTies(DareLinear):
 
 
 METHODS: dict[str, type[MergeMethod]] = {
-    method.name: method for method in (Slerp, TaskArithmetic, Ties, DareLinear, DareTies, ModelStock)
+    method.name: method for method in (Linear, Slerp, TaskArithmetic, Ties, DareLinear, DareTies, ModelStock)
 }
 
 
@@ -308,17 +329,19 @@ class _SparseAverage(WeightedAverage):
         weights = torch.tensor([value_at(weight, name) for weight in self._weights], dtype=torch.float64)
         scale = value_at(self._method.scale, name)
         for start, origin in _blocks(self._base, name, dtype):
-            deltas = torch.stack([keep(source.block(start, origin)) for keep, source in zip(sparse, sources, strict=True)])
+            deltas = torch.stack(
+                [keep(source.block(start, origin)) for keep, source in zip(sparse, sources, strict=True)]
+            )
             merged = origin + scale * self._method.combine(deltas, weights)
             if has_nan(merged):
                 raise nan_error([*self._files, self._base], name, start, start + len(origin))
             yield merged
 
 
-def _outside(names: Iterable[str], settings: dict[str, Setting], low: float, high: float) -> list[str]:
+def _outside(names: Iterable[str], settings: Iterable[tuple[str, Setting]], low: float, high: float) -> list[str]:
     """What settings are outside of their range."""
     found = {}
-    for label, setting in settings.items():
+    for label, setting in settings:
         for name in names if callable(setting) else ("",):
             value = value_at(setting, name)
             if not (math.isfinite(value) and low <= value <= high):
@@ -332,6 +355,43 @@ def checked_settings(method: MergeMethod, files: Sequence[WeightsFile]) -> None:
     """Raise a `ConfigError` that lists everything that is wrong with a method's settings."""
     found = method.problems(len(files), list(files[0].tensors))
     if isinstance(method, TaskArithmetic):
-        found += _outside(files[0].tensors, {"the scale": method.scale}, -100.0, 100.0)
+        found += _outside(files[0].tensors, [("the scale", method.scale)], -100.0, 100.0)
     if found:
         raise ConfigError(f"{method.name} cannot be used: {'; '.join(found)}")
+
+
+def method_weights(
+    method: MergeMethod, weights: Sequence[Setting] | None, files: Sequence[WeightsFile], *, normalize: bool
+) -> list[Setting]:
+    """One weight for each file, finite and of any sum and sign."""
+    count = len(files)
+    if not method.takes_weights:
+        return [1.0 / count] * count
+    if weights is None:
+        if not isinstance(method, Ties):
+            raise ConfigError(
+                f"{method.name} adds up differences from the base: give one weight for each file, which decide how far "
+                f"the soup goes, such as {1 / count:.2g} for the mean of {count}"
+            )
+        return [1.0] * count
+    if len(weights) != count:
+        raise SoupError(f"there are {len(weights)} weights for {count} files, expected one for each")
+    found = _outside(files[0].tensors, [("a weight", weight) for weight in weights], -100.0, 100.0)
+    if found:
+        raise SoupError("; ".join(found))
+    if not normalize:
+        return list(weights)
+
+    def share(number: int, name: str) -> float:
+        values = [value_at(weight, name) for weight in weights]
+        return values[number] / sum(values) if sum(values) else values[number]
+
+    return [partial(share, number) for number in range(count)]
+
+
+def mean_of(setting: Setting, tensors: Mapping[str, TensorInfo]) -> float:
+    """A setting's mean over all numbers of a network."""
+    if not callable(setting):
+        return float(setting)
+    total = sum(info.numel for info in tensors.values())
+    return sum(setting(name) * info.numel for name, info in tensors.items()) / max(total, 1)

@@ -41,13 +41,9 @@ def open_weights(path: PathLike, *, key: str | None = None) -> WeightsFile:
     found = _open(path, key)
     if len(found) > 1:
         names = ", ".join(str(weights.path) for weights in found)
-        remedy = "name the one you mean" if path.is_dir() else f"set the key, such as '{_label(path, found[0])}'"
+        remedy = "name the one you mean" if path.is_dir() else f"set the key, such as '{found[0].label}'"
         raise SoupError(f"{path} holds {len(found)} networks ({names}), expected one: {remedy}")
     return found[0]
-
-
-def _label(path: Path, weights: WeightsFile) -> str:
-    return str(weights.path).removeprefix(f"{path}:")
 
 
 def _open(path: Path, key: str | None) -> list[WeightsFile]:

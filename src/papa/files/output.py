@@ -23,17 +23,23 @@ SUFFIX = ".safetensors"
 
 
 class Output:
-    """Where a soup is written: one file, or shards and an index; in a directory it is called model.safetensors."""
+    """Where a soup is written: one file, or shards and an index; in a directory it is called model.safetensors.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Args:
+        path: a file that ends in .safetensors, or a directory.
+        stem: the name of the file in a directory, without its suffix.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], stem: str = "model") -> None:
         path = Path(path)
+        self.is_directory = path.suffix != SUFFIX
         if path.suffix != SUFFIX:
             if path.suffix and not path.is_dir():
                 raise SoupError(
                     f"the output is {path}, expected a name that ends in {SUFFIX}, or a directory: soups are written "
                     "as safetensors"
                 )
-            path = path / f"model{SUFFIX}"
+            path = path / f"{stem}{SUFFIX}"
         elif path.is_dir():
             raise SoupError(f"the output {path} is a directory: choose another name")
         self.file = path
@@ -42,7 +48,13 @@ class Output:
         self.scores = path.with_name(path.name + ".scores.json")
         self.scratch = path.with_name(f".{path.name}.parts")
         """A directory for candidates and aligned networks while the soup is made."""
+        self.extras: dict[Path, bytes] = {}
+        """Files that are written beside the soup, such as a config."""
         self._made_parent = False
+
+    def add(self, files: Mapping[str, bytes]) -> None:
+        """Write these files beside the soup."""
+        self.extras |= {self.file.with_name(name): content for name, content in files.items()}
 
     def shard(self, number: int, count: int) -> Path:
         """The name of a shard, by the convention of model hubs."""
@@ -56,7 +68,7 @@ class Output:
 
     def prepare(self, *, overwrite: bool) -> None:
         """Refuse to replace an existing output, unless `overwrite`, and make the directory for a new one."""
-        existing = [path for path in (self.file, self.index, *self.existing_shards) if path.exists()]
+        existing = [path for path in (self.file, self.index, *self.existing_shards, *self.extras) if path.exists()]
         if existing and not overwrite:
             raise SoupError(f"{existing[0]} exists: choose another output, or allow to overwrite it")
         self.clean_up()
@@ -70,6 +82,8 @@ class Output:
         for pattern in (f".{name}{SUFFIX}*.partial", f".{name}-*-of-*{SUFFIX}.partial"):
             for path in self.file.parent.glob(pattern):
                 path.unlink(missing_ok=True)
+        for extra in self.extras:
+            partial_path(extra).unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
         if self._made_parent:
             with contextlib.suppress(OSError):  # it holds the output, or scores
@@ -98,7 +112,8 @@ def write_output(
             index = {"metadata": {"total_size": size, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
             write_file(partial_path(output.index), [(json_text(index, indent=2) + "\n").encode()])
             written.append(output.index)
-        write_file(partial_path(output.sidecar), [sidecar.encode()])
+        for extra, content in {**output.extras, output.sidecar: sidecar.encode()}.items():
+            write_file(partial_path(extra), [content])
         _rename(output, written)
     return written
 
@@ -109,7 +124,7 @@ def _rename(output: Output, written: Sequence[Path]) -> None:
         old.unlink(missing_ok=True)
     if output.file not in written:
         output.file.unlink(missing_ok=True)
-    for file in (output.sidecar, *written):
+    for file in (output.sidecar, *output.extras, *written):
         os.replace(partial_path(file), file)
     flush_directory(output.file.parent)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from papa._version import __version__
 from papa.align import Alignment
 from papa.errors import SoupError
 from papa.files.average import is_averaged
-from papa.files.builder import Scorer, SoupBuilder
+from papa.files.builder import SoupSteps
 from papa.files.weights import WeightsFile
 from papa.soup import GreedySoup
-from papa.storage import bytes_of, file_errors, sha256_of
+from papa.storage import TensorInfo, bytes_of, file_errors, sha256_of
 
 MAX_FULL_BYTES = 1 << 26
 """Files up to this size are always hashed in full: it takes less than a tenth of a second."""
@@ -42,10 +42,9 @@ class SoupMember:
 
 def soup_record(
     members: Sequence[SoupMember],
-    builder: SoupBuilder,
+    tensors: Mapping[str, TensorInfo],
     dtype: torch.dtype | None,
-    choice: GreedySoup[Any] | None,
-    scorer: Scorer | None,
+    steps: SoupSteps,
 ) -> dict[str, Any]:
     """What a soup was made of, for its metadata and its sidecar."""
     files = []
@@ -56,29 +55,31 @@ def soup_record(
         if member.alignment is not None:
             entry["alignment"] = {"before": member.alignment.before, "after": member.alignment.after}
         files.append(entry)
-    record: dict[str, Any] = {
+    return {
         "format": 1,
         "papa": __version__,
         "torch": torch.__version__,
         "files": files,
-        "align": builder.steps.align,
-        "repair": builder.steps.repair,
-        "reset_batch_norm": builder.steps.reset_batch_norm,
+        "align": steps.align,
+        "repair": steps.repair,
+        "reset_batch_norm": steps.reset_batch_norm,
         "dtype": None if dtype is None else dtype_name(dtype),
-        "not_averaged": [name for name, info in builder.tensors.items() if not is_averaged(info.dtype)],
+        "not_averaged": [name for name, info in tensors.items() if not is_averaged(info.dtype)],
     }
-    if choice is not None and scorer is not None:
-        paths = [str(member.path) for member in members]
-        record["greedy"] = {
-            "scored_by": scorer.name,
-            "score": choice.score,
-            "members": [paths[index] for index in choice.members],
-            "trials": [
-                {"files": [paths[index] for index in trial.members], "score": trial.score, "kept": trial.kept}
-                for trial in choice.trials
-            ],
-        }
-    return record
+
+
+def greedy_record(members: Sequence[SoupMember], choice: GreedySoup[Any], scorer: str) -> dict[str, Any]:
+    """How a greedy soup chose its members."""
+    paths = [str(member.path) for member in members]
+    return {
+        "scored_by": scorer,
+        "score": choice.score,
+        "members": [paths[index] for index in choice.members],
+        "trials": [
+            {"files": [paths[index] for index in trial.members], "score": trial.score, "kept": trial.kept}
+            for trial in choice.trials
+        ],
+    }
 
 
 def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[str]:
@@ -99,7 +100,7 @@ def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[
         notes.append(f"the files differ in dtype: written in that of the first, {', '.join(sorted(kinds[0]))}")
     seen: set[tuple[Path, ...]] = set()
     for file in files:
-        real = tuple(part.resolve() for part in file.files)
+        real = (*(part.resolve() for part in file.files), Path(file.label))
         if real in seen:
             notes.append(f"{file.path} was given more than once, and counts each time")
         seen.add(real)

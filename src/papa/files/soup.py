@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,28 @@ from papa._version import __version__
 from papa.chosen_soups import learned_weights
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation import Evaluation
-from papa.files.average import check_same_architecture
-from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
+from papa.files.adapters import CONFIG_NAME, AdapterAverage, is_adapter, open_adapters
+from papa.files.average import WeightedAverage, check_same_architecture
+from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps, stored_blocks
 from papa.files.evaluation_context import evaluation_context_of
-from papa.files.opening import open_all
+from papa.files.hub import CARD, card, companions
+from papa.files.methods import (
+    Linear,
+    MergeMethod,
+    ModelStock,
+    Setting,
+    checked_settings,
+    mean_of,
+    method_weights,
+    value_at,
+)
+from papa.files.opening import open_all, open_weights
 from papa.files.output import Output, write_output
-from papa.files.record import SoupMember, digest_of, dtype_name, soup_notes, soup_record
+from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
 from papa.files.weights import PathLike, WeightsFile
 from papa.soup import GreedySoup, Trial, greedy_soup
-from papa.storage import DTYPE_NAMES, json_text
+from papa.storage import DTYPE_NAMES, TensorInfo, json_text
 from papa.storage.tensors import Blocks
 
 OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -64,7 +76,7 @@ class FileSoup:
 def soup_files(
     paths: Sequence[PathLike],
     out: PathLike,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[Setting] | None = None,
     *,
     normalize: bool = False,
     dtype: torch.dtype | str | None = None,
@@ -74,6 +86,8 @@ def soup_files(
     higher_is_better: bool = True,
     learned: bool = False,
     stock: PathLike | None = None,
+    method: MergeMethod | None = None,
+    rank: int | None = None,
     evaluation_context: Any = None,
     align: bool = False,
     repair: bool = False,
@@ -90,7 +104,8 @@ def soup_files(
 
     Numbers are read, averaged (in float32 or wider) and written block by block. Integer tensors are copied from the
     first file with a weight. The output appears when it is complete, with a `.json` next to it that records what it was
-    made of; its metadata holds the same.
+    made of; its metadata holds the same. A directory also gets the config and the tokenizer of the first network's folder,
+    and a model card. Of LoRA adapters the products are averaged, and the soup is an adapter.
 
     Example:
         >>> import tempfile
@@ -104,19 +119,24 @@ def soup_files(
 
     Args:
         paths: safetensors files, indices of sharded ones or their directories, PyTorch files that hold a state dict,
-            run directories of papa (which stand for all their members).
+            distributed checkpoints, LoRA adapters; and what stands for several networks: run directories of papa,
+            directories that Accelerate saved several models to, files of a wrapper with several networks.
         out: a file that ends in .safetensors, or a directory.
-        weights: one for each file, non-negative and summing to 1.
+        weights: one for each file, a number or a function of a tensor's name; non-negative and summing to 1, unless
+            the method takes others.
         normalize: divide the weights by their sum.
         dtype: what floating-point tensors are stored in; None for that of the first file.
-        key: the place of the state dict in PyTorch files; None to search the usual names.
+        key: the place of the weights in a file, names joined by dots, such as "ema" or "model.members.0"; "members.*"
+            for each of several networks, "." for all as one. None to search the usual names.
         greedy: add files best first, as long as the score does not get worse (`papa.greedy_soup`).
         score: how candidates are scored: a command in which `{}` stands for the file and whose last printed number
             counts, or a function of the file. None to score in the evaluation context.
         higher_is_better: whether a higher `score` is better; for the evaluation context it says so itself.
         learned: choose the weights that minimise the cross-entropy on the context's batches (`papa.learned_soup`).
         stock: a file that all others were fine-tuned from; the soup is their mean, moved back toward it tensor by
-            tensor (`papa.model_stock`).
+            tensor (`papa.model_stock`). Short for `method=papa.files.ModelStock(base=...)`.
+        method: another way to merge: `papa.files.Slerp`, `TaskArithmetic`, `Ties`, `DareLinear`, `DareTies`.
+        rank: the rank of a soup of adapters, by SVD; None for the exact soup, whose rank is the sum of theirs.
         evaluation_context: a `papa.files.EvaluationContext` (a network and data), a function that makes one or returns
             `(network, batches)`, or its name `package.module:function`.
         align: permute each network's units to match those of the first, by their activations on the context's batches.
@@ -131,27 +151,39 @@ def soup_files(
     Returns:
         The path of the soup, its members, and every score tried. After an error nothing is left behind.
     """
-    output, max_bytes, stored = Output(out), parse_size(max_shard_size), _dtype_of(dtype)
-    if greedy and weights is not None:
-        raise ConfigError("a greedy soup weights its members equally: give weights, or choose a greedy soup")
+    max_bytes, stored = parse_size(max_shard_size), _dtype_of(dtype)
+    if stock is not None and method is None:
+        method, stock = ModelStock(base=stock), None
     if score is not None and not greedy:
         raise ConfigError("a score is only used by a greedy soup, and none was requested: leave out the score")
-    _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, align=align)
-    files = _open_checked(paths, key)
-    row = checked_weights(weights, len(files), normalize=normalize)
-    context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
     steps = SoupSteps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
-    start = None if stock is None else _open_start(stock, files, key)
-    builder = SoupBuilder(files, output.scratch, dtype=stored, context=context, steps=steps, stock=start)
+    _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, method=method, steps=steps)
+    files = _open_checked(paths, key)
+    writing = _Writing(max_bytes=max_bytes, overwrite=overwrite, full_digests=full_digests, on_progress=on_progress)
+    if any(map(is_adapter, files)):
+        if greedy or learned or method is not None or steps != SoupSteps() or evaluation_context is not None:
+            raise ConfigError("adapters are averaged by weights alone: leave out the other ways to choose or merge")
+        return _soup_of_adapters(files, out, weights, normalize=normalize, dtype=stored, rank=rank, writing=writing)
+    if rank is not None:
+        raise ConfigError("a rank is for soups of LoRA adapters, and these files hold none: leave out the rank")
+    check_same_architecture(files)
+    output = Output(out)
+    method, row, merge, base = _merge(method, files, weights, normalize=normalize, key=key)
+    context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
+    builder = SoupBuilder(files, output.scratch, dtype=stored, context=context, steps=steps, merge=merge)
     if learned:
         _ = builder.context
     scorer = Scorer(builder, score) if greedy else None
+    notes = soup_notes(files, stored)
+    if output.is_directory:
+        beside, more = companions(files, None if stored is None else dtype_name(stored))
+        output.add({**beside, CARD: b""})
+        notes += more
     output.prepare(overwrite=overwrite)
     try:
         digests = [digest_of(file, full=full_digests or greedy) for file in files]
         alignments = builder.align() if align else [None] * len(files)
-        notes = soup_notes(files, stored)
-        choice = None
+        choice, learning = None, None
         scores: Sequence[float | None] = [None] * len(files)
         if scorer is not None:
             memory = ScoreMemory(output.scores)
@@ -161,25 +193,22 @@ def soup_files(
             row, scores = choice.network["row"].tolist(), choice.member_scores
             if memory.num_used:
                 notes.append(f"{memory.num_used} scores are from an earlier call that was interrupted")
-        learning = None
         if learned:
             learning = learned_weights(builder.slope, len(files), len(builder.context.batches), num_epochs=5, lr=0.1)
             row = learning.weights.tolist()
         members = tuple(map(SoupMember, [file.path for file in files], digests, row, scores, alignments))
-        record = soup_record(members, builder, stored, choice, scorer)
+        record = soup_record(members, builder.tensors, stored, steps)
+        if choice is not None and scorer is not None:
+            record["greedy"] = greedy_record(members, choice, scorer.name)
         if learning is not None:
             record["learned"] = {"loss": learning.loss, "losses": list(learning.losses)}
             notes.append(f"the held-out loss is {learning.loss:.6g}, of equal weights {learning.losses[0]:.6g}")
-        if start is not None:
-            record["stock"] = {"path": str(start.path), "digest": digest_of(start, full=full_digests)}
-        written = write_output(
-            output,
-            builder.tensors,
-            _with_progress(builder, row, on_progress),
-            metadata={"format": "pt", "papa": __version__, "soup": json_text(record)},
-            sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
-            max_bytes=max_bytes,
-        )
+        if method is not None:
+            record["method"] = method.to_json()
+        if base is not None:
+            record["base"] = {"path": str(base.path), "digest": digest_of(base, full=full_digests)}
+        library = "transformers" if output.is_directory and len(output.extras) > 1 else None
+        written = writing(output, builder.tensors, builder.blocks(row), members, record, notes, library=library)
         if scorer is not None:
             memory.forget()
     finally:
@@ -188,35 +217,137 @@ def soup_files(
     return FileSoup(written[-1], tuple(written), members, best, trials, tuple(notes))
 
 
+def _soup_of_adapters(
+    files: Sequence[WeightsFile],
+    out: PathLike,
+    weights: Sequence[Setting] | None,
+    *,
+    normalize: bool,
+    dtype: torch.dtype | None,
+    rank: int | None,
+    writing: _Writing,
+) -> FileSoup:
+    """A soup of LoRA adapters, as a directory that PEFT loads."""
+    output = Output(out, stem="adapter_model")
+    if not output.is_directory:
+        raise SoupError(
+            f"the output is {out}, expected a directory: a soup of adapters has a config beside its weights"
+        )
+    if rank is not None and rank < 1:
+        raise ConfigError(f"the rank is {rank}, expected at least 1")
+    adapters = open_adapters(files)
+    row = checked_weights(weights, len(files), normalize=normalize)
+    average = AdapterAverage(adapters, row, rank)
+    tensors = average.tensors(dtype)
+    notes = soup_notes(files, dtype)
+    output.add({CONFIG_NAME: (json_text(average.config(), indent=2) + "\n").encode(), CARD: b""})
+    output.prepare(overwrite=writing.overwrite)
+    try:
+        digests = [digest_of(file, full=writing.full_digests) for file in files]
+        members = tuple(
+            SoupMember(file.path, digest, weight, None, None)
+            for file, digest, weight in zip(files, digests, row, strict=True)
+        )
+        record = soup_record(members, tensors, dtype, SoupSteps())
+        record["method"] = {"name": "linear, of the products of LoRA's factors", "rank": average.rank}
+        written = writing(output, tensors, stored_blocks(average, tensors), members, record, notes, library="peft")
+    finally:
+        output.clean_up()
+    return FileSoup(written[-1], tuple(written), members, None, (), tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Writing:
+    """How a soup is written."""
+
+    max_bytes: int
+    overwrite: bool
+    full_digests: bool
+    on_progress: OnProgress | None
+
+    def __call__(
+        self,
+        output: Output,
+        tensors: Mapping[str, TensorInfo],
+        blocks: Blocks,
+        members: Sequence[SoupMember],
+        record: dict[str, Any],
+        notes: Sequence[str],
+        *,
+        library: str | None,
+    ) -> list[Path]:
+        """Write a soup with its record, and its card if it is a directory."""
+        if output.is_directory:
+            output.add({CARD: card(members, record, library).encode()})
+        return write_output(
+            output,
+            tensors,
+            _with_progress(blocks, tensors, self.on_progress),
+            metadata={"format": "pt", "papa": __version__, "soup": json_text(record)},
+            sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
+            max_bytes=self.max_bytes,
+        )
+
+
 def _check_one_kind(
-    weights: Sequence[float] | None, *, greedy: bool, learned: bool, stock: PathLike | None, align: bool
+    weights: Sequence[Setting] | None,
+    *,
+    greedy: bool,
+    learned: bool,
+    stock: PathLike | None,
+    method: MergeMethod | None,
+    steps: SoupSteps,
 ) -> None:
+    """Raise a `ConfigError` for choices that contradict each other."""
+    if greedy and weights is not None:
+        raise ConfigError("a greedy soup weights its members equally: give weights, or choose a greedy soup")
     kinds = {
-        "given weights": weights is not None,
+        "given weights": weights is not None and (method is None or not method.takes_weights),
         "greedy": greedy,
         "learned": learned,
-        "Model Stock": stock is not None,
+        "Model Stock": stock is not None or isinstance(method, ModelStock),
+        "" if method is None else method.name: method is not None and not isinstance(method, ModelStock),
     }
     chosen = [name for name, is_chosen in kinds.items() if is_chosen]
     if len(chosen) > 1:
         raise ConfigError(f"a soup has one way to choose its weights, got {' and '.join(chosen)}: leave out the others")
-    if stock is not None and align:
+    if method is None:
+        return
+    if steps.align and method.base_path is not None:
         raise ConfigError("networks that were fine-tuned from one start are aligned already: leave out the alignment")
+    if steps != SoupSteps() and not isinstance(method, ModelStock):
+        raise ConfigError(
+            f"{method.name} is not combined with alignment, REPAIR or BatchNorm statistics: leave them out"
+        )
 
 
-def _open_start(path: PathLike, files: Sequence[WeightsFile], key: str | None) -> WeightsFile:
-    if len(files) < 2:
-        raise SoupError(f"Model Stock compares networks, got {len(files)}, expected at least two besides the start")
-    (start,) = open_all([path], key=key)
-    check_same_architecture([*files, start])
-    return start
+def _merge(
+    method: MergeMethod | None,
+    files: Sequence[WeightsFile],
+    weights: Sequence[Setting] | None,
+    *,
+    normalize: bool,
+    key: str | None,
+) -> tuple[MergeMethod | None, list[float], WeightedAverage | None, WeightsFile | None]:
+    """The method, the share of each file for the record, the merged tensors and the base; for a plain mean only shares."""
+    if method is None and any(map(callable, weights or ())):
+        method = Linear()
+    if method is None:
+        return None, checked_weights(weights, len(files), normalize=normalize), None, None
+    base = None
+    checked_settings(method, files)
+    if method.base_path is not None:
+        base = open_weights(method.base_path, key=key)
+        check_same_architecture([*files, base])
+    settings = method_weights(method, weights, files, normalize=normalize)
+    shares = [mean_of(setting, files[0].tensors) for setting in settings]
+    return method, shares, method.average(files, settings, base), base
 
 
 def _open_checked(paths: Sequence[PathLike], key: str | None) -> list[WeightsFile]:
     files = open_all(paths, key=key)
     if not files:
         raise SoupError("a soup needs at least one file of weights, got none")
-    check_same_architecture(files)
     for name, info in files[0].tensors.items():
         if info.dtype not in DTYPE_NAMES:
             raise SoupError(f"{files[0].path} has '{name}' of {dtype_name(info.dtype)}, which safetensors cannot hold")
@@ -262,11 +393,10 @@ def _conditions(builder: SoupBuilder, scorer: Scorer, dtype: torch.dtype | None,
     return json_text([scorer.name, str(dtype), steps.repair, steps.reset_batch_norm, reference, context])
 
 
-def _with_progress(builder: SoupBuilder, row: Sequence[float], on_progress: OnProgress | None) -> Blocks:
-    blocks = builder.blocks(row)
+def _with_progress(blocks: Blocks, tensors: Mapping[str, TensorInfo], on_progress: OnProgress | None) -> Blocks:
     if on_progress is None:
         return blocks
-    total, done = sum(info.num_bytes for info in builder.tensors.values()), 0
+    total, done = sum(info.num_bytes for info in tensors.values()), 0
 
     def counted(name: str) -> Iterator[Tensor]:
         nonlocal done
@@ -278,13 +408,15 @@ def _with_progress(builder: SoupBuilder, row: Sequence[float], on_progress: OnPr
     return counted
 
 
-def checked_weights(weights: Sequence[float] | None, size: int, *, normalize: bool) -> list[float]:
+def checked_weights(weights: Sequence[Setting] | None, size: int, *, normalize: bool) -> list[float]:
     """One weight for each of `size` files, non-negative and summing to 1."""
     if weights is None:
         if normalize:
             raise ConfigError("there are no weights to normalize: give weights, or do not normalize")
         return [1.0 / size] * size
-    row = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+    if any(map(callable, weights)):
+        raise ConfigError("weights that differ between tensors are for networks, expected numbers")
+    row = torch.tensor([value_at(weight, "") for weight in weights], dtype=torch.float64)
     if len(row) != size:
         raise SoupError(f"there are {len(row)} weights for {size} files, expected one for each")
     if not torch.isfinite(row).all() or (row < 0).any() or not row.any():

@@ -47,7 +47,8 @@ class WeightsFile:
     """Named tensors that stay on disk until a part of one is read.
 
     `part` gives the elements of a flattened tensor, from its name, the first and the last (exclusive) element. `files`
-    are those it consists of; `notes` say what a user should know about how it was read.
+    are those it consists of; `notes` say what a user should know about how it was read; `label` says which of several
+    networks in a file it is.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class WeightsFile:
         part: Callable[[str, int, int], Tensor],
         files: Sequence[Path] = (),
         notes: Sequence[str] = (),
+        label: str = "",
     ) -> None:
         self.path, self.tensors, self.part = path, dict(tensors), part
-        self.files, self.notes = tuple(files), tuple(notes)
+        self.files, self.notes, self.label = tuple(files), tuple(notes), label
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
@@ -84,23 +86,21 @@ class Content:
         for network in found:
             if not network.tensors:
                 raise SoupError(f"{self.path} holds no tensor, expected the weights of a network")
-            path = Path(f"{self.path}:{network.label}") if network.label else self.path
-            weights.append(self._weights(path, network.tensors, notes))
+            weights.append(self._weights(network.tensors, notes, network.label))
         return weights
 
     def shard(self) -> WeightsFile:
         """All tensors under the names that they have in the file, as an index has them."""
-        return self._weights(self.path, tensors_in(self.path, self.value), ())
+        return self._weights(tensors_in(self.path, self.value))
 
-    def _weights(self, path: Path, tensors: Mapping[str, Any], notes: Sequence[str]) -> WeightsFile:
+    def _weights(self, tensors: Mapping[str, Any], notes: Sequence[str] = (), label: str = "") -> WeightsFile:
+        path = Path(f"{self.path}:{label}") if label else self.path
         infos = {name: info_of(tensor) for name, tensor in tensors.items()}
-        return WeightsFile(
-            path,
-            infos,
-            lambda name, start, stop: self.part(tensors[name], start, stop),
-            self.files,
-            [*self.notes, *notes],
-        )
+
+        def part(name: str, start: int, stop: int) -> Tensor:
+            return self.part(tensors[name], start, stop)
+
+        return WeightsFile(path, infos, part, self.files, [*self.notes, *notes], label)
 
 
 def weights_in_memory(path: Path, tensors: Mapping[str, Tensor]) -> WeightsFile:

@@ -267,7 +267,7 @@ def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
     [
         ([torch.zeros(2)], "holds a list, expected a state dict"),
         ({"epoch": 3}, "has no state dict: expected tensors, or one under state_dict, model_state_dict, model, ema"),
-        ({"w": torch.zeros(2).to_sparse()}, "has 'w' as a torch._utils._rebuild_sparse_tensor, expected a dense tensor"),
+        ({"w": torch.zeros(2).to_sparse()}, "'w' as a torch._utils._rebuild_sparse_tensor, expected a dense tensor"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import rich.progress
 import tyro
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Averages the weights in several files into one network, block by block: memory use stays small.
 
 Takes safetensors files; sharded ones by their index or directory; PyTorch files that hold a state dict, directly or
-under state_dict, model_state_dict, model or ema; and run directories of papa, which stand for all their members.
+under state_dict, model_state_dict, model or ema; distributed checkpoints; LoRA adapters. Run directories of papa,
+directories that Accelerate saved several models to and files of a wrapper with several networks stand for all of them.
 
 examples:
   papa soup a.safetensors b.safetensors c.safetensors -o soup.safetensors
@@ -37,7 +38,10 @@ examples:
   papa soup a.safetensors b.safetensors -o soup.safetensors --stock pretrained.safetensors
   papa soup runs/one -o soup.safetensors --recipe digits --learned
   papa soup runs/one runs/two -o soup.safetensors --recipe digits --align --repair
-  papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB"""
+  papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB
+  papa soup hub/model-a hub/model-b -o merged --method ties --base hub/pretrained --density 0.2
+  papa soup lora-a lora-b -o lora-mean --rank 16
+  papa soup --config merge.yml -o merged"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +49,12 @@ class SoupOptions(ContextOptions):
     """Options of `papa soup`."""
 
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The files."""
+    """The files; none with --config."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The output: a file that ends in .safetensors, or a directory."""
     weights: str | None = None
-    """One weight for each file, separated by commas, summing to 1; None for equal weights."""
+    """One weight for each file, separated by commas, summing to 1 unless the method takes others; None for equal
+    weights."""
     normalize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Divide the weights by their sum."""
     dtype: str | None = None
@@ -66,9 +71,25 @@ class SoupOptions(ContextOptions):
     """A lower score is better, as a loss is."""
     learned: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Choose the weights that minimise the cross-entropy on the recipe's validation data, or the factory's batches."""
+    method: Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "model_stock"] = "linear"
+    """How files are merged. All but linear and slerp need --base."""
+    base: Path | None = None
+    """The file that all others were fine-tuned from."""
+    t: float | None = None
+    """Of slerp: 0 gives the first file, 1 the second; None for 0.5."""
+    density: str | None = None
+    """Of TIES and DARE: the share of the differences from the base that is kept, or one for each file, separated by
+    commas; None for 0.2 with TIES."""
+    scale: float | None = None
+    """Of task arithmetic, TIES and DARE: what the merged differences are multiplied with; None for 1."""
+    seed: int | None = None
+    """Of DARE: which differences are dropped; None for 0."""
+    config: Path | None = None
+    """A YAML file as mergekit has them, for the methods above; it names the files and settings."""
+    rank: int | None = None
+    """Of LoRA adapters: the rank of their soup, by SVD; None for the exact soup, whose rank is the sum of theirs."""
     stock: Path | None = None
-    """The file that all others were fine-tuned from: the soup is their mean, moved back toward it tensor by tensor
-    (Model Stock)."""
+    """Short for --method model_stock --base FILE: the mean, moved back toward FILE tensor by tensor (Model Stock)."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Permute each network's units to match those of the first, by activations. For networks trained separately."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -85,28 +106,31 @@ class SoupOptions(ContextOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options, config = parse(SoupOptions, arguments, prog="papa soup", description=DESCRIPTION)
-    if not options.paths:
+    if not options.paths and options.config is None:
         raise ConfigError("no file was named, expected files or directories: see papa soup --help")
     if config is None and options.factory is None:
         _check_needs_no_network(options)
-    from papa.files import soup_files  # imports torch, which help does without
+    from papa.cli.merges import merge_from  # imports torch, which help does without
+    from papa.files import soup_files
     from papa.lab.signals import leaving
 
+    merge = merge_from(options)
     use_one_thread()
     with leaving(), _byte_progress() as bar:
         writing = bar.add_task("", total=None, visible=False)
         soup = soup_files(
-            options.paths,
+            merge.paths,
             options.out,
-            None if options.weights is None else split_weights(options.weights),
-            normalize=options.normalize,
-            dtype=options.dtype,
+            merge.weights,
+            normalize=merge.normalize,
+            dtype=merge.dtype,
             key=options.key,
             greedy=options.greedy,
             score=options.score,
             higher_is_better=not options.lower_is_better,
             learned=options.learned,
-            stock=options.stock,
+            method=merge.method,
+            rank=options.rank,
             evaluation_context=context_from(options, config),
             align=options.align,
             repair=options.repair,
@@ -141,14 +165,6 @@ def _check_needs_no_network(options: SoupOptions) -> None:
 def print_score(files: Sequence[Path], score: float) -> None:
     """Print the score of a candidate as soon as it is known, since scoring takes long."""
     print(f"scored {score:.6g}: {', '.join(map(str, files))}", file=sys.stderr, flush=True)
-
-
-def split_weights(text: str) -> list[float]:
-    """Parse numbers separated by commas."""
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--weights is '{text}', expected numbers such as 0.5,0.3,0.2") from error
 
 
 def print_soup(soup: FileSoup) -> None:

@@ -2,6 +2,7 @@
 
 from papa.files.diff import Difference, FileDiff, diff_files
 from papa.files.evaluation_context import EvaluationContext, evaluation_context_of
+from papa.files.merge_config import MergeConfig, merge_config
 from papa.files.methods import DareLinear, DareTies, Linear, MergeMethod, ModelStock, Slerp, TaskArithmetic, Ties
 from papa.files.opening import open_all, open_weights
 from papa.files.record import SoupMember, digest_of
@@ -16,6 +17,7 @@ __all__ = [
     "FileDiff",
     "FileSoup",
     "Linear",
+    "MergeConfig",
     "MergeMethod",
     "ModelStock",
     "Slerp",
@@ -26,6 +28,7 @@ __all__ = [
     "diff_files",
     "digest_of",
     "evaluation_context_of",
+    "merge_config",
     "open_all",
     "open_weights",
     "soup_files",

@@ -1,4 +1,4 @@
-"""What makes a directory of weights loadable: configs and tokenizer files beside them, and a card that says what it is."""
+"""What belongs beside weights in a directory: config and tokenizer files, and a card that says what it is."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def companions(files: Sequence[WeightsFile], dtype: str | None) -> tuple[dict[st
         return {}, []
     found = {name: read_file(folders[0] / name, error=SoupError) for name in COPIED if (folders[0] / name).is_file()}
     notes = []
-    different = sorted(
-        {name for name, content in found.items() for folder in folders[1:] if _differs(folder / name, content)}
-    )
+    different = [name for name in found if any(_differs(folder / name, found[name]) for folder in folders[1:])]
     if different:
         notes.append(f"{', '.join(different)} differ between the folders: those of the first were copied")
     code = sorted(path.name for path in folders[0].glob("*.py"))
@@ -60,7 +58,7 @@ def _config(path: Path, dtype: str | None) -> bytes:
     return (json.dumps({**value, **dict.fromkeys(keys, dtype)}, indent=2) + "\n").encode()
 
 
-def card(members: Sequence[SoupMember], record: Mapping[str, Any], library: str | None) -> str:
+def card(members: Sequence[SoupMember], record: Mapping[str, Any], library: str) -> str:
     """A model card: the networks that a soup was made of, how, and the command's settings."""
     method = record.get("method", {"name": "greedy soup" if "greedy" in record else "linear"})
     settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in method.items() if key != "name")
@@ -68,7 +66,7 @@ def card(members: Sequence[SoupMember], record: Mapping[str, Any], library: str 
     base = record.get("base")
     if base is not None:
         rows.append(f"| base | {_name(Path(base['path']))} | `{base['digest']}` |")
-    front = ["---", *([f"library_name: {library}"] if library else []), "tags:", "- merge", "- papa", "---"]
+    front = ["---", f"library_name: {library}", "tags:", "- merge", "- papa", "---"]
     return "\n".join(
         [
             *front,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +121,7 @@ def merge_config(value: Any) -> MergeConfig:
     if kind not in METHODS:
         problems.append(f"merge_method is '{kind}': {did_you_mean(str(kind), METHODS)}")
     if value.get("tokenizer_source") not in (None, "base"):
-        problems.append(
-            f"tokenizer_source is '{value['tokenizer_source']}', expected base: vocabularies are not merged"
-        )
+        problems.append(f"tokenizer_source is '{value['tokenizer_source']}', expected base: vocabularies stay")
     models, shared = _models(value, problems)
     shared = _parameters(value.get("parameters"), "parameters", SHARED | OF_A_MODEL, problems) | shared
     base = value.get("base_model")
@@ -155,9 +152,7 @@ def _models(value: Mapping[str, Any], problems: list[str]) -> tuple[list[dict[st
         return [], {}
     if slices is not None:
         if not isinstance(slices, list) or len(slices) != 1 or not isinstance(slices[0], Mapping):
-            problems.append(
-                "slices that stack parts of networks are not supported, expected one slice of whole networks"
-            )
+            problems.append("slices that stack parts of networks are not supported, expected one of whole networks")
             return [], {}
         models = slices[0].get("sources")
         shared = _parameters(slices[0].get("parameters"), "the slice's parameters", SHARED | OF_A_MODEL, problems)
@@ -184,9 +179,7 @@ def _parameters(value: Any, label: str, known: set[str], problems: list[str]) ->
         if key not in known:
             problems.append(f"{label}: '{key}' is not supported")
         elif not _is_setting(setting):
-            problems.append(
-                f"{label}: '{key}' is {setting!r}, expected a number, numbers, or {{filter, value}} entries"
-            )
+            problems.append(f"{label}: '{key}' is {setting!r}, expected a number, numbers or filters with a value")
     return {key: setting for key, setting in value.items() if key in known and _is_setting(setting)}
 
 
@@ -239,7 +232,7 @@ def _built(
     weights: tuple[Setting, ...] | None = None
     if METHODS[kind].takes_weights:
         weights = tuple(setting("weight", model) for model in inputs)
-    method = _METHOD_OF[kind](base, inputs, setting, shared)
+    method = _method(kind, base, inputs, setting, shared)
     if kind == "slerp":
         paths = (Path(str(base)), *paths)
     _raise(problems)
@@ -262,27 +255,23 @@ def _num_layers(path: str) -> int:
     return max(map(int, numbers), default=-1) + 1
 
 
-_Setting = Callable[..., Setting]
-
-
-def _sparse(kind: Callable[..., MergeMethod], base: Any, inputs: Any, setting: _Setting, shared: Any) -> MergeMethod:
-    densities = tuple(setting("density", model, 1.0) for model in inputs)
-    options: dict[str, Any] = {}
-    if kind is not DareLinear and "normalize" in shared:
-        options["normalize"] = bool(shared["normalize"])
-    if kind is not Ties and "seed" in shared:
-        options["seed"] = int(shared["seed"])
-    return kind(base=base, scale=setting("lambda", None, 1.0), density=densities, **options)
-
-
-_METHOD_OF: dict[str, Callable[[Any, Any, _Setting, Any], MergeMethod]] = {
-    "linear": lambda base, inputs, setting, shared: Linear(),
-    "slerp": lambda base, inputs, setting, shared: Slerp(t=setting("t")),
-    "task_arithmetic": lambda base, inputs, setting, shared: TaskArithmetic(
-        base=base, scale=setting("lambda", None, 1.0)
-    ),
-    "model_stock": lambda base, inputs, setting, shared: ModelStock(base=base),
-    "ties": partial(_sparse, Ties),
-    "dare_linear": partial(_sparse, DareLinear),
-    "dare_ties": partial(_sparse, DareTies),
-}
+def _method(
+    kind: str, base: Any, inputs: Any, setting: Callable[..., Setting], shared: Mapping[str, Any]
+) -> MergeMethod:
+    """The method with its settings."""
+    if kind == "linear":
+        return Linear()
+    if kind == "slerp":
+        return Slerp(t=setting("t"))
+    if kind == "model_stock":
+        return ModelStock(base=base)
+    scale = setting("lambda", None, 1.0)
+    if kind == "task_arithmetic":
+        return TaskArithmetic(base=base, scale=scale)
+    density = tuple(setting("density", model, 1.0) for model in inputs)
+    normalize, seed = bool(shared.get("normalize", kind == "ties")), int(shared.get("seed", 0))
+    if kind == "ties":
+        return Ties(base=base, scale=scale, density=density, normalize=normalize)
+    if kind == "dare_linear":
+        return DareLinear(base=base, scale=scale, density=density, seed=seed)
+    return DareTies(base=base, scale=scale, density=density, seed=seed, normalize=normalize)

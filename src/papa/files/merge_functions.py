@@ -23,8 +23,8 @@ def slerp_weights(products: Tensor, t: float) -> tuple[float, float]:
 
         a sin((1 - t) theta) / sin(theta) + b sin(t theta) / sin(theta),   theta = angle of a and b
 
-    If both have the same norm, so has every point of the arc. Networks with a cosine above 0.9995, or below -0.9995, are
-    interpolated linearly, and so is a tensor of zeros.
+    If both have the same norm, so has every point of the arc. Networks with a cosine above 0.9995, or below -0.9995,
+    are interpolated linearly, and so is a tensor of zeros.
 
     Reference: Shoemake, Animating rotation with quaternion curves (1985).
 

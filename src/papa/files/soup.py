@@ -104,8 +104,9 @@ def soup_files(
 
     Numbers are read, averaged (in float32 or wider) and written block by block. Integer tensors are copied from the
     first file with a weight. The output appears when it is complete, with a `.json` next to it that records what it was
-    made of; its metadata holds the same. A directory also gets the config and the tokenizer of the first network's folder,
-    and a model card. Of LoRA adapters the products are averaged, and the soup is an adapter.
+    made of; its metadata holds the same. If the first file is in a folder of a model hub and the output is a directory,
+    config and tokenizer files are copied and a model card is written. Of LoRA adapters the products are averaged, and
+    the soup is an adapter.
 
     Example:
         >>> import tempfile
@@ -177,7 +178,7 @@ def soup_files(
     notes = soup_notes(files, stored)
     if output.is_directory:
         beside, more = companions(files, None if stored is None else dtype_name(stored))
-        output.add({**beside, CARD: b""})
+        output.add({**beside, CARD: b""} if beside else {})
         notes += more
     output.prepare(overwrite=overwrite)
     try:
@@ -207,8 +208,7 @@ def soup_files(
             record["method"] = method.to_json()
         if base is not None:
             record["base"] = {"path": str(base.path), "digest": digest_of(base, full=full_digests)}
-        library = "transformers" if output.is_directory and len(output.extras) > 1 else None
-        written = writing(output, builder.tensors, builder.blocks(row), members, record, notes, library=library)
+        written = writing(output, builder.tensors, builder.blocks(row), members, record, notes, library="transformers")
         if scorer is not None:
             memory.forget()
     finally:
@@ -230,9 +230,7 @@ def _soup_of_adapters(
     """A soup of LoRA adapters, as a directory that PEFT loads."""
     output = Output(out, stem="adapter_model")
     if not output.is_directory:
-        raise SoupError(
-            f"the output is {out}, expected a directory: a soup of adapters has a config beside its weights"
-        )
+        raise SoupError(f"the output is {out}, expected a directory: an adapter has a config beside its weights")
     if rank is not None and rank < 1:
         raise ConfigError(f"the rank is {rank}, expected at least 1")
     adapters = open_adapters(files)
@@ -274,10 +272,10 @@ class _Writing:
         record: dict[str, Any],
         notes: Sequence[str],
         *,
-        library: str | None,
+        library: str,
     ) -> list[Path]:
-        """Write a soup with its record, and its card if it is a directory."""
-        if output.is_directory:
+        """Write a soup with its record, and its card if there are files beside it."""
+        if output.extras:
             output.add({CARD: card(members, record, library).encode()})
         return write_output(
             output,
@@ -316,9 +314,7 @@ def _check_one_kind(
     if steps.align and method.base_path is not None:
         raise ConfigError("networks that were fine-tuned from one start are aligned already: leave out the alignment")
     if steps != SoupSteps() and not isinstance(method, ModelStock):
-        raise ConfigError(
-            f"{method.name} is not combined with alignment, REPAIR or BatchNorm statistics: leave them out"
-        )
+        raise ConfigError(f"{method.name} does not go with alignment, REPAIR or BatchNorm statistics: leave them out")
 
 
 def _merge(
@@ -329,7 +325,7 @@ def _merge(
     normalize: bool,
     key: str | None,
 ) -> tuple[MergeMethod | None, list[float], WeightedAverage | None, WeightsFile | None]:
-    """The method, the share of each file for the record, the merged tensors and the base; for a plain mean only shares."""
+    """The method, the share of each file for the record, the merged tensors, and the base; a mean has only shares."""
     if method is None and any(map(callable, weights or ())):
         method = Linear()
     if method is None:

@@ -8,12 +8,20 @@ averaging can do less. All contenders flush the result to disk. Besides `papa.so
   `avg_checkpoints.py` of timm, which is not part of the installed package.
 
 Memory is the peak resident memory of the process above that before the contender ran.
+
+If mergekit is installed (its command `mergekit-yaml`, or what `--mergekit` names), both merge the same four sharded
+networks by the same configs, each as a command in a process of its own: time and peak memory are those of the process.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -88,9 +96,134 @@ def average_one_after_the_other(files: list[Path], out: Path) -> None:
     flush(out)
 
 
+HIDDEN, INNER, NUM_LAYERS, VOCABULARY = 768, 2048, 4, 4000
+SHARD_BYTES = 40_000_000
+MOST_DIFFERENCE = 1e-6
+WEIGHTS = {"parameters": {"weight": 0.4, "density": 0.3}}
+MERGES = {
+    "linear": {"parameters": {"weight": 1.0}},
+    "slerp": {"parameters": {"t": [{"filter": "mlp", "value": [0.2, 0.8]}, {"value": 0.5}]}},
+    "task_arithmetic": WEIGHTS,
+    "ties": WEIGHTS,
+    "dare_ties": {"parameters": {"weight": 0.4, "density": 1.0}},
+    "model_stock": {},
+}
+"""DARE drops at random, by other numbers in each tool: at density 1 it drops nothing."""
+
+
+def write_network(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """A network of the Llama family as hubs publish it: shards, an index and a config."""
+    folder.mkdir()
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if sum(part.numel() * 4 for part in shards[-1].values()) > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN},
+        **{"intermediate_size": INNER, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCABULARY},
+        **{"num_attention_heads": 12, "num_key_value_heads": 12, "torch_dtype": "float32"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def llama_shapes() -> dict[str, tuple[int, ...]]:
+    """The tensors of the network."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(NUM_LAYERS):
+        start = f"model.layers.{layer}."
+        shapes |= {f"{start}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+        shapes |= {f"{start}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"{start}mlp.down_proj.weight": (HIDDEN, INNER)}
+        shapes |= {f"{start}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    return {**shapes, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def write_networks(folder: Path) -> list[Path]:
+    """A base, and three networks that moved from it, in part in the same direction."""
+    generator = torch.Generator().manual_seed(0)
+    base = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in llama_shapes().items()}
+    common = {name: 0.005 * torch.randn(value.shape, generator=generator) for name, value in base.items()}
+    write_network(folder / "base", base)
+    for number in range(3):
+        own = {
+            name: value + common[name] + 0.01 * torch.randn(value.shape, generator=generator)
+            for name, value in base.items()
+        }
+        write_network(folder / f"model-{number}", own)
+    return [folder / "base", *(folder / f"model-{number}" for number in range(3))]
+
+
+def run_command(command: list[str]) -> tuple[float, float]:
+    """The seconds that a command takes, and its peak memory in megabytes."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(f"{' '.join(command)} failed:\n{log.read().decode()}")
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """The largest difference of any number in two networks."""
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def beside_mergekit(mergekit: str, folder: Path, rounds: int) -> list[Result]:
+    """Time, memory and differences of merges by both."""
+    base, *others = write_networks(folder)
+    results = []
+    for method, shared in MERGES.items():
+        models = [{"model": str(path)} for path in (others[:1] if method == "slerp" else others)]
+        source = {"merge_method": method, "models": models, **shared}
+        source |= {} if method == "linear" else {"base_model": str(base)}
+        config = folder / f"{method}.yml"
+        config.write_text(json.dumps(source))  # JSON is YAML
+        outs = {"papa": folder / f"papa-{method}", "mergekit": folder / f"mergekit-{method}"}
+        commands = {
+            "papa": [
+                sys.executable,
+                "-m",
+                "papa",
+                "soup",
+                "--config",
+                str(config),
+                "-o",
+                str(outs["papa"]),
+                "--overwrite",
+            ],
+            "mergekit": [mergekit, str(config), str(outs["mergekit"]), "--no-copy-tokenizer"],
+        }
+        found = {tool: [run_command(command) for _ in range(rounds)] for tool, command in commands.items()}
+        seconds = {tool: min(time for time, _ in runs) for tool, runs in found.items()}
+        for tool in commands:
+            name = f"{method} by {'papa soup' if tool == 'papa' else 'mergekit'}"
+            results.append(Result(name=name, seconds=seconds[tool], ratio=seconds[tool] / seconds["mergekit"]))
+            results.append(Result(name=f"{name}: peak memory", megabytes=max(size for _, size in found[tool])))
+        difference = largest_difference(outs["papa"], outs["mergekit"])
+        name = f"{method}: largest difference, as a share of {MOST_DIFFERENCE:g}"
+        results.append(Result(name=name, ratio=difference / MOST_DIFFERENCE, target=1.0, note=f"{difference:.1e}"))
+        for out in outs.values():
+            shutil.rmtree(out)
+    return results
+
+
 def main() -> None:
     """Run the benchmark."""
-    options = parser(__doc__.splitlines()[0]).parse_args()
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--mergekit", default=shutil.which("mergekit-yaml"), help="the command mergekit-yaml")
+    options = arguments.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.safetensors" for number in range(NUM_FILES)]
@@ -125,6 +258,9 @@ def main() -> None:
             )
             for name, run in contenders.items()
         ]
+    if options.mergekit:
+        with tempfile.TemporaryDirectory() as folder:
+            results += beside_mergekit(options.mergekit, Path(folder), options.rounds)
     finish(results, options, title=f"Averaging {NUM_FILES} files of {FILE_BYTES // 10**6} MB")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from files.test_weights import save_sharded
 from lab.recipes.test_smoke import smoke_data_config, write_data
@@ -168,6 +169,20 @@ def torch_file(folder: Path) -> Readable:
     return Readable([file], lambda: read_state_dict(file))
 
 
+def distributed_checkpoint(folder: Path) -> Readable:
+    """A directory that `torch.distributed.checkpoint` wrote."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is saved by one process
+        dcp.save({"model": trained_member(torch.optim.SGD, seed=0)[0].state_dict()}, checkpoint_id=folder, no_dist=True)
+
+    def read() -> None:
+        weights = open_weights(folder)
+        for name in weights.tensors:
+            weights.read(name)
+
+    return Readable([folder / ".metadata", folder / "__0_0.distcp"], read)
+
+
 def sharded(folder: Path) -> Readable:
     """Weights in several files, and the index that names them."""
     index = save_sharded({f"layer{number}.weight": torch.randn(3, 4) for number in range(4)}, folder)
@@ -230,6 +245,7 @@ def kinds() -> dict[str, Callable[[Path], Readable]]:
         "checkpoint with matching digests": lambda folder: checkpoint(folder, sealed=True),
         "soup": soup,
         "PyTorch file": torch_file,
+        "distributed checkpoint": distributed_checkpoint,
         "sharded index": sharded,
         "run directory": run_directory,
     }

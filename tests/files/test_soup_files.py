@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -369,6 +370,10 @@ for action in (
     lambda: papa.soup_files(files, folder / "soup.safetensors"),
     lambda: papa.soup_files(files, folder / "half.safetensors", dtype="bfloat16"),
     lambda: papa.files.diff_files(files[0], files[1]),
+    lambda: papa.soup_files(files[1:], folder / "ties.safetensors", method=papa.files.Ties(base=files[0])),
+    lambda: papa.soup_files(files[1:], folder / "slerp.safetensors", method=papa.files.Slerp()),
+    lambda: papa.soup_files([folder / "big.pt"] * 2, folder / "torch.safetensors"),
+    lambda: papa.soup_files([folder / "distributed"], folder / "dcp.safetensors"),
 ):
     found = extra_megabytes(action)
     assert found < 40, f"{found} MB"
@@ -380,6 +385,8 @@ def test_files_are_averaged_in_little_memory(tmp_path: Path) -> None:
     for value in range(3):
         save({"w": torch.full((4096, 4096), float(value)), "n": torch.tensor(value)}, tmp_path / f"{value}.safetensors")
     save({"w": torch.ones(3)}, tmp_path / "small.safetensors")
+    torch.save({"model": {"w": torch.ones(4096, 4096)}}, tmp_path / "big.pt")
+    dcp.save({"w": torch.ones(4096, 4096)}, checkpoint_id=tmp_path / "distributed", no_dist=True)
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
     )

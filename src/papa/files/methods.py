@@ -220,12 +220,11 @@ class Ties(SparseMerge):
 
     def sparsifier(self, source: _TaskVector, density: float) -> Callable[[Tensor], Tensor]:
         """Keep the largest."""
-        if density == 1.0:
+        if density == 1.0 or not source.numel:
             return lambda delta: delta
-        count = int(density * source.numel)
-        count = max(1, count) if density else 0
-        if not count:
+        if not density:
             return torch.zeros_like
+        count = max(1, int(density * source.numel))
         limit, left = kth_largest(lambda: (block.abs() for block in source.blocks()), count)
 
         def trim(delta: Tensor) -> Tensor:
@@ -329,13 +328,11 @@ class _SparseAverage(WeightedAverage):
         weights = torch.tensor([value_at(weight, name) for weight in self._weights], dtype=torch.float64)
         scale = value_at(self._method.scale, name)
         for start, origin in _blocks(self._base, name, dtype):
-            deltas = torch.stack(
-                [keep(source.block(start, origin)) for keep, source in zip(sparse, sources, strict=True)]
-            )
-            merged = origin + scale * self._method.combine(deltas, weights)
-            if has_nan(merged):
+            blocks = [source.block(start, origin) for source in sources]
+            if any(map(has_nan, blocks)):  # a sparse merge might leave it out
                 raise nan_error([*self._files, self._base], name, start, start + len(origin))
-            yield merged
+            deltas = torch.stack([keep(block) for keep, block in zip(sparse, blocks, strict=True)])
+            yield origin + scale * self._method.combine(deltas, weights)
 
 
 def _outside(names: Iterable[str], settings: Iterable[tuple[str, Setting]], low: float, high: float) -> list[str]:

@@ -183,6 +183,7 @@ def largest_difference(one: Path, other: Path) -> float:
 def beside_mergekit(mergekit: str, folder: Path, rounds: int) -> list[Result]:
     """Time, memory and differences of merges by both."""
     base, *others = write_networks(folder)
+    papa_command = [sys.executable, "-m", "papa", "soup"]
     results = []
     for method, shared in MERGES.items():
         models = [{"model": str(path)} for path in (others[:1] if method == "slerp" else others)]
@@ -192,17 +193,7 @@ def beside_mergekit(mergekit: str, folder: Path, rounds: int) -> list[Result]:
         config.write_text(json.dumps(source))  # JSON is YAML
         outs = {"papa": folder / f"papa-{method}", "mergekit": folder / f"mergekit-{method}"}
         commands = {
-            "papa": [
-                sys.executable,
-                "-m",
-                "papa",
-                "soup",
-                "--config",
-                str(config),
-                "-o",
-                str(outs["papa"]),
-                "--overwrite",
-            ],
+            "papa": [*papa_command, "--config", str(config), "-o", str(outs["papa"]), "--overwrite"],
             "mergekit": [mergekit, str(config), str(outs["mergekit"]), "--no-copy-tokenizer"],
         }
         found = {tool: [run_command(command) for _ in range(rounds)] for tool, command in commands.items()}

@@ -23,7 +23,7 @@ from files.test_weights import save_sharded
 from lab.recipes.test_smoke import smoke_data_config, write_data
 from papa.checkpoint.store import with_digest
 from papa.errors import PapaError
-from papa.files import open_all, soup_files
+from papa.files import open_all, open_weights, soup_files
 from papa.lab.config import Config
 from papa.lab.data.cache import cache_folder
 from papa.lab.domains import load_domain

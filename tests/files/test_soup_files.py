@@ -381,6 +381,7 @@ for action in (
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux measures the peak of memory")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_are_averaged_in_little_memory(tmp_path: Path) -> None:
     for value in range(3):
         save({"w": torch.full((4096, 4096), float(value)), "n": torch.tensor(value)}, tmp_path / f"{value}.safetensors")

@@ -360,26 +360,26 @@ def test_the_command_merges_by_options_and_by_a_config(tmp_path: Path, capsys: p
     (tmp_path / "merge.yml").write_text(text)
     one, other = str(tmp_path / "one.safetensors"), str(tmp_path / "other.safetensors")
     assert main(["soup", "--config", str(tmp_path / "merge.yml"), "-o", one]) == 0
-    assert main(["soup", *files, "-o", other, "--method", "ties", "--base", base, "--density", "0.3"]) == 0
+    assert main(["soup", *files, "-o", other, "--merge", "ties", "--base", base, "--density", "0.3"]) == 0
     assert all(torch.equal(load_file(one)[name], value) for name, value in load_file(other).items())
-    dare = ["--method", "dare_linear", "--base", base, "--density", "0.3,0.6", "--weights", "1,1", "--seed", "3"]
+    dare = ["--merge", "dare_linear", "--base", base, "--density", "0.3,0.6", "--weights", "1,1", "--drop-seed", "3"]
     assert main(["soup", *files, "-o", str(tmp_path / "dare.safetensors"), *dare]) == 0
     capsys.readouterr()
     (tmp_path / "aliases.yml").write_text("a: &x [1]\nb: *x\n")
     (tmp_path / "bad.yml").write_text("a: [1\n")
     for arguments, message in (
         (
-            [*files, "--method", "dare_ties", "--t", "0.5"],
-            "--t has no meaning for --method dare_ties; --method",
+            [*files, "--merge", "dare_ties", "--t", "0.5"],
+            "--t has no meaning for --merge dare_ties; --merge",
         ),
-        ([*files, "--density", "0.5"], "--density has no meaning for --method linear"),
-        ([*files, "--method", "ties", "--base", base, "--density", "a"], "--density is 'a', expected numbers"),
-        ([*files, "--stock", base, "--method", "ties"], "--stock is short for --method model_stock"),
+        ([*files, "--density", "0.5"], "--density has no meaning for --merge linear"),
+        ([*files, "--merge", "ties", "--base", base, "--density", "a"], "--density is 'a', expected numbers"),
+        ([*files, "--stock", base, "--merge", "ties"], "--stock is short for --merge model_stock"),
         (["--config", str(tmp_path / "aliases.yml")], "has aliases"),
         (["--config", str(tmp_path / "bad.yml")], "is not valid YAML"),
         (
-            [*files, "--config", str(tmp_path / "merge.yml"), "--seed", "1"],
-            "the config says so already; --seed",
+            [*files, "--config", str(tmp_path / "merge.yml"), "--drop-seed", "1"],
+            "the config says so already; --drop-seed",
         ),
     ):
         assert main(["soup", *arguments, "-o", str(tmp_path / "none.safetensors")]) == 2

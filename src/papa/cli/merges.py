@@ -31,6 +31,7 @@ SETTINGS: dict[str, tuple[Callable[..., MergeMethod], set[str]]] = {
     "model_stock": (ModelStock, {"base"}),
 }
 """The options of each method."""
+OPTION = {"seed": "drop-seed"}
 NEEDED = {"base": "--base FILE", "density": "--density SHARE"}
 
 
@@ -43,24 +44,28 @@ def merge_from(options: Any) -> MergeConfig:
         "t": options.t,
         "density": _density(options.density),
         "scale": options.scale,
-        "seed": options.seed,
+        "seed": options.drop_seed,
     }
     given = {name: value for name, value in given.items() if value is not None}
     weights = None if options.weights is None else split_numbers(options.weights, "--weights")
     method: MergeMethod | None = None
     if options.stock is not None:
-        if options.method not in ("linear", "model_stock") or given:
-            raise ConfigError("--stock is short for --method model_stock --base FILE: leave out the other method")
+        if options.merge not in ("linear", "model_stock") or given:
+            raise ConfigError("--stock is short for --merge model_stock --base FILE: leave out the other method")
         method = ModelStock(base=options.stock)
-    elif options.method == "linear":
-        problems = [f"--{name} has no meaning for --method linear" for name in given]
+    elif options.merge == "linear":
+        problems = [f"--{OPTION.get(name, name)} has no meaning for --merge linear" for name in given]
         _raise(problems)
     else:
-        kind, known = SETTINGS[options.method]
-        problems = [f"--{name} has no meaning for --method {options.method}" for name in given if name not in known]
-        needed = NEEDED if options.method.startswith("dare") else {"base": NEEDED["base"]}
+        kind, known = SETTINGS[options.merge]
+        problems = [
+            f"--{OPTION.get(name, name)} has no meaning for --merge {options.merge}"
+            for name in given
+            if name not in known
+        ]
+        needed = NEEDED if options.merge.startswith("dare") else {"base": NEEDED["base"]}
         problems += [
-            f"--method {options.method} needs {text}"
+            f"--merge {options.merge} needs {text}"
             for name, text in needed.items()
             if name in known and name not in given
         ]
@@ -75,7 +80,7 @@ def _from_file(options: Any) -> MergeConfig:
     taken = {
         **{"the files": bool(options.paths), "--weights": options.weights, "--normalize": options.normalize},
         **{"--base": options.base, "--t": options.t, "--density": options.density, "--scale": options.scale},
-        **{"--seed": options.seed, "--stock": options.stock, "--method": options.method != "linear"},
+        **{"--drop-seed": options.drop_seed, "--stock": options.stock, "--merge": options.merge != "linear"},
     }
     _raise([f"{name}: the config says so already" for name, value in taken.items() if value not in (None, False)])
     try:

@@ -39,7 +39,7 @@ examples:
   papa soup runs/one -o soup.safetensors --recipe digits --learned
   papa soup runs/one runs/two -o soup.safetensors --recipe digits --align --repair
   papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB
-  papa soup hub/model-a hub/model-b -o merged --method ties --base hub/pretrained --density 0.2
+  papa soup hub/model-a hub/model-b -o merged --merge ties --base hub/pretrained --density 0.2
   papa soup lora-a lora-b -o lora-mean --rank 16
   papa soup --config merge.yml -o merged"""
 
@@ -71,7 +71,7 @@ class SoupOptions(ContextOptions):
     """A lower score is better, as a loss is."""
     learned: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Choose the weights that minimise the cross-entropy on the recipe's validation data, or the factory's batches."""
-    method: Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "model_stock"] = "linear"
+    merge: Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "model_stock"] = "linear"
     """How files are merged. All but linear and slerp need --base."""
     base: Path | None = None
     """The file that all others were fine-tuned from."""
@@ -82,14 +82,14 @@ class SoupOptions(ContextOptions):
     commas; None for 0.2 with TIES."""
     scale: float | None = None
     """Of task arithmetic, TIES and DARE: what the merged differences are multiplied with; None for 1."""
-    seed: int | None = None
+    drop_seed: int | None = None
     """Of DARE: which differences are dropped; None for 0."""
     config: Path | None = None
     """A YAML file as mergekit has them, for the methods above; it names the files and settings."""
     rank: int | None = None
     """Of LoRA adapters: the rank of their soup, by SVD; None for the exact soup, whose rank is the sum of theirs."""
     stock: Path | None = None
-    """Short for --method model_stock --base FILE: the mean, moved back toward FILE tensor by tensor (Model Stock)."""
+    """Short for --merge model_stock --base FILE: the mean, moved back toward FILE tensor by tensor (Model Stock)."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Permute each network's units to match those of the first, by activations. For networks trained separately."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

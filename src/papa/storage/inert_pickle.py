@@ -16,7 +16,7 @@ Known = Mapping[str, Any]
 
 # Python's own reader instead of the one in C, which allocates what a pickle claims. These instructions do so here, or
 # look things up outside of the pickle.
-_Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_Unpickler: Any = pickle._Unpickler
 _REFUSED = (
     *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
     *(pickle.INST, pickle.OBJ),

@@ -87,7 +87,7 @@ def test_a_wrapper_stands_for_its_networks(tmp_path: Path) -> None:
 
 def test_what_may_be_several_networks_is_not_guessed(tmp_path: Path) -> None:
     torch.save(nn.ModuleList([make_net(0), make_net(1)]).state_dict(), tmp_path / "a.pt")
-    message = r"has 2 equal parts, 0 to 1, which may be 2 networks or the layers of one: set the key to '\*' for each"
+    message = r"has 2 equal parts, 0 to 1, which may be networks or the layers of one: set the key to '\*' for each"
     with pytest.raises(SoupError, match=message):
         open_weights(tmp_path / "a.pt")
     assert len(open_weights(tmp_path / "a.pt", key=".").tensors) == 8
@@ -95,6 +95,11 @@ def test_what_may_be_several_networks_is_not_guessed(tmp_path: Path) -> None:
         open_weights(tmp_path / "a.pt", key="*")
     with pytest.raises(SoupError, match="has nothing under '7'"):
         open_weights(tmp_path / "a.pt", key="7")
+    wrapper = Wrapper([make_net(0), make_net(1)])
+    torch.save({"scale": torch.ones(1), **wrapper.state_dict()}, tmp_path / "more.pt")
+    with pytest.raises(SoupError, match=r"has 2 equal parts besides 1 other tensors, members\.0 to members\.1, which"):
+        open_weights(tmp_path / "more.pt")
+    assert len(open_all([tmp_path / "more.pt"], key="members.*")) == 2
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
     torch.save(encoder.state_dict(), tmp_path / "layers.pt")
     assert len(open_weights(tmp_path / "layers.pt").tensors) == len(encoder.state_dict())

@@ -6,8 +6,9 @@ from papa.files.merge_config import MergeConfig, merge_config
 from papa.files.methods import DareLinear, DareTies, Linear, MergeMethod, ModelStock, Slerp, TaskArithmetic, Ties
 from papa.files.opening import open_all, open_weights
 from papa.files.record import SoupMember, digest_of
-from papa.files.soup import FileSoup, soup_files
+from papa.files.soup import soup_files
 from papa.files.weights import WeightsFile
+from papa.files.writing import FileSoup
 
 __all__ = [
     "DareLinear",

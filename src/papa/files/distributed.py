@@ -100,7 +100,7 @@ def _infos(metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
 
 def _chunks(metadata: Mapping[str, Any]) -> dict[str, list[_Chunk]]:
     """The parts of every tensor, in order."""
-    places = {}
+    places: dict[Any, tuple[str, int, int]] = {}
     for index, storage in metadata["storage_data"].items():
         key, place = _fields(index, "metadata.MetadataIndex"), _fields(storage, "filesystem._StorageInfo")
         if place.get("transform_descriptors"):
@@ -109,7 +109,8 @@ def _chunks(metadata: Mapping[str, Any]) -> dict[str, list[_Chunk]]:
         if not isinstance(file, str) or len(PurePosixPath(file).parts) != 1 or set("\\\0/") & set(file) or file == "..":
             raise ValueError("it names a file outside of its directory")
         offsets = () if key.get("offset") is None else _numbers(key["offset"])
-        places[key["fqn"], offsets] = (file, *_numbers((place["offset"], place["length"])))
+        position, length = _numbers((place["offset"], place["length"]))
+        places[key["fqn"], offsets] = (file, position, length)
     chunks: dict[str, list[_Chunk]] = {}
     for name, entry in metadata["state_dict_metadata"].items():
         if isinstance(entry, Stub) and entry.name == f"{MODULE}.metadata.TensorStorageMetadata":

@@ -16,12 +16,12 @@ from papa.files.methods import (
     Linear,
     MergeMethod,
     ModelStock,
-    Setting,
     Slerp,
     TaskArithmetic,
     Ties,
 )
 from papa.files.opening import open_weights
+from papa.files.settings import Setting
 
 KEYS = {"models", "slices", "merge_method", "base_model", "dtype", "out_dtype", "parameters", "tokenizer_source"}
 WITHOUT_EFFECT = {"int8_mask"}

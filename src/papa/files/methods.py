@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,17 +24,9 @@ from papa.files.average import (
     wide,
 )
 from papa.files.merge_functions import dropped, kth_largest, merged_by_sign, slerp_weights, task_weights, trimmed
+from papa.files.settings import Setting, outside, value_at
 from papa.files.weights import PathLike, WeightsFile
-from papa.storage import TensorInfo
 from papa.streams import stream
-
-Setting: TypeAlias = float | Callable[[str], float]
-"""A number, or a function from a tensor's name to it."""
-
-
-def value_at(setting: Setting, name: str) -> float:
-    """A setting for one tensor."""
-    return float(setting(name) if callable(setting) else setting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +124,7 @@ class Slerp(MergeMethod):
     def problems(self, num_files: int, names: Sequence[str]) -> list[str]:
         """It takes two files, and a position between them."""
         found = [] if num_files == 2 else [f"slerp interpolates between two networks, got {num_files}"]
-        return found + _outside(names, [("t", self.t)], 0.0, 1.0)
+        return found + outside(names, [("t", self.t)], 0.0, 1.0)
 
     def average(
         self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
@@ -190,7 +181,7 @@ class SparseMerge(TaskArithmetic):
         densities = self.densities(num_files)
         if len(densities) != num_files:
             return [f"there are {len(densities)} densities for {num_files} files, expected one for each"]
-        return _outside(names, [("the density", density) for density in densities], 0.0, 1.0)
+        return outside(names, [("the density", density) for density in densities], 0.0, 1.0)
 
     def average(
         self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
@@ -335,24 +326,11 @@ class _SparseAverage(WeightedAverage):
             yield origin + scale * self._method.combine(deltas, weights)
 
 
-def _outside(names: Iterable[str], settings: Iterable[tuple[str, Setting]], low: float, high: float) -> list[str]:
-    """What settings are outside of their range."""
-    found = {}
-    for label, setting in settings:
-        for name in names if callable(setting) else ("",):
-            value = value_at(setting, name)
-            if not (math.isfinite(value) and low <= value <= high):
-                where = f" for '{name}'" if name else ""
-                found[label] = f"{label} is {value:g}{where}, expected a number from {low:g} to {high:g}"
-                break
-    return list(found.values())
-
-
 def checked_settings(method: MergeMethod, files: Sequence[WeightsFile]) -> None:
     """Raise a `ConfigError` that lists everything that is wrong with a method's settings."""
     found = method.problems(len(files), list(files[0].tensors))
     if isinstance(method, TaskArithmetic):
-        found += _outside(files[0].tensors, [("the scale", method.scale)], -100.0, 100.0)
+        found += outside(files[0].tensors, [("the scale", method.scale)], -100.0, 100.0)
     if found:
         raise ConfigError(f"{method.name} cannot be used: {'; '.join(found)}")
 
@@ -373,7 +351,7 @@ def method_weights(
         return [1.0] * count
     if len(weights) != count:
         raise SoupError(f"there are {len(weights)} weights for {count} files, expected one for each")
-    found = _outside(files[0].tensors, [("a weight", weight) for weight in weights], -100.0, 100.0)
+    found = outside(files[0].tensors, [("a weight", weight) for weight in weights], -100.0, 100.0)
     if found:
         raise SoupError("; ".join(found))
     if not normalize:
@@ -384,11 +362,3 @@ def method_weights(
         return values[number] / sum(values) if sum(values) else values[number]
 
     return [partial(share, number) for number in range(count)]
-
-
-def mean_of(setting: Setting, tensors: Mapping[str, TensorInfo]) -> float:
-    """A setting's mean over all numbers of a network."""
-    if not callable(setting):
-        return float(setting)
-    total = sum(info.numel for info in tensors.values())
-    return sum(setting(name) * info.numel for name, info in tensors.items()) / max(total, 1)

@@ -4,73 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from papa import mixing
-from papa._version import __version__
 from papa.chosen_soups import learned_weights
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation import Evaluation
-from papa.files.adapters import CONFIG_NAME, AdapterAverage, is_adapter, open_adapters
+from papa.files.adapter_soup import soup_of_adapters
+from papa.files.adapters import is_adapter
 from papa.files.average import WeightedAverage, check_same_architecture
-from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps, stored_blocks
+from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
 from papa.files.evaluation_context import evaluation_context_of
-from papa.files.hub import CARD, card, companions
+from papa.files.hub import CARD, companions
 from papa.files.methods import (
     Linear,
     MergeMethod,
     ModelStock,
-    Setting,
     checked_settings,
-    mean_of,
     method_weights,
-    value_at,
 )
 from papa.files.opening import open_all, open_weights
-from papa.files.output import Output, write_output
+from papa.files.output import Output
 from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
+from papa.files.settings import Setting, checked_weights, mean_of
 from papa.files.weights import PathLike, WeightsFile
-from papa.soup import GreedySoup, Trial, greedy_soup
-from papa.storage import DTYPE_NAMES, TensorInfo, json_text
-from papa.storage.tensors import Blocks
+from papa.files.writing import FileSoup, OnProgress, Writing
+from papa.soup import GreedySoup, greedy_soup
+from papa.storage import DTYPE_NAMES, json_text
 
 OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-OnProgress = Callable[[int, int], object]
-"""Called with the number of bytes written and the total."""
 OnScore = Callable[[Sequence[Path], float], object]
 """Called with the files of a candidate and its score."""
-
-
-@dataclass(frozen=True)
-class FileSoup:
-    """A soup that was written, and how it was made."""
-
-    path: Path
-    """What to load: the file, or the index if there are several."""
-    files: tuple[Path, ...]
-    """All files of the soup."""
-    members: tuple[SoupMember, ...]
-    """The files it was made of, in the order given."""
-    score: float | None
-    """A greedy soup's score."""
-    trials: tuple[Trial, ...]
-    """Every candidate of a greedy soup, in the order tried."""
-    notes: tuple[str, ...]
-    """What a user should know: what was not averaged, which dtype was chosen."""
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The share of each file."""
-        return tuple(member.weight for member in self.members)
 
 
 def soup_files(
@@ -160,11 +131,11 @@ def soup_files(
     steps = SoupSteps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
     _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, method=method, steps=steps)
     files = _open_checked(paths, key)
-    writing = _Writing(max_bytes=max_bytes, overwrite=overwrite, full_digests=full_digests, on_progress=on_progress)
+    writing = Writing(max_bytes=max_bytes, overwrite=overwrite, full_digests=full_digests, on_progress=on_progress)
     if any(map(is_adapter, files)):
         if greedy or learned or method is not None or steps != SoupSteps() or evaluation_context is not None:
             raise ConfigError("adapters are averaged by weights alone: leave out the other ways to choose or merge")
-        return _soup_of_adapters(files, out, weights, normalize=normalize, dtype=stored, rank=rank, writing=writing)
+        return soup_of_adapters(files, out, weights, normalize=normalize, dtype=stored, rank=rank, writing=writing)
     if rank is not None:
         raise ConfigError("a rank is for soups of LoRA adapters, and these files hold none: leave out the rank")
     check_same_architecture(files)
@@ -215,76 +186,6 @@ def soup_files(
         output.clean_up()
     best, trials = (None, ()) if choice is None else (choice.score, choice.trials)
     return FileSoup(written[-1], tuple(written), members, best, trials, tuple(notes))
-
-
-def _soup_of_adapters(
-    files: Sequence[WeightsFile],
-    out: PathLike,
-    weights: Sequence[Setting] | None,
-    *,
-    normalize: bool,
-    dtype: torch.dtype | None,
-    rank: int | None,
-    writing: _Writing,
-) -> FileSoup:
-    """A soup of LoRA adapters, as a directory that PEFT loads."""
-    output = Output(out, stem="adapter_model")
-    if not output.is_directory:
-        raise SoupError(f"the output is {out}, expected a directory: an adapter has a config beside its weights")
-    if rank is not None and rank < 1:
-        raise ConfigError(f"the rank is {rank}, expected at least 1")
-    adapters = open_adapters(files)
-    row = checked_weights(weights, len(files), normalize=normalize)
-    average = AdapterAverage(adapters, row, rank)
-    tensors = average.tensors(dtype)
-    notes = soup_notes(files, dtype)
-    output.add({CONFIG_NAME: (json_text(average.config(), indent=2) + "\n").encode(), CARD: b""})
-    output.prepare(overwrite=writing.overwrite)
-    try:
-        digests = [digest_of(file, full=writing.full_digests) for file in files]
-        members = tuple(
-            SoupMember(file.path, digest, weight, None, None)
-            for file, digest, weight in zip(files, digests, row, strict=True)
-        )
-        record = soup_record(members, tensors, dtype, SoupSteps())
-        record["method"] = {"name": "linear, of the products of LoRA's factors", "rank": average.rank}
-        written = writing(output, tensors, stored_blocks(average, tensors), members, record, notes, library="peft")
-    finally:
-        output.clean_up()
-    return FileSoup(written[-1], tuple(written), members, None, (), tuple(notes))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Writing:
-    """How a soup is written."""
-
-    max_bytes: int
-    overwrite: bool
-    full_digests: bool
-    on_progress: OnProgress | None
-
-    def __call__(
-        self,
-        output: Output,
-        tensors: Mapping[str, TensorInfo],
-        blocks: Blocks,
-        members: Sequence[SoupMember],
-        record: dict[str, Any],
-        notes: Sequence[str],
-        *,
-        library: str,
-    ) -> list[Path]:
-        """Write a soup with its record, and its card if there are files beside it."""
-        if output.extras:
-            output.add({CARD: card(members, record, library).encode()})
-        return write_output(
-            output,
-            tensors,
-            _with_progress(blocks, tensors, self.on_progress),
-            metadata={"format": "pt", "papa": __version__, "soup": json_text(record)},
-            sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
-            max_bytes=self.max_bytes,
-        )
 
 
 def _check_one_kind(
@@ -387,41 +288,6 @@ def _conditions(builder: SoupBuilder, scorer: Scorer, dtype: torch.dtype | None,
     reference = digests[0] if steps.align else ""
     context = builder.context.name if steps.align or steps.changes_average else ""
     return json_text([scorer.name, str(dtype), steps.repair, steps.reset_batch_norm, reference, context])
-
-
-def _with_progress(blocks: Blocks, tensors: Mapping[str, TensorInfo], on_progress: OnProgress | None) -> Blocks:
-    if on_progress is None:
-        return blocks
-    total, done = sum(info.num_bytes for info in tensors.values()), 0
-
-    def counted(name: str) -> Iterator[Tensor]:
-        nonlocal done
-        for block in blocks(name):
-            yield block
-            done += block.numel() * block.dtype.itemsize
-            on_progress(done, total)
-
-    return counted
-
-
-def checked_weights(weights: Sequence[Setting] | None, size: int, *, normalize: bool) -> list[float]:
-    """One weight for each of `size` files, non-negative and summing to 1."""
-    if weights is None:
-        if normalize:
-            raise ConfigError("there are no weights to normalize: give weights, or do not normalize")
-        return [1.0 / size] * size
-    if any(map(callable, weights)):
-        raise ConfigError("weights that differ between tensors are for networks, expected numbers")
-    row = torch.tensor([value_at(weight, "") for weight in weights], dtype=torch.float64)
-    if len(row) != size:
-        raise SoupError(f"there are {len(row)} weights for {size} files, expected one for each")
-    if not torch.isfinite(row).all() or (row < 0).any() or not row.any():
-        raise SoupError(f"the weights are {row.tolist()}, expected finite numbers, none below 0 and some above it")
-    total = float(row.sum())
-    if not normalize and abs(total - 1.0) > mixing.ROW_SUM_TOLERANCE:
-        raise SoupError(f"the weights sum to {total:.6g}, expected 1: correct them, or normalize them")
-    values: list[float] = (row / total).tolist()
-    return values
 
 
 def parse_size(size: int | str) -> int:

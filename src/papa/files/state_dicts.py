@@ -20,6 +20,7 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.", "module.")
 """What may precede every name, from the outside in: a compiled model may be wrapped, and may wrap one."""
 MEMBER_CONTAINERS = ("members", "models", "networks", "nets", "population", "ensemble", "replicas")
 """What a wrapper may call its networks: each counts as a member."""
+MEMBER_NAME = re.compile(rf"((?:[^.]+\.)*?(?:{'|'.join(MEMBER_CONTAINERS)})\.)0\.")
 LAYER_CONTAINERS = ("layers", "layer", "blocks", "h", "stages", "encoder", "decoder", "resblocks", "features")
 """What a network may call its layers."""
 T = TypeVar("T")
@@ -143,19 +144,26 @@ def _below(path: Path, tensors: dict[str, T], parts: list[str]) -> list[Network[
 
 def _split(path: Path, tensors: dict[str, T], notes: list[str]) -> list[Network[T]]:
     """All tensors as one network, or as several if a wrapper holds them."""
-    prefix = re.match(r"((?:[^.]+\.)*?)0\.", next(iter(tensors), ""))
-    groups = None if prefix is None else _numbered(tensors, prefix[1])
-    if prefix is None or groups is None:
+    found = re.match(r"((?:[^.]+\.)*?)0\.", next(iter(tensors), "")) or next(
+        filter(None, map(MEMBER_NAME.match, tensors)), None
+    )
+    if found is None:
         return [Network(tensors)]
-    start = prefix[1]
+    start = found[1]
+    inside = {name: value for name, value in tensors.items() if name.startswith(start)}
+    groups = _numbered(inside, start)
     container = start.rstrip(".").rpartition(".")[2]
-    if container in MEMBER_CONTAINERS:
+    is_member = container in MEMBER_CONTAINERS
+    if groups is None or (not is_member and len(inside) < len(tensors)):
+        return [Network(tensors)]
+    if is_member and len(inside) == len(tensors):
         notes.append(f"holds {len(groups)} networks, {start}0 to {start}{len(groups) - 1}: each counts as a member")
         return [Network(group, f"{start}{number}") for number, group in enumerate(groups)]
     if container in LAYER_CONTAINERS or not any("." in name for name in groups[0]):
         return [Network(tensors)]
+    others = f" besides {len(tensors) - len(inside)} other tensors" if len(inside) < len(tensors) else ""
     raise SoupError(
-        f"{path} has {len(groups)} equal parts, {start}0 to {start}{len(groups) - 1}, which may be {len(groups)} "
+        f"{path} has {len(groups)} equal parts{others}, {start}0 to {start}{len(groups) - 1}, which may be "
         f"networks or the layers of one: set the key to '{start}*' for each as a member, to '{start}0' for one, or to "
         "'.' for all as one network"
     )
@@ -177,7 +185,7 @@ def _numbered(tensors: Mapping[str, T], start: str) -> list[dict[str, T]] | None
 
 def info_of(value: Any) -> TensorInfo:
     """Dtype and shape of what stands for a tensor."""
-    return TensorInfo.of(value) if isinstance(value, Tensor) else value.info  # type: ignore[no-any-return]
+    return TensorInfo.of(value) if isinstance(value, Tensor) else value.info
 
 
 def has_tensors(value: Any) -> bool:

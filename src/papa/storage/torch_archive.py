@@ -152,7 +152,7 @@ def _read_archive(
 ) -> tuple[dict[str, tuple[int, int]], bytes]:
     """The position and size of each record, and the pickle."""
     try:
-        with zipfile.ZipFile(window) as archive:  # type: ignore[call-overload]
+        with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise error(f"{path} is compressed, expected a file by torch.save, which is not: save it again")

@@ -11,6 +11,8 @@ Memory is the peak resident memory of the process above that before the contende
 
 If mergekit is installed (its command `mergekit-yaml`, or what `--mergekit` names), both merge the same four sharded
 networks by the same configs, each as a command in a process of its own: time and peak memory are those of the process.
+Numbers are compared on small networks. In large tensors mergekit's sums in float32 differ by a little more than 1e-6 for
+Model Stock, and of numbers with exactly the magnitude at which TIES begins to drop, its sort keeps others.
 """
 
 from __future__ import annotations
@@ -96,8 +98,9 @@ def average_one_after_the_other(files: list[Path], out: Path) -> None:
     flush(out)
 
 
-HIDDEN, INNER, NUM_LAYERS, VOCABULARY = 768, 2048, 4, 4000
-SHARD_BYTES = 40_000_000
+LARGE, SMALL = (768, 4000), (48, 100)
+"""The width and vocabulary of networks that are timed, and of those whose numbers are compared."""
+NUM_LAYERS, NUM_SHARDS = 4, 4
 MOST_DIFFERENCE = 1e-6
 WEIGHTS = {"parameters": {"weight": 0.4, "density": 0.3}}
 MERGES = {
@@ -113,42 +116,39 @@ MERGES = {
 
 def write_network(folder: Path, tensors: dict[str, Tensor]) -> None:
     """A network of the Llama family as hubs publish it: shards, an index and a config."""
-    folder.mkdir()
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in tensors.items():
-        if sum(part.numel() * 4 for part in shards[-1].values()) > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
+    folder.mkdir(parents=True)
     weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number in range(NUM_SHARDS):
+        file = f"model-{number + 1:05d}-of-{NUM_SHARDS:05d}.safetensors"
+        shard = dict(list(tensors.items())[number::NUM_SHARDS])
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    vocabulary, width = tensors["lm_head.weight"].shape
     config = {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN},
-        **{"intermediate_size": INNER, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCABULARY},
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width},
+        **{"intermediate_size": 2 * width, "num_hidden_layers": NUM_LAYERS, "vocab_size": vocabulary},
         **{"num_attention_heads": 12, "num_key_value_heads": 12, "torch_dtype": "float32"},
     }
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def llama_shapes() -> dict[str, tuple[int, ...]]:
+def llama_shapes(width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     """The tensors of the network."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for layer in range(NUM_LAYERS):
         start = f"model.layers.{layer}."
-        shapes |= {f"{start}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
-        shapes |= {f"{start}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
-        shapes |= {f"{start}mlp.down_proj.weight": (HIDDEN, INNER)}
-        shapes |= {f"{start}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
-    return {**shapes, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+        shapes |= {f"{start}self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
+        shapes |= {f"{start}mlp.{name}_proj.weight": (2 * width, width) for name in ("gate", "up")}
+        shapes |= {f"{start}mlp.down_proj.weight": (width, 2 * width)}
+        shapes |= {f"{start}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    return {**shapes, "model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
 
 
-def write_networks(folder: Path) -> list[Path]:
+def write_networks(folder: Path, size: tuple[int, int]) -> list[Path]:
     """A base, and three networks that moved from it, in part in the same direction."""
     generator = torch.Generator().manual_seed(0)
-    base = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in llama_shapes().items()}
+    base = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in llama_shapes(*size).items()}
     common = {name: 0.005 * torch.randn(value.shape, generator=generator) for name, value in base.items()}
     write_network(folder / "base", base)
     for number in range(3):
@@ -160,17 +160,27 @@ def write_networks(folder: Path) -> list[Path]:
     return [folder / "base", *(folder / f"model-{number}" for number in range(3))]
 
 
+def peak_of(pid: int) -> float:
+    """The peak memory of a running process, in megabytes; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+
+
 def run_command(command: list[str]) -> tuple[float, float]:
     """The seconds that a command takes, and its peak memory in megabytes."""
-    start = time.perf_counter()
+    start, peak = time.perf_counter(), 0.0
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        while process.poll() is None:
+            peak = max(peak, peak_of(process.pid))
+            time.sleep(0.02)
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"{' '.join(command)} failed:\n{log.read().decode()}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
+    return time.perf_counter() - start, peak
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -180,33 +190,38 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
+def merge_by_both(mergekit: str, folder: Path, method: str, networks: list[Path]) -> dict[str, tuple[float, float]]:
+    """Seconds and megabytes of each tool; the results are in folders of their names."""
+    base, *others = networks
+    models = [{"model": str(path)} for path in (others[:1] if method == "slerp" else others)]
+    source = {"merge_method": method, "models": models, **MERGES[method]}
+    source |= {} if method == "linear" else {"base_model": str(base)}
+    config = folder / f"{method}.yml"
+    config.write_text(json.dumps(source))  # JSON is YAML
+    commands = {
+        "papa soup": [sys.executable, "-m", "papa", "soup", "--config", str(config), "-o"],
+        "mergekit": [mergekit, "--no-copy-tokenizer", str(config)],
+    }
+    for tool in commands:
+        shutil.rmtree(folder / tool, ignore_errors=True)
+    return {tool: run_command([*command, str(folder / tool)]) for tool, command in commands.items()}
+
+
 def beside_mergekit(mergekit: str, folder: Path, rounds: int) -> list[Result]:
     """Time, memory and differences of merges by both."""
-    base, *others = write_networks(folder)
-    papa_command = [sys.executable, "-m", "papa", "soup"]
+    small, large = write_networks(folder / "small", SMALL), write_networks(folder / "large", LARGE)
     results = []
-    for method, shared in MERGES.items():
-        models = [{"model": str(path)} for path in (others[:1] if method == "slerp" else others)]
-        source = {"merge_method": method, "models": models, **shared}
-        source |= {} if method == "linear" else {"base_model": str(base)}
-        config = folder / f"{method}.yml"
-        config.write_text(json.dumps(source))  # JSON is YAML
-        outs = {"papa": folder / f"papa-{method}", "mergekit": folder / f"mergekit-{method}"}
-        commands = {
-            "papa": [*papa_command, "--config", str(config), "-o", str(outs["papa"]), "--overwrite"],
-            "mergekit": [mergekit, str(config), str(outs["mergekit"]), "--no-copy-tokenizer"],
-        }
-        found = {tool: [run_command(command) for _ in range(rounds)] for tool, command in commands.items()}
-        seconds = {tool: min(time for time, _ in runs) for tool, runs in found.items()}
-        for tool in commands:
-            name = f"{method} by {'papa soup' if tool == 'papa' else 'mergekit'}"
+    for method in MERGES:
+        merge_by_both(mergekit, folder, method, small)
+        difference = largest_difference(folder / "papa soup", folder / "mergekit")
+        runs = [merge_by_both(mergekit, folder, method, large) for _ in range(rounds)]
+        seconds = {tool: min(run[tool][0] for run in runs) for tool in runs[0]}
+        for tool in seconds:
+            name = f"{method} by {tool}"
             results.append(Result(name=name, seconds=seconds[tool], ratio=seconds[tool] / seconds["mergekit"]))
-            results.append(Result(name=f"{name}: peak memory", megabytes=max(size for _, size in found[tool])))
-        difference = largest_difference(outs["papa"], outs["mergekit"])
+            results.append(Result(name=f"{name}: peak memory", megabytes=max(run[tool][1] for run in runs)))
         name = f"{method}: largest difference, as a share of {MOST_DIFFERENCE:g}"
         results.append(Result(name=name, ratio=difference / MOST_DIFFERENCE, target=1.0, note=f"{difference:.1e}"))
-        for out in outs.values():
-            shutil.rmtree(out)
     return results
 
 

@@ -140,7 +140,7 @@ def merge_config(value: Any) -> MergeConfig:
     ]
     _raise(problems)
     inputs = models if kind == "linear" else others
-    return _built(value, kind, base, inputs, shared)
+    return _built(value, str(kind), base, inputs, shared)
 
 
 def _models(value: Mapping[str, Any], problems: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -248,7 +248,7 @@ class DareLinear(SparseMerge):
 
     def combine(self, deltas: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum."""
-        return torch.tensordot(weights.to(deltas.dtype), deltas, dims=1)
+        return (weights.to(deltas.dtype).reshape(-1, *[1] * (deltas.dim() - 1)) * deltas).sum(dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)

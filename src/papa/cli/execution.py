@@ -18,7 +18,7 @@ import tyro
 from papa.cli.escaping import printable
 from papa.errors import ConfigError
 from papa.lab.config import Config
-from papa.lab.packages import require
+from papa.packages import require
 
 if TYPE_CHECKING:
     from papa.lab.launch import RunSpec

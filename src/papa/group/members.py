@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from papa.errors import ConfigError, LostError
 from papa.group.collectives import OwnGroup, own_groups
 from papa.group.distributed import DistributedGroup
-from papa.group.torchrun import agree_on_session, rank_of_torchrun, rendezvous_errors
+from papa.group.torchrun import RENDEZVOUS_TIMEOUT, agree_on_session, rank_of_torchrun, rendezvous_errors
 
 MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_STORE", "PAPA_START", "PAPA_WEIGHTS"
 """The environment variables of a member's process: its index, the number of members, the address of the store, the
@@ -97,7 +97,7 @@ def group_of_ranks(*, exchange: str = "exact") -> DistributedGroup:
     if key not in _connected:
         is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
         with rendezvous_errors(address, port):
-            store, _, _ = next(rendezvous("env://", timeout=CONNECT_TIMEOUT))
+            store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
             own = PrefixStore(f"papa/{agree_on_session(PrefixStore('papa', store), rank, num_ranks)}", store)
             group = open_group(own, rank, num_ranks, hostname="127.0.0.1" if is_one_machine else address)
         _connected[key] = DistributedGroup(group, exchange=exchange)

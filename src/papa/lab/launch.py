@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,6 +65,8 @@ class RunSpec:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     make_callback: CallbackFactory | None = None
     """Makes a callback for the leading process; must be picklable."""
+    callbacks: Sequence[Callback] = ()
+    """Further callbacks for the leading process, such as trackers; must be picklable."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -220,6 +222,7 @@ def run_in_group(
         stack.enter_context(writer)
         recorder = Recorder(run, writer, config, minutes=options.minutes, stop=stop, notices=notices)
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
+        callbacks += spec.callbacks if group.is_leader else ()
         if spec.make_callback is not None and group.is_leader:
             callbacks.append(stack.enter_context(spec.make_callback()))
         stop.is_training = 1

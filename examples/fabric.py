@@ -24,8 +24,8 @@ for _ in range(3):
 num_steps = 25 * len(loaders[0])
 joined = averaging(fabric, nets, optimizers, papa.Push(half_life=0.05), num_steps=num_steps)
 for _ in range(25):
-    for batches in zip(*loaders):
-        for net, optimizer, (inputs, targets) in zip(nets, optimizers, batches):
+    for batches in zip(*loaders, strict=True):
+        for net, optimizer, (inputs, targets) in zip(nets, optimizers, batches, strict=True):
             optimizer.zero_grad()
             fabric.backward(F.cross_entropy(net(inputs), targets))
             optimizer.step()

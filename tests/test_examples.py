@@ -108,7 +108,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     [("lightning_population", "\nval_acc: 0.9", "out/soup.pt"), ("fabric", "one network of 3: 9", "fabric.ckpt")],
 )
 def test_members_of_lightning_in_one_process(
-    name: str, shown: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    shown: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / f"{name}.py"))

@@ -91,7 +91,9 @@ def group_of_ranks(*, exchange: str = "exact") -> DistributedGroup:
     """
     rank = rank_of_torchrun()
     if rank is None:
-        raise ConfigError("this process is not one of several ranks: start it with torchrun --nproc-per-node 3 train.py")
+        raise ConfigError(
+            "this process is not one of several ranks: start it with torchrun --nproc-per-node 3 train.py"
+        )
     address, port, num_ranks = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["WORLD_SIZE"])
     key = ("ranks", str(rank), str(num_ranks), address, port, exchange)
     if key not in _connected:

@@ -1,7 +1,7 @@
 """Experiment trackers: one small shape, `init`, `log` and `finish`, for TensorBoard, W&B, trackio and MLflow.
 
-Each needs the extra of its name, such as `pip install 'papa-torch[wandb]'`. Where values go is decided by the tool's own
-settings, such as `WANDB_MODE=offline`, `MLFLOW_TRACKING_URI` and `TRACKIO_DIR`.
+Each needs the extra of its name, such as `pip install 'papa-torch[wandb]'`. Where values go is decided by the tool's
+own settings, such as `WANDB_MODE=offline`, `MLFLOW_TRACKING_URI` and `TRACKIO_DIR`.
 """
 
 from __future__ import annotations
@@ -196,10 +196,9 @@ TRACKERS: dict[TrackerName, type[Tracker]] = {
 
 
 class Track(Callback):
-    """Logs a training to a tracker: losses, scores, distances and learning rate after each epoch, averagings as they are.
+    """Logs a training to a tracker: losses, scores, distances and learning rate of each epoch, and each averaging.
 
     Example:
-        >>> import papa, torch
         >>> track = Track("wandb", project="digits", name="first")  # for papa.train(..., callbacks=[track])
 
     Values that cannot be logged during training are reported once, and training goes on.

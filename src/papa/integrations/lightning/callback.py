@@ -31,8 +31,8 @@ OWN = "current_model_state"
 class PopulationAveraging(Callback):
     """Averages the module of this process with those of the others, one member per process.
 
-    The processes are those that `papa each` started, or the ranks of torchrun with the strategy `MemberPerRank`. Each is
-    an ordinary training on one device. What Lightning's own `WeightAveraging` promises holds here too:
+    The processes are those that `papa each` started, or the ranks of torchrun with the strategy `MemberPerRank`. Each
+    is an ordinary training on one device. What Lightning's own `WeightAveraging` promises holds here too:
 
     - it begins when fitting begins, and counts optimizer steps, so accumulated batches do not count;
     - validation sees the average soup, and after training the module is the average soup;

@@ -37,14 +37,21 @@ STAGE_HOOKS = ("setup", "teardown")
 EVALUATION_HOOKS = tuple(
     f"on_{stage}_{point}" for stage in ("validation", "test") for point in ("start", "epoch_start", "epoch_end", "end")
 )
-TRAINING_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end")
+TRAINING_HOOKS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+)
 
 
 class PopulationModule(LightningModule):
     """Trains several Lightning modules of one architecture in one process, and averages them.
 
-    Each member keeps its `training_step`, its `configure_optimizers` and its hooks, and its logs under `member_0/` and so
-    on. The average soup is validated and tested under the plain names, so that `ModelCheckpoint(monitor="val_loss")`
+    Each member keeps its `training_step`, its `configure_optimizers` and its hooks, and its logs under `member_0/` and
+    so on. The average soup is validated and tested under the plain names, so that `ModelCheckpoint(monitor="val_loss")`
     keeps the best soup; it is `soup` after training, and what `forward` and `predict_step` call. `PopulationAveraging`
     is added by itself.
 
@@ -276,7 +283,9 @@ def _check_members(members: Sequence[Any]) -> None:
         raise ConfigError("a PopulationModule has no members, expected a list of Lightning modules")
     for member, module in enumerate(members):
         if not isinstance(module, LightningModule):
-            raise ConfigError(f"member {member} is a {type(module).__name__}, expected a lightning.pytorch.LightningModule")
+            raise ConfigError(
+                f"member {member} is a {type(module).__name__}, expected a lightning.pytorch.LightningModule"
+            )
         overridden = [hook for hook in NOT_CALLED if is_overridden(hook, module)]
         own = "optimizes itself (automatic_optimization is False)" if not module.automatic_optimization else ""
         own = f"overrides {overridden[0]}" if overridden else own

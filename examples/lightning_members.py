@@ -37,7 +37,7 @@ training, held_out = TensorDataset(inputs[:512], targets[:512]), TensorDataset(i
 strategy = MemberPerRank()  # only torchrun needs it: a process of `papa each` looks like a single one
 L.seed_everything(strategy.member)  # each member has its own weights and its own order of the data
 trainer = L.Trainer(
-    max_epochs=25,
+    max_epochs=12,
     strategy=strategy,
     callbacks=PopulationAveraging(papa.Push(half_life=0.05)),
     default_root_dir=f"out/{strategy.member}",  # each member has its own checkpoints

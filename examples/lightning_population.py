@@ -32,7 +32,7 @@ targets = (inputs[:, :2].prod(dim=1) > 0).long()
 training, held_out = TensorDataset(inputs[:512], targets[:512]), TensorDataset(inputs[512:], targets[512:])
 
 module = PopulationModule([Classifier() for _ in range(3)], papa.Push(half_life=0.05))
-trainer = L.Trainer(max_epochs=25, accelerator="cpu", enable_progress_bar=False, default_root_dir="out")
+trainer = L.Trainer(max_epochs=12, accelerator="cpu", enable_progress_bar=False, default_root_dir="out")
 trainer.fit(module, papa.loaders(training, members=3, batch_size=64), DataLoader(held_out, batch_size=256))
 for name in ("member_0/val_acc", "member_1/val_acc", "member_2/val_acc", "val_acc"):
     print(f"{name}: {trainer.callback_metrics[name]:.3f}")

@@ -89,13 +89,13 @@ class PopulationModule(LightningModule):
         self.members = nn.ModuleList(listed)
         self.soup: LightningModule = copy.deepcopy(listed[0])
         """The average soup: as of the last validation, the last checkpoint or the end of training."""
-        self.rule, self.options = rule, options
+        self._averaging = AveragesMembers(rule, **options)
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         self.validate_members = validate_members
 
     def configure_callbacks(self) -> Sequence[PopulationAveraging]:
         """The callback that averages the members."""
-        return [AveragesMembers(self.rule, **self.options)]
+        return [self._averaging]
 
     def configure_optimizers(self) -> Any:
         """The optimizer and the schedules of each member."""

@@ -88,13 +88,14 @@ def test_members_in_one_process_and_their_resume(plain: Any, tmp_path: Path) -> 
 
 def test_one_member_per_process(plain: Any) -> None:
     seen: list[papa.Averaging] = []
+    pairs = [make(0), make(1)]  # threads share torch's random state
 
     def job(member: int, group: Any) -> nn.Module:
         strategy = adapter.MemberPerRank(group=group)
         assert (strategy.member, strategy.num_members) == (member, 2)
         fabric = Fabric(accelerator="cpu", strategy=strategy)
         fabric.launch()
-        net, optimizer = fabric.setup(*make(member))
+        net, optimizer = fabric.setup(*pairs[member])
         adapter.join(fabric, net, optimizer, RULE, num_steps=NUM_STEPS, on_averaging=seen.append)
         for step in range(NUM_STEPS):
             take_step(net, optimizer, member, step, fabric.backward)

@@ -168,8 +168,9 @@ def test_a_module_of_members_is_resumed_exactly(plain: Any, tmp_path: Path) -> N
     assert_equal(found, papa.average_soup(members))
 
 
-def fit_member(path: Path, member: int, group: Any, rule: papa.Rule = RULE, **options: Any) -> tuple[Net, pl.Trainer]:
-    net = Net(member)
+def fit_member(
+    path: Path, net: Net, member: int, group: Any, rule: papa.Rule = RULE, **options: Any
+) -> tuple[Net, pl.Trainer]:
     every = ModelCheckpoint(save_top_k=-1, monitor="val_loss")
     averaging = PopulationAveraging(rule, group=group)
     trainer = make_trainer(path / str(member), averaging, every, accumulate_grad_batches=ACCUMULATE)
@@ -179,7 +180,9 @@ def fit_member(path: Path, member: int, group: Any, rule: papa.Rule = RULE, **op
 
 def test_one_member_per_process_has_the_bits_of_the_plain_loop(plain: Any, tmp_path: Path) -> None:
     population, soup = plain
-    for member, (net, trainer) in enumerate(run_threads(lambda *given: fit_member(tmp_path, *given))):
+    nets = [Net(0), Net(1)]  # threads share torch's random state
+    found = run_threads(lambda member, group: fit_member(tmp_path, nets[member], member, group))
+    for member, (net, trainer) in enumerate(found):
         assert_equal(net.state_dict(), {**population[member].state_dict(), **soup.state_dict()})
         (last,) = (tmp_path / str(member)).rglob("epoch=2-*.ckpt")
         saved = torch.load(last, weights_only=True)
@@ -196,17 +199,20 @@ def test_one_member_per_process_is_resumed_exactly_also_within_a_delayed_push(tm
 
     def resume(member: int, group: Any) -> Any:
         (first,) = (tmp_path / str(member)).rglob("epoch=0-*.ckpt")
-        return fit_member(tmp_path, member, group, rule, ckpt_path=first)
+        return fit_member(tmp_path, others[member], member, group, rule, ckpt_path=first)
 
-    expected = run_threads(lambda *given: fit_member(tmp_path, *given, rule))
-    for (net, _), (found, _) in zip(expected, run_threads(resume), strict=True):
+    nets, others = [Net(0), Net(1)], [Net(2), Net(3)]
+    run_threads(lambda member, group: fit_member(tmp_path, nets[member], member, group, rule))
+    for net, (found, _) in zip(nets, run_threads(resume), strict=True):
         assert_equal(found.state_dict(), net.state_dict())
 
 
 def test_ranks_are_members(plain: Any, tmp_path: Path) -> None:
+    nets = [Net(0), Net(1)]
+
     def job(member: int, group: Any) -> Any:
         strategy = MemberPerRank(group=group)
-        net = Net(member)
+        net = nets[member]
         trainer = make_trainer(
             tmp_path / str(strategy.member),
             PopulationAveraging(RULE),

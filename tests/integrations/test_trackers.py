@@ -111,14 +111,18 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 
 class Memory(Callback):
-    """Collects all records and averagings."""
+    """Collects all records and averagings, also those before a resume."""
 
     def __init__(self) -> None:
-        self.epochs: list[EpochRecord] = []
+        self.by_step: dict[int, EpochRecord] = {}
         self.averagings: list[Averaging] = []
 
+    @property
+    def epochs(self) -> list[EpochRecord]:
+        return list(self.by_step.values())
+
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        self.epochs.append(record)
+        self.by_step[record.step] = record  # one that happened again is the same
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         self.averagings.append(averaging)

@@ -21,7 +21,7 @@ from papa.rules import Rule
 
 with importing():
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import SingleDeviceStrategy
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 
 def averaging(

@@ -80,7 +80,7 @@ class TensorBoard:
         if run.step == 0:
             for file in directory.glob("events.out.tfevents.*"):
                 file.unlink()
-        self._writer: Any = SummaryWriter(str(directory), purge_step=run.step + 1)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(directory), purge_step=run.step + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add scalars."""
@@ -126,7 +126,7 @@ class Trackio:
         with importing():
             import trackio
         new_name = run.name or f"papa-{secrets.token_hex(4)}"
-        self._finish = trackio.finish
+        self._finish: Any = trackio.finish
         with contextlib.redirect_stdout(sys.stderr):  # it prints, while standard output is that of the program
             self._run: Any = trackio.init(
                 project=run.project or "papa",
@@ -157,7 +157,8 @@ class MLflow:
             import mlflow
             from mlflow.entities import Param
         uri = None
-        if not mlflow.is_tracking_uri_set() and importlib.util.find_spec("sqlalchemy") is None:
+        is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
+        if not is_set and importlib.util.find_spec("sqlalchemy") is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.directory / "mlflow").resolve().as_uri()
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)

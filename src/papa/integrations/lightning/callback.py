@@ -108,7 +108,7 @@ class PopulationAveraging(Callback):
         """Log the distances around the last averaging."""
         last = None if self.joined is None else self.joined.last
         if last is not None and not trainer.barebones:
-            self.log_dict(distances(last), on_step=True, on_epoch=False)
+            pl_module.log_dict(distances(last), on_step=True, on_epoch=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the soup into the module."""

@@ -26,7 +26,8 @@ class OwnMember:
         super().__init__(device=own_device() if device is None else device)  # type: ignore[call-arg]
         self.group = group_of_process() if group is None else group
         (self.member,) = self.group.members(1)
-        rank_zero_only.rank = 0  # every process has logs and checkpoints of its own
+        # Every process has logs and checkpoints of its own.
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
     @property
     def num_members(self) -> int:

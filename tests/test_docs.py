@@ -41,6 +41,8 @@ COMMAND_LINES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # these two are of Lightning
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("block", PYTHON)
 def test_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

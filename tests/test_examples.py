@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +95,47 @@ def test_renaming_weights(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "nothing written" in refused.stderr
     assert not (tmp_path / "none.safetensors").exists()
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*smaller than the logging interval:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "shown", "file"),
+    [("lightning_population", "\nval_acc: 0.9", "out/soup.pt"), ("fabric", "one network of 3: 9", "fabric.ckpt")],
+)
+def test_members_of_lightning_in_one_process(
+    name: str,
+    shown: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    assert shown in capsys.readouterr().out
+    assert (tmp_path / file).exists()
+
+
+def test_members_of_lightning_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "lightning_members.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(papa.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"member (\d): the soup of 2 has (0\.9\d\d)", done.stdout))
+    assert len(found) == 2
+    assert found["0"] == found["1"]  # the same network
+    checkpoints = [torch.load(next((tmp_path / f"out/{j}").rglob("*.ckpt")), weights_only=True) for j in range(2)]
+    soup = papa.average_soup([checkpoint["current_model_state"] for checkpoint in checkpoints])
+    for checkpoint in checkpoints:
+        torch.testing.assert_close(checkpoint["state_dict"], soup)

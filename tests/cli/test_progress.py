@@ -19,21 +19,10 @@ def test_a_run_without_a_terminal_prints_few_lines(tmp_path: Path, capsys: pytes
     assert " left" in lines[1]
 
 
-def test_event_files_are_in_the_directory_of_the_run(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    out = tmp_path / "run"
-    assert main(["run", "digits", *SHORT, "--train.epochs", "1", "--tensorboard", "--out", str(out)]) == 0
-    assert len(list((out / "tensorboard").glob("events.out.tfevents.*"))) == 1
-    (out / "result.json").unlink()
-    assert main(["resume", str(out), "--tensorboard"]) == 0
-    assert len(list((out / "tensorboard").glob("events.out.tfevents.*"))) == 2
-    assert (out / "result.json").exists()
-
-
 def test_a_missing_tensorboard_is_an_error_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # type: ignore[arg-type]
-    assert main(["run", "digits", "--tensorboard", "--out", str(tmp_path / "run")]) == 2
+    assert main(["run", "digits", "--tracker", "tensorboard", "--out", str(tmp_path / "run")]) == 2
     assert "pip install 'papa-torch[tensorboard]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

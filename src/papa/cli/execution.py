@@ -17,13 +17,14 @@ import tyro
 
 from papa.cli.escaping import printable
 from papa.errors import ConfigError
-from papa.lab.config import Config
-from papa.lab.packages import require
+from papa.integrations.tracker_names import TrackerName
+from papa.lab.config import Config, flat
+from papa.packages import require
 
 if TYPE_CHECKING:
     from papa.lab.launch import RunSpec
     from papa.lab.launch_many import Outcomes
-    from papa.training import CheckpointOptions
+    from papa.training import Callback, CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,15 @@ class TrainingOptions:
         return CheckpointOptions(minutes=self.checkpoint_minutes, keep=self.keep, background=self.checkpoint_background)
 
     def spec(
-        self, title: str, config: Config, path: Path, *, overwrite: bool, resume: bool, **progress: Any
+        self,
+        title: str,
+        config: Config,
+        path: Path,
+        *,
+        overwrite: bool,
+        resume: bool,
+        display: bool = True,
+        callbacks: Sequence[Callback] = (),
     ) -> RunSpec:
         """A run with these options, which shows its progress."""
         from papa.cli.progress import Progress
@@ -64,7 +73,8 @@ class TrainingOptions:
             overwrite=overwrite,
             resume=resume,
             checkpoints=self.checkpoints,
-            make_callback=partial(Progress, title, **progress),
+            make_callback=partial(Progress, title, display=display),
+            callbacks=callbacks,
         )
 
 
@@ -72,22 +82,27 @@ class TrainingOptions:
 class OneRunOptions(TrainingOptions):
     """Options of the commands that execute one run."""
 
-    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Also write TensorBoard event files, to tensorboard/ in the directory of the run."""
+    tracker: Annotated[tuple[TrackerName, ...], tyro.conf.UseAppendAction] = ()
+    """Also log to this tracker; may be repeated. Local files are in the directory of the run."""
+    tracker_project: str | None = None
+    """The project (of W&B and trackio) or experiment (of MLflow); by default papa."""
 
     def execute(self, config: Config, path: Path, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
         """Execute a run with these options and return its result."""
-        if self.tensorboard:
-            require("tensorboard")
+        require(*self.tracker)
         config.check()
         announce([config], path)
+        from papa.integrations.trackers import Track
         from papa.lab.launch import execute
         from papa.process import configure_process
 
         configure_process()
-        event_files = path / "tensorboard" if self.tensorboard else None
-        spec = self.spec(run_title(config), config, path, overwrite=overwrite, resume=resume, tensorboard=event_files)
-        return execute(spec)
+        title, options = run_title(config), dict(flat(config.to_json()))
+        tracks = [
+            Track(name, project=self.tracker_project, name=title, config=options, directory=path)
+            for name in self.tracker
+        ]
+        return execute(self.spec(title, config, path, overwrite=overwrite, resume=resume, callbacks=tracks))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from papa._version import __version__
 from papa.cli.escaping import printable
 from papa.cli.option_names import as_typed, option_names
 from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
-from papa.lab.packages import missing_package
+from papa.packages import missing_package
 
 COMMANDS = {
     "ls": "list the recipes",

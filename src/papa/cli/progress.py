@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from papa.averager import Averaging
 from papa.cli.status import Clock, RunStatus, event_text, status_line, status_view
-from papa.lab.report.tensorboard import EventFiles
 from papa.training import Callback, EpochRecord, Training
 
 NUM_LINES = 10
@@ -23,13 +20,12 @@ NUM_LINES = 10
 class Progress(Callback):
     """Shows a training while it runs: a display on a terminal, a few lines elsewhere."""
 
-    def __init__(self, title: str, *, display: bool = True, tensorboard: Path | None = None) -> None:
+    def __init__(self, title: str, *, display: bool = True) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._has_display = display and self._console.is_terminal
         self._status = RunStatus(title)
         self._clock = Clock()
         self._num_lines = 0
-        self._event_files = Callback() if tensorboard is None else EventFiles(tensorboard)
         self._live = Live(
             get_renderable=lambda: status_view(self._status),
             console=self._console,
@@ -46,8 +42,6 @@ class Progress(Callback):
     def __exit__(self, *error: Any) -> None:
         with self._ignore_write_errors():
             self._live.stop()
-        if isinstance(self._event_files, EventFiles):
-            self._event_files.__exit__(*error)
 
     @contextlib.contextmanager
     def _ignore_write_errors(self) -> Iterator[None]:
@@ -62,14 +56,10 @@ class Progress(Callback):
         self._status.epoch, self._status.digits = training.epoch, 2 if training.task.higher_is_better else 4
         self.on_step_complete(training)
         self._num_lines = int(NUM_LINES * self._status.share)
-        self._event_files.on_train_begin(training)
 
     def on_step_complete(self, training: Training) -> None:
         self._status.step = training.step
         self._status.seconds_left = self._clock.seconds_left(self._status.share)
-
-    def on_averaging(self, training: Training, averaging: Averaging) -> None:
-        self._event_files.on_averaging(training, averaging)
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
         """Print the event, above the display if there is one."""
@@ -83,7 +73,6 @@ class Progress(Callback):
         status.ensemble = record.validation.ensemble.score
         status.average_soup = record.validation.average_soup.score
         self.on_step_complete(training)
-        self._event_files.on_epoch_end(training, record)
         if not self._has_display and int(NUM_LINES * status.share) > self._num_lines:
             self._num_lines = int(NUM_LINES * status.share)
             with self._ignore_write_errors():

@@ -31,7 +31,14 @@ from papa.group.base import (
     write_columns_,
 )
 from papa.group.distributed import EXCHANGES, DistributedGroup
-from papa.group.members import WEIGHTS, connect_members, group_of_environment, member_of_environment
+from papa.group.members import (
+    WEIGHTS,
+    connect_members,
+    group_of_environment,
+    group_of_process,
+    group_of_ranks,
+    member_of_environment,
+)
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
@@ -54,6 +61,8 @@ __all__ = [
     "connect_members",
     "gather_or_raise",
     "group_of_environment",
+    "group_of_process",
+    "group_of_ranks",
     "member_of_environment",
     "rank_of_torchrun",
     "start_workers",

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
 
 from papa.errors import ConfigError, LostError
 from papa.group.collectives import OwnGroup, own_groups
 from papa.group.distributed import DistributedGroup
+from papa.group.torchrun import RENDEZVOUS_TIMEOUT, agree_on_session, rank_of_torchrun, rendezvous_errors
 
 MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_STORE", "PAPA_START", "PAPA_WEIGHTS"
 """The environment variables of a member's process: its index, the number of members, the address of the store, the
@@ -79,6 +81,39 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
             is_store_running=True,
         )
     return _connected[key]
+
+
+def group_of_ranks(*, exchange: str = "exact") -> DistributedGroup:
+    """The group of the processes that torchrun started, with one member each, unseen by `torch.distributed`.
+
+    Args:
+        exchange: how weights travel; see `papa.group.EXCHANGES`.
+    """
+    rank = rank_of_torchrun()
+    if rank is None:
+        raise ConfigError(
+            "this process is not one of several ranks: start it with torchrun --nproc-per-node 3 train.py"
+        )
+    address, port, num_ranks = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["WORLD_SIZE"])
+    key = ("ranks", str(rank), str(num_ranks), address, port, exchange)
+    if key not in _connected:
+        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
+        with rendezvous_errors(address, port):
+            store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
+            own = PrefixStore(f"papa/{agree_on_session(PrefixStore('papa', store), rank, num_ranks)}", store)
+            group = open_group(own, rank, num_ranks, hostname="127.0.0.1" if is_one_machine else address)
+        _connected[key] = DistributedGroup(group, exchange=exchange)
+    return _connected[key]
+
+
+def group_of_process(*, exchange: str = "exact") -> DistributedGroup:
+    """The group of the members that `papa each` or torchrun started.
+
+    Args:
+        exchange: how weights travel; see `papa.group.EXCHANGES`.
+    """
+    is_of_torchrun = MEMBER not in os.environ and rank_of_torchrun() is not None
+    return (group_of_ranks if is_of_torchrun else group_of_environment)(exchange=exchange)
 
 
 def connect_members(

@@ -112,7 +112,7 @@ def _connect() -> None:
     if dist.is_initialized():
         return
     configure_process()
-    with _rendezvous_errors(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
+    with rendezvous_errors(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
         store, rank, num_ranks = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
         store.set_timeout(RENDEZVOUS_TIMEOUT)
         store = PrefixStore(agree_on_session(store, rank, num_ranks), store)
@@ -154,7 +154,7 @@ def agree_on_session(store: Store, rank: int, num_ranks: int) -> str:
 
 
 @contextlib.contextmanager
-def _rendezvous_errors(address: str, port: str) -> Iterator[None]:
+def rendezvous_errors(address: str, port: str) -> Iterator[None]:
     """Raise a `RunError` where processes cannot connect."""
     try:
         yield

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,6 @@ from papa.lab.config import Config, flat, idle_options, option_of
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
 from papa.lab.outcome import finalize_run
-from papa.lab.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for
 from papa.lab.recipes.loading import load_ensemble
@@ -35,6 +34,7 @@ from papa.lab.result import as_stored, fold_merges
 from papa.lab.runs import RunDirectory, is_metrics_state
 from papa.lab.signals import StopFlag, stop_flag
 from papa.lab.tasks.picture import prediction_picture
+from papa.packages import require
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
@@ -65,6 +65,8 @@ class RunSpec:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     make_callback: CallbackFactory | None = None
     """Makes a callback for the leading process; must be picklable."""
+    callbacks: Sequence[Callback] = ()
+    """Further callbacks for the leading process, such as trackers; must be picklable."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -220,6 +222,7 @@ def run_in_group(
         stack.enter_context(writer)
         recorder = Recorder(run, writer, config, minutes=options.minutes, stop=stop, notices=notices)
         callbacks: list[Callback] = [*callbacks_for(config, run.log), recorder]
+        callbacks += spec.callbacks if group.is_leader else ()
         if spec.make_callback is not None and group.is_leader:
             callbacks.append(stack.enter_context(spec.make_callback()))
         stop.is_training = 1

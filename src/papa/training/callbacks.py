@@ -77,6 +77,9 @@ class Callback:
     def on_step_complete(self, training: Training) -> None:
         """Called when all callbacks have seen the step and the epoch: checkpoints are written here."""
 
+    def on_train_end(self, training: Training, error: BaseException | None) -> None:
+        """Called after the last step, or when training is ended by an error, which is then given."""
+
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
         """Called after something unusual: a non-finite member, a failed checkpoint, a notice (`event["event"]`)."""
 

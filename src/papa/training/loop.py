@@ -177,8 +177,20 @@ class Training:
         """
         self._add(callbacks)
         self._try_scoring()
+        try:
+            for callback in self.callbacks:
+                callback.on_train_begin(self)
+            self._take_steps()
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         for callback in self.callbacks:
-            callback.on_train_begin(self)
+            callback.on_train_end(self, error)
+
+    def _take_steps(self) -> None:
         if self.engine is not None:
             self.engine.start_()
         # Steps seed the global generators, which belong to the caller.

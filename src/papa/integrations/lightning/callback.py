@@ -1,0 +1,213 @@
+"""A Lightning callback that makes the module of every process a member of one population."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from papa.averager import Averaging
+from papa.errors import ConfigError
+from papa.group import Group, as_group, check_wrappers, group_of_environment
+from papa.integrations.lightning.strategy import MemberPerRank
+from papa.joining import Joined, join
+from papa.layout import named_tensors
+from papa.packages import importing
+from papa.rules import Rule
+
+with importing():
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.trainer.states import TrainerFn
+
+OWN = "current_model_state"
+"""The key of a member's own weights in a checkpoint that has the soup as its `state_dict`; as of `WeightAveraging`."""
+
+
+class PopulationAveraging(Callback):
+    """Averages the module of this process with those of the others, one member per process.
+
+    The processes are those that `papa each` started, or the ranks of torchrun with the strategy `MemberPerRank`. Each
+    is an ordinary training on one device. What Lightning's own `WeightAveraging` promises holds here too:
+
+    - it begins when fitting begins, and counts optimizer steps, so accumulated batches do not count;
+    - validation sees the average soup, and after training the module is the average soup;
+    - checkpoints hold what is needed to continue exactly. One that is written right after validation, or at the end,
+      has the soup as its `state_dict` and this member's weights as `current_model_state`; any other has this member's
+      weights only, since a soup needs all processes;
+    - `papa/distance_before` and `papa/distance_after` are logged: the members' mean distance to their mean around the
+      last averaging.
+
+    ```text
+    trainer = Trainer(callbacks=PopulationAveraging(papa.Push(half_life=0.003)), default_root_dir=f"out/{member}")
+    ```
+
+    Args:
+        rule: how to average.
+        num_steps: the number of optimizer steps of the whole training; None for what the trainer estimates.
+        group: None for the processes of the launcher; otherwise as for `papa.Population`.
+        options: `average`, `merge_hooks`, `on_nonfinite` and `measure`, as for `papa.averaging`.
+    """
+
+    def __init__(self, rule: Rule, *, num_steps: int | None = None, group: Any = None, **options: Any) -> None:
+        self.rule, self.num_steps, self.group, self.options = rule, num_steps, group, options
+        self.joined: Joined | None = None
+        """The population and its averager, once fitting has begun."""
+        self._state: dict[str, Any] = {}
+        self._other: dict[str, Tensor] | None = None
+        """The soup while the module holds the member's own weights, and the other way round; None if there is none."""
+        self._holds_soup = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Connect to the other processes, and check that each saves to a directory of its own."""
+        if stage == "fit":
+            self._check(trainer)
+            self._drop_other()
+            self._state = {}
+
+    def _check(self, trainer: Trainer) -> None:
+        if self.group is None and trainer.world_size > 1:
+            raise ConfigError(
+                f"the trainer has {trainer.world_size} processes, which train one network: for one member per process, "
+                "use Trainer(strategy=papa.integrations.lightning.MemberPerRank()), or start the script with papa each "
+                "and Trainer(devices=1)"
+            )
+        check_directories(trainer, self._group(trainer))
+
+    def _group(self, trainer: Trainer) -> Group:
+        if self.group is not None:
+            return as_group(self.group)
+        return trainer.strategy.group if isinstance(trainer.strategy, MemberPerRank) else group_of_environment()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the population."""
+        num_steps = self.num_steps
+        if num_steps is None and 0 <= trainer.estimated_stepping_batches < math.inf:
+            num_steps = int(trainer.estimated_stepping_batches)
+        self.joined = self._join(trainer, pl_module, num_steps)
+        if self._state:
+            self.joined.load_state_dict(self._state)
+
+    def _join(self, trainer: Trainer, pl_module: LightningModule, num_steps: int | None) -> Joined:
+        group = self._group(trainer)
+        if trainer.strategy.model is not None:
+            check_wrappers([trainer.strategy.model], group)
+        return join(pl_module, trainer.optimizers, self.rule, num_steps=num_steps, group=group, **self.options)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Forget a soup that this step makes outdated."""
+        self._drop_other()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the distances around the last averaging."""
+        last = None if self.joined is None else self.joined.last
+        if last is not None and not trainer.barebones:
+            pl_module.log_dict(distances(last), on_step=True, on_epoch=False)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the soup into the module."""
+        if self.joined is not None and not trainer.sanity_checking:
+            self._other = self.joined.soup_tensors()
+            self._swap(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the member's own weights back."""
+        if self._holds_soup and trainer.state.fn == TrainerFn.FITTING:
+            self._swap(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the soup into the module, for good."""
+        assert self.joined is not None
+        self._other = self.joined.soup_tensors()
+        self._swap(pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop averaging."""
+        if stage == "fit" and self.joined is not None:
+            self._state = self.joined.state_dict()
+            self.joined.close()
+            self.joined = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop averaging, with the member's own weights in the module."""
+        if self._holds_soup and self.joined is not None:
+            self._swap(pl_module)
+        self.teardown(trainer, pl_module, "fit")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to continue exactly, besides the module and its optimizers."""
+        return self._state if self.joined is None else self.joined.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a `state_dict` when fitting begins."""
+        self._state = dict(state_dict)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the soup as the module, and the member's own weights beside it, where both are known."""
+        if self._other is None:
+            return
+        held = checkpoint["state_dict"]
+        other = _replaced(held, self._other, pl_module)
+        checkpoint["state_dict"], checkpoint[OWN] = (held, other) if self._holds_soup else (other, held)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Continue fitting from the member's own weights; anything else uses the soup."""
+        if trainer.state.fn == TrainerFn.FITTING and OWN in checkpoint:
+            pl_module.load_state_dict(checkpoint[OWN], strict=pl_module.strict_loading)
+
+    @torch.no_grad()
+    def _swap(self, pl_module: LightningModule) -> None:
+        """Exchange the module's averaged tensors with those kept beside it."""
+        assert self._other is not None
+        for name, tensor in named_tensors(pl_module, self._other).items():
+            held = tensor.clone()
+            tensor.copy_(self._other[name])
+            self._other[name] = held
+        self._holds_soup = not self._holds_soup
+
+    def _drop_other(self) -> None:
+        self._other, self._holds_soup = None, False
+
+
+def distances(averaging: Averaging) -> dict[str, float]:
+    """The members' mean distance to their mean around an averaging, as far as it was measured, by the name in logs."""
+    found = {"before": averaging.distances_before, "after": averaging.distances_after}
+    return {f"papa/distance_{name}": sum(each) / len(each) for name, each in found.items() if each is not None}
+
+
+def check_directories(trainer: Trainer, group: Group) -> None:
+    """Raise if members would overwrite each other's checkpoints. All processes must call it."""
+    used = sorted({os.path.realpath(path) for path in _directories(trainer)})
+    everyone = group.all_gather([used])
+    for member, theirs in enumerate(everyone):
+        for other in range(member):
+            shared = sorted(set(theirs) & set(everyone[other]))
+            if shared:
+                raise ConfigError(
+                    f"members {other} and {member} both write to {shared[0]}, and would overwrite each other's "
+                    "checkpoints: give each a directory of its own, as in "
+                    'Trainer(default_root_dir=f"out/{member}")'
+                )
+
+
+def _directories(trainer: Trainer) -> Iterable[str]:
+    """Where checkpoints go; below these, Lightning chooses names that processes may choose alike."""
+    loggers = [str(logger.save_dir) for logger in trainer.loggers if logger.save_dir is not None]
+    for checkpoint in trainer.checkpoint_callbacks:
+        own = checkpoint.dirpath if isinstance(checkpoint, ModelCheckpoint) else None
+        yield str(own or (loggers[0] if loggers else trainer.default_root_dir))
+    yield from loggers
+
+
+def _replaced(state: dict[str, Any], other: dict[str, Tensor], module: LightningModule) -> dict[str, Any]:
+    """A state dict with other values for some tensors, under every name that a tensor has."""
+    own = named_tensors(module, other)
+    by_tensor = {id(tensor): other[name] for name, tensor in own.items()}
+    tensors = module.state_dict(keep_vars=True)
+    return {name: by_tensor.get(id(tensors.get(name)), value) for name, value in state.items()}

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from papa.interpolation import interpolate
     from papa.joining import Joined, averaging, join
     from papa.repair import RepairMerges, repair_, reset_batch_norm_
+    from papa.saved_soups import save_soup
     from papa.similarity import feature_similarity
     from papa.task import Task
     from papa.training import Callback, Outcome, train
@@ -62,6 +63,7 @@ _LAZY = {
     "chosen_soups": ("learned_soup", "model_stock"),
     "joining": ("Joined", "averaging", "join"),
     "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
+    "saved_soups": ("save_soup",),
     "similarity": ("feature_similarity",),
     "task": ("Task",),
     "training": ("Callback", "Outcome", "train"),
@@ -124,6 +126,7 @@ __all__ = [
     "model_stock",
     "repair_",
     "reset_batch_norm_",
+    "save_soup",
     "soup_files",
     "symmetries",
     "train",

@@ -25,6 +25,7 @@ from papa.group import WEIGHTS, group_of_environment
 from papa.health import OnNonFinite
 from papa.population import Population
 from papa.rules import Rule
+from papa.saved_soups import member_state
 from papa.soup import average_soup
 from papa.storage import save_network
 
@@ -205,8 +206,10 @@ class Joined:
     def _save_member(self) -> None:
         path, self._path = self._path, None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_network(path, self.population[0])
+            state = member_state(self.population)
+            if state:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save_network(path, state)
 
     def close(self) -> None:
         """Remove the hooks: the optimizers' steps are no longer counted."""

@@ -34,6 +34,7 @@ from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.members import WEIGHTS, connect_members, group_of_environment, member_of_environment
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
+from papa.group.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.group.start import start_workers
 from papa.group.torchrun import Torchrun, rank_of_torchrun
 from papa.group.wrappers import check_wrappers
@@ -54,8 +55,13 @@ __all__ = [
     "connect_members",
     "gather_or_raise",
     "group_of_environment",
+    "inner_module",
+    "is_first_data_rank",
+    "like",
     "member_of_environment",
     "rank_of_torchrun",
+    "save_distributed",
     "start_workers",
+    "whole",
     "write_columns_",
 ]

@@ -67,6 +67,7 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
             "this process is not one of several members: start it with `papa each --members 3 -- python train.py`, or "
             "pass a group, such as papa.group.connect_members(member=0, num_members=3, address='127.0.0.1:29400')"
         )
+    data_group = _data_group()
     key = (*(os.environ[name] for name in (MEMBER, MEMBERS, STORE)), os.environ.get(START, "0"), exchange)
     if key not in _connected:
         member, num_members = found
@@ -76,9 +77,23 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
             address=os.environ[STORE],
             session=os.environ.get(START, "0"),
             exchange=exchange,
+            data_group=data_group,
             is_store_running=True,
         )
     return _connected[key]
+
+
+def _data_group() -> dist.ProcessGroup | None:
+    """The processes that train the member of this process, if `papa each` started a launcher such as torchrun."""
+    if dist.is_initialized():
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and num_ranks != "1":
+        raise ConfigError(
+            f"this process is one of {num_ranks} that train one member, and not connected with the others: call "
+            "torch.distributed.init_process_group() before it joins the population"
+        )
+    return None
 
 
 def connect_members(
@@ -88,6 +103,7 @@ def connect_members(
     address: str,
     session: str = "0",
     exchange: str = "exact",
+    data_group: dist.ProcessGroup | None = None,
     is_store_running: bool = False,
 ) -> DistributedGroup:
     """Connect this process, which trains one member, with those of the other members; all must call it.
@@ -98,21 +114,24 @@ def connect_members(
         address: host and port of the store that processes meet at; that of member 0, which runs it.
         session: the same for all members, and new after a restart.
         exchange: how weights travel; see `papa.group.EXCHANGES`.
+        data_group: the processes that train this member, where there are several: each is connected with those of the
+            same rank that train other members.
         is_store_running: whether another process runs the store, as `papa each` does.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"the address is '{address}', expected host and port, such as 127.0.0.1:29400")
+    rank = 0 if data_group is None else data_group.rank()
     try:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             int(port),
-            is_master=member == 0 and not is_store_running,
+            is_master=member == 0 and rank == 0 and not is_store_running,
             timeout=CONNECT_TIMEOUT,
             wait_for_workers=False,
         )
-        group = open_group(PrefixStore(f"papa/{session}", store), member, num_members, hostname=host)
-        return DistributedGroup(group, exchange=exchange)
+        group = open_group(PrefixStore(f"papa/{session}/{rank}", store), member, num_members, hostname=host)
+        return DistributedGroup(group, exchange=exchange, data_group=data_group)
     except RuntimeError as error:
         raise LostError(
             f"member {member} cannot connect to the other members at {address}: are all {num_members} started, and can "

@@ -84,6 +84,8 @@ def test_hooks_give_the_bits_of_a_loop_that_calls_the_averager(rule: Any, are_sc
     assert joined.averager.num_averagings == averager.num_averagings == len(log) > 0
     assert joined.last == log[-1]
     assert torch.equal(weights_of([joined.soup()]), weights_of([average_soup(others)]))
+    found_soup = joined.soup_tensors()
+    assert all(torch.equal(found_soup[name], tensor) for name, tensor in joined.soup().state_dict().items())
 
 
 class Wrapper:
@@ -104,6 +106,20 @@ class Accelerated(optim.Optimizer):
         self.optimizer.step(closure)
 
 
+class Transparent(optim.Optimizer):
+    """As LightningOptimizer and Fabric's wrapper: of the optimizer's class, and passes its attributes on."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        return self._optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
 class Complete(optim.SGD):
     """An optimizer with hooks of its own that uses another one, such as Lookahead."""
 
@@ -117,6 +133,7 @@ def test_only_wrappers_without_hooks_are_unwrapped() -> None:
     (net,) = make_members(1)
     inner = optim.SGD(net.parameters(), lr=0.1)
     assert unwrapped(Accelerated(inner)) is inner
+    assert unwrapped(Transparent(inner)) is inner
     complete = Complete(net.parameters())
     assert unwrapped(complete) is complete
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 import papa
+from papa.packages import EXTRAS
 
 LIBRARY = [
     *(
         "errors",
+        "packages",
         "streams",
         "process",
         "storage",
@@ -46,11 +48,12 @@ LIBRARY = [
         "interpolation",
     ),
     *("data", "schedules", "checkpoint", "training", "distillation", "files"),
+    "integrations",
 ]
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
 LAB = [
-    *("packages", "signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
+    *("signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
     *("probes", "analysis", "selection", "outcome"),
     *("domains", "recipes", "sampling", "recorder", "launch", "launch_many", "reproduce"),
 ]
@@ -59,10 +62,13 @@ LAB = [
 LIBRARY_DEPENDENCIES = {"torch", "numpy", "safetensors", "filelock"}
 OPTIONAL = {"scipy": "papa.align"}
 """What only one package of the library needs: imported inside of functions."""
+INTEGRATIONS = "papa.integrations."
+"""Modules that may import optional packages at their top: each is imported only by those who use its framework."""
 
 HEAVY = (
     *("tyro", "rich", "sklearn", "torchvision", "timm", "matplotlib", "jinja2", "scipy", "tensorboard"),
     *("tokenizers", "transformers"),
+    *("accelerate", "lightning", "mlflow", "trackio", "wandb"),
 )
 
 PACKAGE = Path(papa.__file__).parent
@@ -144,6 +150,8 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
 def _is_allowed(root: str, module: str, is_inside: bool) -> bool:
     if root in sys.stdlib_module_names or root in LIBRARY_DEPENDENCIES:
         return True
+    if module.startswith(INTEGRATIONS):
+        return root in EXTRAS
     return is_inside and module.startswith(OPTIONAL.get(root, "none"))
 
 
@@ -180,6 +188,8 @@ def test_there_is_no_cycle_of_imports() -> None:
         ("import papa", "papa.cli.run", "import the module that is meant"),
         ("import rich", "papa.rules", "imports rich, which the library does not depend on"),
         ("import scipy", "papa.align.search", "imports scipy"),
+        ("import lightning", "papa.training.loop", "imports lightning"),
+        ("import requests", "papa.integrations.lightning", "imports requests"),
         ("def late():\n    import scipy", "papa.rules", "imports scipy"),
         ("", "papa.attic", "papa.attic is not in the lists of this test"),
     ],
@@ -198,6 +208,7 @@ def test_forbidden_imports_are_found(source: str, module: str, complaint: str) -
         ("if TYPE_CHECKING:\n    from papa.training.loop import Training", "papa.rules"),
         ("def late():\n    import scipy", "papa.align.search"),
         ("import sklearn", "papa.lab.data.digits"),
+        ("import lightning.pytorch", "papa.integrations.lightning"),
         ("from papa._version import __version__", "papa.checkpoint.store"),
     ],
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -23,6 +23,7 @@ from papa.averager import Averager, Averaging, MergeHook
 from papa.errors import MixingError, PapaWarning
 from papa.group import WEIGHTS, group_of_environment
 from papa.health import OnNonFinite
+from papa.mixing import soup_row
 from papa.population import Population
 from papa.rules import Rule
 from papa.saved_soups import member_state
@@ -94,7 +95,7 @@ def averaging(
 
 def join(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     rule: Rule,
     *,
     num_steps: int | None = None,
@@ -113,7 +114,7 @@ def join(
 
     Args:
         model: this process's member.
-        optimizer: its optimizer; also as wrapped by Accelerate, Lightning and the like.
+        optimizer: its optimizer, or several; also as wrapped by Accelerate, Lightning and the like.
         rule: how to average.
         num_steps: the number of optimizer steps of the whole training.
         group: None for the processes of `papa each`; otherwise as for `Population`.
@@ -186,6 +187,10 @@ class Joined:
         """The average soup now, as a separate network. All processes must call it."""
         return average_soup(self.population)
 
+    def soup_tensors(self) -> dict[str, Tensor]:
+        """The averaged tensors of the average soup now, by name, in new memory. All processes must call it."""
+        return self.population._combined(soup_row(self.population.size, self.population.active))
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, with the members and their optimizers, to continue exactly."""
         return self.averager.state_dict()
@@ -233,7 +238,8 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
     A wrapper that is a complete optimizer, with hooks of its own, is left as it is.
     """
-    while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+    # Wrappers may pass attributes of the optimizer inside on as their own: only those of the object itself count.
+    while hasattr(optimizer, "optimizer") and "_optimizer_step_post_hooks" not in vars(optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise MixingError(f"an optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer")

@@ -16,7 +16,7 @@ from papa.group import rank_of_torchrun
 from papa.lab.config import Config
 from papa.lab.launch import RunSpec, execute
 from papa.lab.launch_many import Outcomes, check_parallel, execute_all
-from papa.lab.packages import require
+from papa.packages import require
 from papa.process import configure_process
 from papa.training import CheckpointOptions
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from papa._version import __version__
 from papa.cli.escaping import printable
 from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
-from papa.lab.packages import missing_package
+from papa.packages import missing_package
 
 COMMANDS = {
     "ls": "list the recipes",

@@ -25,7 +25,7 @@ from papa.lab.config import Config, flat, idle_options
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
 from papa.lab.outcome import finalize_run
-from papa.lab.packages import require
+from papa.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for
 from papa.lab.recipes.loading import load_ensemble

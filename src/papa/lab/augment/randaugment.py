@@ -15,7 +15,7 @@ from torch import Tensor
 
 from papa.errors import ConfigError, DataError
 from papa.lab.augment.images import check_images
-from papa.lab.packages import require
+from papa.packages import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,7 +12,7 @@ import torch
 from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data.splits import check_labels
-from papa.lab.packages import require
+from papa.packages import require
 from papa.streams import stream
 
 NUM_TRAIN = 300

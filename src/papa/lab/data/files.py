@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from papa.errors import DataError
-from papa.lab.packages import require
+from papa.packages import require
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from papa.errors import ConfigError, DataError
-from papa.lab.packages import require
+from papa.packages import require
 from papa.storage import json_text, parse_json
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.packages import require
+from papa.packages import require
 
 PREFIX = "timm:"
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.packages import require
+from papa.packages import require
 
 PREFIX = "transformers:"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "resid_pdrop")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from papa.lab.packages import require
+from papa.packages import require
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, evenly_spaced
 from papa.lab.report.words import plain, printable
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 
 from papa.errors import ConfigError
 
@@ -15,9 +17,8 @@ EXTRAS = {
     "torchvision": "lab",
     "jinja2": "report",
     "matplotlib": "report",
-    "tensorboard": "tensorboard",
     "tokenizers": "text",
-    "transformers": "transformers",
+    **{name: name for name in ("accelerate", "lightning", "mlflow", "tensorboard", "trackio", "transformers", "wandb")},
 }
 
 
@@ -37,6 +38,20 @@ def require(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise _missing(package)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around the imports of optional packages: a missing one is an error that says what to install.
+
+    Example:
+        >>> with importing():
+        ...     import json
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing_package(error) or error from None
 
 
 def _missing(package: str) -> ConfigError:

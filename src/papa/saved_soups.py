@@ -19,8 +19,8 @@ from papa.storage import save_network
 def save_soup(population: Population, path: str | os.PathLike[str], weights: Weights | None = None) -> None:
     """Write the (weighted) mean of all members to disk. All processes must call it.
 
-    Members under `fully_shard`, which no process holds as a whole, are gathered tensor by tensor. Names are those of the
-    network itself, without those of `DistributedDataParallel` and `torch.compile`.
+    Members under `fully_shard`, which no process holds as a whole, are gathered tensor by tensor. Names are those of
+    the network itself, without those of `DistributedDataParallel` and `torch.compile`.
 
     Example:
         >>> import tempfile

@@ -14,7 +14,7 @@ import tyro
 
 from papa.errors import ConfigError
 from papa.files import soup_files
-from papa.group import WEIGHTS
+from papa.group import SOUP, WEIGHTS
 from papa.group.each import run_each
 
 DESCRIPTION = """Runs a training script once for each member, at the same time. In the script, add one line:
@@ -70,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
             options.soup.parent.mkdir(parents=True, exist_ok=True)
             soup_files(files, options.soup, overwrite=True)
             print(f"one network: {options.soup}")
+        elif code == 0 and (Path(directory) / SOUP).exists():
+            print(f"one network: {(Path(directory) / SOUP).read_text()}")
         elif code == 0:
             print("papa: members did not call papa.join, so there is no soup", file=sys.stderr)
     return code

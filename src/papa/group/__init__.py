@@ -31,16 +31,24 @@ from papa.group.base import (
     write_columns_,
 )
 from papa.group.distributed import EXCHANGES, DistributedGroup
-from papa.group.members import WEIGHTS, connect_members, group_of_environment, member_of_environment
+from papa.group.members import (
+    SOUP,
+    WEIGHTS,
+    connect_members,
+    group_of_environment,
+    member_of_environment,
+    report_soup,
+)
 from papa.group.mesh import as_group
-from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
+from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
 from papa.group.torchrun import Torchrun, rank_of_torchrun
 from papa.group.wrappers import check_wrappers
 
 __all__ = [
     "EXCHANGES",
+    "SOUP",
     "WEIGHTS",
     "Columns",
     "DistributedGroup",
@@ -60,6 +68,7 @@ __all__ = [
     "like",
     "member_of_environment",
     "rank_of_torchrun",
+    "report_soup",
     "save_distributed",
     "start_workers",
     "whole",

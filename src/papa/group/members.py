@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_ST
 """The environment variables of a member's process: its index, the number of members, the address of the store, the
 number of this start (restarted members must not read the messages of those before), and the directory for its final
 weights."""
+
+SOUP = "soup"
+"""The file in that directory with the path of a soup that members wrote themselves."""
 
 CONNECT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a member waits for the others to start."""
@@ -81,6 +85,12 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
             is_store_running=True,
         )
     return _connected[key]
+
+
+def report_soup(path: str | os.PathLike[str]) -> None:
+    """Tell `papa each`, if it started this process, where the members wrote their soup."""
+    if WEIGHTS in os.environ:
+        Path(os.environ[WEIGHTS], SOUP).write_text(os.fspath(path))
 
 
 def _data_group() -> dist.ProcessGroup | None:

@@ -6,8 +6,12 @@ that state. Members find each other as under `papa each`. What they write is rea
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import json
 import os
+import runpy
 import socket
 import sys
 import traceback
@@ -18,6 +22,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -27,6 +32,7 @@ import papa
 from papa.integrations.accelerate import PopulationAveraging
 from papa.integrations.transformers import PopulationAveragingCallback
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_MEMBERS, NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 2, 12, 4, 8, 24
 LR = 0.01
 PUSH = papa.Push(half_life=0.1, every_steps=2)
@@ -144,18 +150,30 @@ def train_with_accelerate(directory: Path) -> None:
     torch.save(accelerator.unwrap_model(model).state_dict(), directory / f"accelerate-{member}.pt")
 
 
-def fork_members(job: Callable[[], object], num_members: int, weights: Path) -> None:
-    """Run a job in a forked process for each member, with the variables that `papa each` sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def run_example(directory: Path, name: str, arguments: str) -> None:
+    """A script of `examples/`, with its output in a file for each member."""
+    member = os.environ.get("PAPA_MEMBER", "0")
+    sys.argv = [name, *arguments.format(member=member, directory=directory).split()]
+    with open(directory / f"{name}-{member}.txt", "a") as output, contextlib.redirect_stdout(output):
+        runpy.run_path(str(EXAMPLES / name))
+
+
+def fork_members(
+    job: Callable[[], object], weights: Path, *, num_members: int = NUM_MEMBERS, num_ranks: int = 1
+) -> None:
+    """Run a job in forked processes, with the variables that `papa each` sets, and torchrun if a member has ranks."""
+    store_port, *ports = free_ports(1 + num_members)
     weights.mkdir()
     children = []
-    for member in range(num_members):
+    for member, rank in itertools.product(range(num_members), range(num_ranks)):
         child = os.fork()
         if child == 0:
             names = {"PAPA_MEMBER": member, "PAPA_MEMBERS": num_members, "PAPA_WEIGHTS": weights}
-            os.environ.update({name: str(value) for name, value in names.items()} | {"PAPA_STORE": f"127.0.0.1:{port}"})
+            names |= {"PAPA_STORE": f"127.0.0.1:{store_port}"}
+            if num_ranks > 1:
+                names |= {"RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+                names |= {"MASTER_PORT": ports[member], "GLOO_SOCKET_IFNAME": "lo"}
+            os.environ.update({name: str(value) for name, value in names.items()})
             try:
                 job()
             except BaseException:
@@ -163,11 +181,19 @@ def fork_members(job: Callable[[], object], num_members: int, weights: Path) -> 
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # after forking, as it has threads
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=True, wait_for_workers=False)  # has threads: after forking
     failed = [child for child in children if os.waitpid(child, 0)[1] != 0]
     del store
     if failed:
         sys.exit(1)
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def main(directory: Path) -> None:
@@ -181,10 +207,18 @@ def main(directory: Path) -> None:
         "delayed": lambda: train(directory, "delayed", DELAYED),
         "delayed, resumed": lambda: train(directory, "delayed, resumed", DELAYED, checkpoint="delayed"),
         "adapters": lambda: train_adapters(directory),
+        "trainer": lambda: run_example(
+            directory,
+            "with_trainer.py",
+            "--seed {member} --output-dir {directory}/out/{member} --soup {directory}/soup --steps 60",
+        ),
     }
     for name, job in jobs.items():
-        fork_members(job, NUM_MEMBERS, directory / f"weights {name}")
+        fork_members(job, directory / f"weights {name}")
+    fsdp = functools.partial(run_example, directory, "with_fsdp.py", "--seed {member} --steps 40")
+    fork_members(fsdp, directory / "weights fsdp", num_ranks=2)
     train_plainly(directory)
+    run_example(directory, "with_accelerate.py", "")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -109,6 +110,29 @@ def test_one_member_per_process_with_accelerate(trained: Path) -> None:
         assert (found["processes"], found["averagings"]) == (1, 6)
         assert found["rates"] == pytest.approx([0.01 * (1.0 - 0.9 * step / 12) for step in range(1, 13)])
         assert (trained / "weights accelerate" / f"{member}.safetensors").exists()
+
+
+def test_the_examples_run(trained: Path) -> None:
+    accelerate, trainer = (trained / f"{name}-0.txt" for name in ("with_accelerate.py", "with_trainer.py"))
+    assert float(re.search(r"one network of 3: (\d+\.\d)%", accelerate.read_text())[1]) > 55  # type: ignore[index]
+    assert "the soup predicts 100% of the numbers" in trainer.read_text()
+
+
+def test_ranks_of_a_member_join_together(trained: Path) -> None:
+    """`papa each -- torchrun`: each rank averages its shards, and the first one leaves the whole member."""
+    members = [load_file(trained / "weights fsdp" / f"{member}.safetensors") for member in range(2)]
+    assert {name: tuple(tensor.shape) for name, tensor in members[0].items()} == {
+        "0.weight": (32, 8),
+        "0.bias": (32,),
+        "2.weight": (2, 32),
+        "2.bias": (2,),
+    }
+    distance, norm = (
+        sum((one[name] - other.get(name, 0)).square().sum() for name in one).sqrt()
+        for one, other in ((members[0], members[1]), (members[0], {}))
+    )
+    assert 0 < distance < 0.2 * norm  # from different initial weights
+    assert all("member" in (trained / f"with_fsdp.py-{member}.txt").read_text() for member in range(2))
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ class PopulationAveraging:
         enabled: False to train members independently; there is still a soup.
         loaders: the members' loaders, if each has a generator of its own, as those of `papa.loaders`: their orders are
             saved too. Save between epochs, or use `accelerator.skip_first_batches` for the rest of one.
-        options: `group`, `average`, `merge_hooks`, `on_nonfinite`, `measure` and `on_averaging`, as for
-            `papa.averaging`.
+        options: further options of `papa.averaging`, such as `average` and `on_averaging`.
     """
 
     def __init__(

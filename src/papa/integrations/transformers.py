@@ -90,6 +90,7 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):  # type: ig
             kwargs["optimizer"],
             self.rule,
             num_steps=state.max_steps,
+            num_steps_taken=state.global_step,
             group=group_of_environment() if self.group is None else self.group,
             average={**base, **self.average},
             on_nonfinite=self.on_nonfinite,
@@ -107,7 +108,6 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):  # type: ig
                 PapaWarning,
                 stacklevel=2,
             )
-            self.joined.averager.num_steps_taken = state.global_step
             return
         if "file" in progress:
             given = args.resume_from_checkpoint

@@ -25,7 +25,6 @@ from papa.lab.config import Config, flat, idle_options
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
 from papa.lab.outcome import finalize_run
-from papa.packages import require
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for
 from papa.lab.recipes.loading import load_ensemble
@@ -35,6 +34,7 @@ from papa.lab.result import as_stored, fold_merges
 from papa.lab.runs import RunDirectory, is_metrics_state
 from papa.lab.signals import StopFlag, stop_flag
 from papa.lab.tasks.picture import prediction_picture
+from papa.packages import require
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training

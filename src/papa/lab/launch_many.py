@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from papa.errors import ConfigError, PapaError, RunError, StoppedError
 from papa.group import Group, rank_of_torchrun, start_workers
 from papa.lab.launch import RunSpec, execute
-from papa.packages import missing_package
 from papa.lab.signals import StopFlag, new_flag, watching_signals
+from papa.packages import missing_package
 
 Outcome: TypeAlias = "dict[str, Any] | PapaError"
 """The result of a run, or the error that ended it."""

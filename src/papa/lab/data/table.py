@@ -13,7 +13,7 @@ from torch import Tensor
 from papa.data import Arrays, Data
 from papa.errors import ConfigError, DataError
 from papa.lab.data.splits import limit, split_classes
-from papa.lab.packages import require
+from papa.packages import require
 from papa.streams import stream
 
 SKLEARN = {"breast-cancer": "load_breast_cancer", "wine": "load_wine"}

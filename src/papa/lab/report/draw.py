@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from papa.packages import require
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, evenly_spaced
 from papa.lab.report.words import plain, printable
+from papa.packages import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

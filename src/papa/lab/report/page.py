@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from papa._version import __version__
 from papa.lab.config import METHODS, flat
-from papa.packages import require
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.metric import is_soup_far_worse, metric_of
@@ -30,6 +29,7 @@ from papa.lab.report.table import (
     with_gap_closed,
 )
 from papa.lab.report.words import printable, text
+from papa.packages import require
 
 if TYPE_CHECKING:
     from jinja2 import Environment

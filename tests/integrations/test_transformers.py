@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -164,6 +165,16 @@ def test_wrong_uses() -> None:
         PopulationAveragingCallback({"name": "Push", "halflife": 0.003})
 
 
+@pytest.mark.parametrize("package", ["accelerate", "transformers"])
+def test_a_missing_package_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"papa.integrations.{package}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    error = rf"the package {package} is not installed: pip install 'papa-torch\[{package}\]'"
+    with pytest.raises(ConfigError, match=error):
+        importlib.import_module(module)
+
+
 def begin(tmp_path: Path, state: TrainerState, **options: Any) -> PopulationAveragingCallback:
     net = torch.nn.Linear(2, 2)
     callback = PopulationAveragingCallback(papa.MergeAll(every_steps=2), **options)
@@ -189,6 +200,16 @@ def test_a_callback_begins_where_the_checkpoint_says(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"there is no (.*)checkpoint-4/papa.pt, expected the tensors"):
         begin(tmp_path, state, group=LocalGroup())
+
+
+def test_without_a_place_for_the_soup_it_is_left_to_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAPA_WEIGHTS", str(tmp_path / "weights"))
+    callback = begin(tmp_path, TrainerState(max_steps=1), group=LocalGroup())
+    assert callback.joined is not None
+    callback.joined.averager.optimizers[0].step()
+    assert (tmp_path / "weights" / "0.safetensors").exists()
 
 
 def test_the_trainer_takes_the_callback(tmp_path: Path) -> None:

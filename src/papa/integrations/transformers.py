@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from papa.errors import ConfigError, PapaWarning
 from papa.group import group_of_environment, report_soup
 from papa.integrations.json_rules import options_of, rule_of
-from papa.joining import Joined, averaging
+from papa.joining import Joined, averaging, join
 from papa.layout import named_tensors
 from papa.packages import importing
 from papa.rules import Rule
@@ -49,7 +49,8 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):  # type: ig
 
     Args:
         rule: how to average; or its name and options, `{"name": "Push", "half_life": 0.003}`, as JSON can hold them.
-        soup: where the average soup is saved when training ends, as by `save_pretrained`; None to save none.
+        soup: where the average soup is saved when training ends, as by `save_pretrained`; None to leave it to
+            `papa each`, which writes a plain file of weights.
         average: which tensors are averaged, as for `papa.Population`.
         on_nonfinite: as for `papa.Averager`.
         group: None for the processes of `papa each`; otherwise as for `papa.Population`. It is not saved.
@@ -85,16 +86,17 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):  # type: ig
         self._close()
         model = kwargs["model"]
         base = only_trainable(model) if hasattr(model, "peft_config") else {}
-        self.joined = averaging(
-            [model],
-            kwargs["optimizer"],
-            self.rule,
-            num_steps=state.max_steps,
-            num_steps_taken=state.global_step,
-            group=group_of_environment() if self.group is None else self.group,
-            average={**base, **self.average},
-            on_nonfinite=self.on_nonfinite,
-        )
+        options: dict[str, Any] = {
+            "num_steps": state.max_steps,
+            "num_steps_taken": state.global_step,
+            "group": group_of_environment() if self.group is None else self.group,
+            "average": {**base, **self.average},
+            "on_nonfinite": self.on_nonfinite,
+        }
+        if self.soup is None:
+            self.joined = join(model, kwargs["optimizer"], self.rule, **options)
+        else:  # the soup is saved here, so `papa each` needs no weights
+            self.joined = averaging([model], kwargs["optimizer"], self.rule, **options)
         if state.global_step:
             self._resume(args, state)
 

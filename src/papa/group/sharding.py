@@ -61,7 +61,7 @@ def save_distributed(directory: Path, state: Mapping[str, Any], group: Group) ->
     """
     if directory.exists():
         raise SoupError(f"{directory} exists already, expected a new directory for a distributed checkpoint")
-    from torch.distributed.checkpoint import save  # takes long to import
+    from torch.distributed.checkpoint.state_dict_saver import save  # takes long to import
 
     partial = directory.with_name(f".{directory.name}.partial")
     data_group: dist.ProcessGroup | None = getattr(group, "data_group", None)

@@ -29,7 +29,7 @@ TENSORS = "papa.pt"
 """The file of a checkpoint with the tensors of unfinished averagings, if there are any."""
 
 
-class PopulationAveragingCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+class PopulationAveragingCallback(TrainerCallback, ExportableState):
     """Averages the Trainer's model with those of the other processes that `papa each` started.
 
     Each process is an ordinary training of one member, with its own output directory and its own checkpoints:
@@ -102,7 +102,8 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):  # type: ig
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         assert self.joined is not None
-        saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})
+        callbacks: Any = state.stateful_callbacks or {}
+        saved = callbacks.get(type(self).__name__, {})
         progress = saved.get("attributes", {}).get("progress") if isinstance(saved, dict) else None
         if progress is None:
             warnings.warn(
@@ -173,7 +174,7 @@ def only_trainable(model: nn.Module) -> dict[str, bool]:
 
 def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
     """The directory that the Trainer writes or wrote at this step."""
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def has_tensors(value: Any) -> bool:

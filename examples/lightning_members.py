@@ -1,6 +1,6 @@
 """One member per process in Lightning, started by papa or by torchrun:
 
-papa each --members 2 --soup out/soup.safetensors -- python examples/lightning_members.py
+papa each --members 2 --out out/soup.safetensors -- python examples/lightning_members.py
 torchrun --nproc-per-node 2 examples/lightning_members.py
 """
 

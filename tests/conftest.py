@@ -27,7 +27,14 @@ LONGEST_FILES = (
     *("test_every_rule.py", "group/test_members.py", "lab/test_text.py"),
     *("test_torchrun.py", "cli/test_reproduce.py", "lab/recipes/test_smoke.py", "group/test_distributed.py"),
     *("lab/test_launch.py", "lab/test_faults.py", "align/test_symmetries.py", "cli/test_commands.py"),
-    *("lab/test_launch_many.py", "align/test_matching.py", "test_docs.py", "test_fuzz.py", "group/test_mesh.py"),
+    *(
+        "lab/test_launch_many.py",
+        "align/test_matching.py",
+        "test_docs.py",
+        "test_fuzz.py",
+        "group/test_mesh.py",
+        "integrations/test_transformers.py",
+    ),
 )
 
 

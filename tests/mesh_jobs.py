@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from group_jobs import message_of
-from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, average_soup
-from papa.group import SharedMemoryGroup
+from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, average_soup, save_soup
+from papa.group import SharedMemoryGroup, connect_members
+from papa.group.collectives import all_gather_object
+from papa.saved_soups import soup_state
 
 RULES: list[Rule] = [
     Push(alpha=0.8, every_steps=1),
@@ -76,17 +79,24 @@ def state_of(net: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def train(kind: str) -> dict[str, Any]:
+KINDS = ("ddp before", "ddp after", "fsdp", "fsdp, own connections")
+
+
+def train(kind: str, directory: Path, port: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("population", "data"))
     member, half = mesh.get_coordinate()
     net = make_net(member)
-    if kind == "fsdp":
+    if kind.startswith("fsdp"):
         fully_shard(net[0], mesh=mesh["data"])
         fully_shard(net, mesh=mesh["data"])
         trained = net
     elif kind == "ddp after":
         trained = net = DistributedDataParallel(net, process_group=mesh["data"].get_group())
-    population = Population([net], group=mesh)
+    where: Any = mesh
+    if kind == "fsdp, own connections":  # as `papa each -- torchrun` makes them
+        data_group = mesh["data"].get_group()
+        where = connect_members(member=member, num_members=2, address=f"127.0.0.1:{port}", data_group=data_group)
+    population = Population([net], group=where)
     if kind == "ddp before":
         trained = DistributedDataParallel(net, process_group=mesh["data"].get_group())
     optimizer: Optimizer = SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -100,6 +110,7 @@ def train(kind: str) -> dict[str, Any]:
             log = averager.step()
             distances = None if log is None else log.distances_before
             record.append((population.group.all_gather([state_of(net)]), distances))
+    saved = save_soups(population, directory / kind)
     net.eval()
     with torch.no_grad():
         net(torch.randn(4, 5))  # leaves a module under fully_shard whole
@@ -107,8 +118,17 @@ def train(kind: str) -> dict[str, Any]:
     merged = population.group.all_gather([state_of(net)])
     soup = message_of(lambda: average_soup(population))
     nonfinite, restarted = average_with_nonfinite_shard(population, is_here=(member, half) == (1, 1))
-    found = {"record": record, "merged": merged, "soup": soup, "size": population.size}
+    found = {"record": record, "saved": saved, "merged": merged, "soup": soup, "size": population.size}
     return {**found, "nonfinite": nonfinite, "restarted": restarted}
+
+
+def save_soups(population: Population, directory: Path) -> dict[str, Any]:
+    """What is written for the soup, in the two formats, and what is said when the directory exists."""
+    save_soup(population, directory / "soup.safetensors")
+    save_soup(population, directory / "soup")
+    error = message_of(lambda: save_soup(population, directory / "soup"))
+    num_leaders = sum(all_gather_object(population.group.is_leader))
+    return {"error": error, "leaders": num_leaders, "only averaged": soup_state(population, only_averaged=True)}
 
 
 def average_with_nonfinite_shard(population: Population, *, is_here: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
@@ -123,8 +143,8 @@ def average_with_nonfinite_shard(population: Population, *, is_here: bool) -> tu
     return [found.member for found in log.nonfinite], population.group.all_gather([state_of(population[0])])
 
 
-def train_all(group: SharedMemoryGroup) -> dict[str, Any]:
-    found: dict[str, Any] = {kind: train(kind) for kind in ("ddp before", "ddp after", "fsdp")}
+def train_all(group: SharedMemoryGroup, directory: str, port: int) -> dict[str, Any]:
+    found: dict[str, Any] = {kind: train(kind, Path(directory), port) for kind in KINDS}
     without_population = init_device_mesh("cpu", (4,), mesh_dim_names=("ranks",))
     return found | {"wrong mesh": message_of(lambda: Population([make_net(0)], group=without_population))}
 

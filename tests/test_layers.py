@@ -36,6 +36,7 @@ LIBRARY = [
     *("diagnostics", "averager"),
     *(
         "soup",
+        "saved_soups",
         "joining",
         "data_loaders",
         "ensemble",

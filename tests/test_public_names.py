@@ -58,6 +58,7 @@ PUBLIC_NAMES = [
     "model_stock",
     "repair_",
     "reset_batch_norm_",
+    "save_soup",
     "soup_files",
     "symmetries",
     "train",

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Shuffle,
         SparseAverage,
     )
+    from papa.saved_soups import save_soup
     from papa.similarity import feature_similarity
     from papa.soup import GreedySoup, average_soup, greedy_soup
     from papa.task import Task
@@ -73,6 +74,7 @@ __getattr__, __dir__ = lazy_names(
             *("Independent", "Lookahead", "MergeAll", "MergeMany", "MergePairs", "Mix", "OuterStep", "Push"),
             *("PushPull", "Rule", "ScoreWeightedPush", "Shuffle", "SparseAverage"),
         ),
+        "saved_soups": ("save_soup",),
         "similarity": ("feature_similarity",),
         "soup": ("GreedySoup", "average_soup", "greedy_soup"),
         "task": ("Task",),
@@ -135,6 +137,7 @@ __all__ = [
     "model_stock",
     "repair_",
     "reset_batch_norm_",
+    "save_soup",
     "soup_files",
     "symmetries",
     "train",

@@ -26,6 +26,7 @@ from papa.health import OnNonFinite
 from papa.mixing import soup_row
 from papa.population import Population
 from papa.rules import Rule
+from papa.saved_soups import member_state
 from papa.soup import average_soup
 from papa.storage import save_network
 
@@ -36,6 +37,7 @@ def averaging(
     rule: Rule,
     *,
     num_steps: int | None = None,
+    num_steps_taken: int = 0,
     group: Any = None,
     average: Mapping[str, bool] | None = None,
     merge_hooks: MergeHook | Sequence[MergeHook] = (),
@@ -68,6 +70,7 @@ def averaging(
         optimizers: one for each member, or one for all; also as wrapped by Accelerate, Lightning and the like.
         rule: how to average.
         num_steps: the number of optimizer steps of the whole training, per member.
+        num_steps_taken: how many of them were taken before, where a training continues without a `state_dict`.
         group: the processes that hold the other members, as for `Population`.
         average: which tensors are averaged, as for `Population`.
         merge_hooks: as for `Averager`.
@@ -89,6 +92,7 @@ def averaging(
         merge_hooks=merge_hooks,
         on_nonfinite=on_nonfinite,
     )
+    averager.num_steps_taken = num_steps_taken
     return Joined(averager, on_averaging=on_averaging)
 
 
@@ -117,7 +121,8 @@ def join(
         rule: how to average.
         num_steps: the number of optimizer steps of the whole training.
         group: None for the processes of `papa each`; otherwise as for `Population`.
-        options: `average`, `merge_hooks`, `on_nonfinite`, `measure` and `on_averaging`, as for `averaging`.
+        options: `num_steps_taken`, `average`, `merge_hooks`, `on_nonfinite`, `measure` and `on_averaging`, as for
+            `averaging`.
     """
     group = group_of_environment() if group is None else group
     joined = averaging([model], optimizer, rule, num_steps=num_steps, group=group, **options)
@@ -210,8 +215,10 @@ class Joined:
     def _save_member(self) -> None:
         path, self._path = self._path, None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_network(path, self.population[0])
+            state = member_state(self.population)
+            if state:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save_network(path, state)
 
     def close(self) -> None:
         """Remove the hooks: the optimizers' steps are no longer counted."""

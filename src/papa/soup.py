@@ -307,7 +307,7 @@ def _copied(make: Callable[[], T], model: nn.Module) -> T:
         return make()
     except (RuntimeError, AssertionError) as error:  # modules under fully_shard assert that nobody copies them
         raise SoupError(
-            f"{type(model).__name__} cannot be copied ({error}): make a soup of the members' state dicts instead"
+            f"{type(model).__name__} cannot be copied ({error}): write its soup to a file with papa.save_soup"
         ) from error
 
 

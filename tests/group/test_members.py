@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import papa
 from papa.cli import main
 from papa.errors import ConfigError
-from papa.group import connect_members, member_of_environment
+from papa.group import connect_members, group_of_environment, member_of_environment
 from papa.group.each import environment_of, run_each
 
 SCRIPT = Path(__file__).parents[1] / "member_script.py"
@@ -64,6 +64,21 @@ def test_a_member_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert found == 4
     assert events == ["member 1 failed with exit code 4: the others were ended"]
     assert (1, "hello") in lines
+
+
+def test_a_soup_that_members_wrote_themselves_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os; open(os.environ['PAPA_WEIGHTS'] + '/soup', 'w').write('out/soup')"
+    assert main(["each", "--members", "2", "--", sys.executable, "-c", code]) == 0
+    assert "one network: out/soup" in capfd.readouterr().out
+
+
+def test_a_rank_of_a_member_is_connected_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PAPA_MEMBER": "0", "PAPA_MEMBERS": "2", "PAPA_STORE": "127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"one of 4 that train one member(.*)init_process_group\(\) before it joins"):
+        group_of_environment()
 
 
 def test_a_process_looks_like_a_single_one(monkeypatch: pytest.MonkeyPatch) -> None:

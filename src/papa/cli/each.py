@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if not command:
         raise ConfigError("there is no command: write it after --, as in -- python train.py --seed {member}")
     from papa.files import soup_files
-    from papa.group import WEIGHTS
+    from papa.group import SOUP, WEIGHTS
     from papa.group.each import run_each
 
     lock = threading.Lock()
@@ -72,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             soup_files(files, options.out, overwrite=True)
             print(f"one network: {options.out}")
+        elif code == 0 and (Path(directory) / SOUP).exists():
+            print(f"one network: {(Path(directory) / SOUP).read_text()}")
         elif code == 0:
             print("papa: members did not call papa.join, so there is no soup", file=sys.stderr)
     return code

@@ -32,14 +32,17 @@ from papa.group.base import (
 )
 from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.members import (
+    SOUP,
     WEIGHTS,
     connect_members,
     group_of_environment,
     group_of_process,
     group_of_ranks,
     member_of_environment,
+    report_soup,
 )
 from papa.group.mesh import as_group
+from papa.group.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
 from papa.group.torchrun import Torchrun, rank_of_torchrun
@@ -47,6 +50,7 @@ from papa.group.wrappers import check_wrappers
 
 __all__ = [
     "EXCHANGES",
+    "SOUP",
     "WEIGHTS",
     "Columns",
     "DistributedGroup",
@@ -63,8 +67,14 @@ __all__ = [
     "group_of_environment",
     "group_of_process",
     "group_of_ranks",
+    "inner_module",
+    "is_first_data_rank",
+    "like",
     "member_of_environment",
     "rank_of_torchrun",
+    "report_soup",
+    "save_distributed",
     "start_workers",
+    "whole",
     "write_columns_",
 ]

@@ -58,7 +58,8 @@ class DistributedGroup(MultiProcessGroup):
             )
         super().__init__(group)
         self.exchange = exchange
-        self._data_group = data_group
+        self.data_group = data_group
+        self.is_leader = self.is_leader and (data_group is None or data_group.rank() == 0)
         self._columns: ColumnExchange | None = None
         self._background: tuple[ColumnExchange, BackgroundThread] | None = None
         self._last_means: dict[torch.dtype, Tensor] = {}
@@ -107,18 +108,18 @@ class DistributedGroup(MultiProcessGroup):
         return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
 
     def broadcast_(self, columns: Tensor) -> None:
-        if self._data_group is not None and columns.numel():
+        if self.data_group is not None and columns.numel():
             values = columns.contiguous()
             with connection_errors("sending buffers"):
-                source = dist.get_global_rank(self._data_group, 0)
-                dist.broadcast(values.view(-1).view(torch.uint8), source, group=self._data_group)
+                source = dist.get_global_rank(self.data_group, 0)
+                dist.broadcast(values.view(-1).view(torch.uint8), source, group=self.data_group)
             columns.copy_(values)
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Added in rank order, so that all processes have the same bits."""
-        if self._data_group is None:
+        if self.data_group is None:
             return values
-        return torch.stack(all_gather_object(values, self._data_group)).sum(dim=0)
+        return torch.stack(all_gather_object(values, self.data_group)).sum(dim=0)
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
         keep = None if self.exchange == "exact" else mixing.push_strength(matrix)
@@ -264,7 +265,7 @@ class DistributedGroup(MultiProcessGroup):
     def all_max(self, *values: float) -> tuple[float, ...]:
         """Also over the processes that train the same member."""
         found = super().all_max(*values)
-        return found if self._data_group is None else all_max(found, self._data_group)
+        return found if self.data_group is None else all_max(found, self.data_group)
 
     def last_means(self) -> dict[torch.dtype, Tensor]:
         """For `bfloat16`, the means that the next differences are taken to."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_ST
 """The environment variables of a member's process: its index, the number of members, the address of the store, the
 number of this start (restarted members must not read the messages of those before), and the directory for its final
 weights."""
+
+SOUP = "soup"
+"""The file in that directory with the path of a soup that members wrote themselves."""
 
 CONNECT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a member waits for the others to start."""
@@ -69,6 +73,7 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
             "this process is not one of several members: start it with `papa each --members 3 -- python train.py`, or "
             "pass a group, such as papa.group.connect_members(member=0, num_members=3, address='127.0.0.1:29400')"
         )
+    data_group = _data_group()
     key = (*(os.environ[name] for name in (MEMBER, MEMBERS, STORE)), os.environ.get(START, "0"), exchange)
     if key not in _connected:
         member, num_members = found
@@ -78,6 +83,7 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
             address=os.environ[STORE],
             session=os.environ.get(START, "0"),
             exchange=exchange,
+            data_group=data_group,
             is_store_running=True,
         )
     return _connected[key]
@@ -116,6 +122,25 @@ def group_of_process(*, exchange: str = "exact") -> DistributedGroup:
     return (group_of_ranks if is_of_torchrun else group_of_environment)(exchange=exchange)
 
 
+def report_soup(path: str | os.PathLike[str]) -> None:
+    """Tell `papa each`, if it started this process, where the members wrote their soup."""
+    if WEIGHTS in os.environ:
+        Path(os.environ[WEIGHTS], SOUP).write_text(os.fspath(path))
+
+
+def _data_group() -> dist.ProcessGroup | None:
+    """The processes that train the member of this process, if `papa each` started a launcher such as torchrun."""
+    if dist.is_initialized():
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and num_ranks != "1":
+        raise ConfigError(
+            f"this process is one of {num_ranks} that train one member, and not connected with the others: call "
+            "torch.distributed.init_process_group() before it joins the population"
+        )
+    return None
+
+
 def connect_members(
     *,
     member: int,
@@ -123,6 +148,7 @@ def connect_members(
     address: str,
     session: str = "0",
     exchange: str = "exact",
+    data_group: dist.ProcessGroup | None = None,
     is_store_running: bool = False,
 ) -> DistributedGroup:
     """Connect this process, which trains one member, with those of the other members; all must call it.
@@ -133,21 +159,24 @@ def connect_members(
         address: host and port of the store that processes meet at; that of member 0, which runs it.
         session: the same for all members, and new after a restart.
         exchange: how weights travel; see `papa.group.EXCHANGES`.
+        data_group: the processes that train this member, where there are several: each is connected with those of the
+            same rank that train other members.
         is_store_running: whether another process runs the store, as `papa each` does.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"the address is '{address}', expected host and port, such as 127.0.0.1:29400")
+    rank = 0 if data_group is None else data_group.rank()
     try:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             int(port),
-            is_master=member == 0 and not is_store_running,
+            is_master=member == 0 and rank == 0 and not is_store_running,
             timeout=CONNECT_TIMEOUT,
             wait_for_workers=False,
         )
-        group = open_group(PrefixStore(f"papa/{session}", store), member, num_members, hostname=host)
-        return DistributedGroup(group, exchange=exchange)
+        group = open_group(PrefixStore(f"papa/{session}/{rank}", store), member, num_members, hostname=host)
+        return DistributedGroup(group, exchange=exchange, data_group=data_group)
     except RuntimeError as error:
         raise LostError(
             f"member {member} cannot connect to the other members at {address}: are all {num_members} started, and can "

@@ -176,9 +176,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], digest: Any = None) 
     return write_tensors(path, infos, _whole(tensors), metadata=_metadata(), digest=digest)
 
 
-def save_network(path: Path, network: nn.Module, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a network's state dict atomically; tied tensors are there under each of their names."""
-    state = network.state_dict()
+def save_network(
+    path: Path, network: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a network or its state dict atomically; tied tensors are there under each of their names."""
+    state = network.state_dict() if isinstance(network, nn.Module) else network
     infos = {name: TensorInfo.of(tensor) for name, tensor in state.items()}
     with file_errors(path, "write"):
         replace_file(path, _parts(infos, _whole(state), {**_metadata(), **(metadata or {})}))

@@ -19,6 +19,7 @@ from rich.text import Text
 from papa.averager import Averaging
 from papa.lab.report.tensorboard import EventFiles
 from papa.training import Callback, EpochRecord, Training
+from papa.training.progress import advice_on
 
 MAX_MEMBERS = 12
 """Number of members that are shown one by one."""
@@ -42,6 +43,8 @@ class RunStatus:
     """Digits of scores after the point."""
     seconds_left: float | None = None
     warnings: list[str] = field(default_factory=list)
+    advice: str | None = None
+    """Whether to push more strongly or less."""
     interruption: str | None = None
     """Why the run does not continue, and how to continue it."""
 
@@ -72,6 +75,8 @@ def status_line(status: RunStatus) -> str:
     ):
         if value is not None:
             parts.append(f"{name} {value:.{digits}f}")
+    if status.advice:
+        parts.append(status.advice)
     if status.seconds_left:
         parts.append(_time_left(status.seconds_left))
     if status.interruption:
@@ -91,7 +96,7 @@ def status_view(status: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [Text(status.title, style="bold"), bar]
     if status.losses:
         parts.append(_members_table(status))
-    warnings = [*status.warnings[-3:], *([status.interruption] if status.interruption else [])]
+    warnings = [*status.warnings[-3:], *filter(None, (status.advice, status.interruption))]
     return Group(*parts, *(Text(warning, style="yellow") for warning in warnings))
 
 
@@ -211,6 +216,7 @@ class Progress(Callback):
         status.scores = [member.score for member in record.validation.members]
         status.ensemble = record.validation.ensemble.score
         status.average_soup = record.validation.average_soup.score
+        status.advice = advice_on(training, record)
         self.on_step_complete(training)
         self._event_files.on_epoch_end(training, record)
         if not self._has_display and int(NUM_LINES * status.share) > self._num_lines:

@@ -20,7 +20,7 @@ CUT = 0.5
 """What the half-life is multiplied by when the average is worse than its members."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AdaptivePush(Rule):
     """PAPA without a strength to choose: members go as far apart as their average allows.
 
@@ -48,7 +48,7 @@ class AdaptivePush(Rule):
             members together.
     """
 
-    probe: Probe
+    probe: Probe | None = None
     _: KW_ONLY
     every_steps: int = 5
     check_every: int = 50

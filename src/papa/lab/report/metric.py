@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from papa.lab.config import flat
+from papa.advice import ADVICE_FROM, advice_from_scores
+from papa.lab.config import WITH_STRENGTH, flat
 from papa.soup import is_far_worse
 
 
@@ -65,3 +66,23 @@ def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
     if result.get("method") == "independent" or soup is None or not members:
         return False
     return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)
+
+
+def advice_on_epoch(result: Mapping[str, Any], epoch: Mapping[str, Any]) -> str | None:
+    """Whether to push more strongly or less, by the scores of an epoch of a run; None if nothing is wrong.
+
+    Example:
+        >>> epoch = {"epoch": 9, "validation": [91.0, 90.5], "validation_average_soup": 72.0}
+        >>> advice_on_epoch({"method": "papa", "config": {"train": {"epochs": 10}}}, epoch)
+        'the average is worse than its members: push more strongly'
+    """
+    num_epochs = dict(flat(result.get("config") or {})).get("train.epochs") or 0
+    soup, members = epoch.get("validation_average_soup"), epoch.get("validation") or ()
+    if result.get("method") not in WITH_STRENGTH or soup is None or epoch.get("epoch", 0) < ADVICE_FROM * num_epochs:
+        return None
+    return advice_from_scores(
+        [score for score in members if score is not None],
+        soup,
+        spread=epoch.get("spread"),
+        higher_is_better=metric_of([result]).higher_is_better,
+    )

@@ -1,7 +1,7 @@
 """The study of a push that sets its own strength, against a grid of fixed strengths.
 
     python -m results.strength run DATA       train what has no record yet; stop it and start it again at will
-    python -m results.strength write          write the tables into docs/strength.md
+    python -m results.strength write          write the table into docs/strength.md
 
 DATA is a folder with `text/alice29.txt` and `text/asyoulik.txt` of the Canterbury corpus, and `fashion-mnist/` with the
 original files. The controller was changed with DESIGN settings in view only; HELD_OUT settings were run once, when it
@@ -11,22 +11,29 @@ was done.
 from __future__ import annotations
 
 import gzip
+import json
+import platform
+import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
+from papa._version import __version__
 from papa.data import Arrays, Data
 from papa.evaluation import Evaluation
-from papa.rules import AveragingContext, Independent, Push, Rule
+from papa.rules import AdaptivePush, AveragingContext, Independent, Push, Rule
 from papa.soup import average_soup
+from papa.storage import write_atomically
 from papa.training import Callback, Settings, Stacked, Training
 from papa.training.entry import start_training
 from papa.training.probe import with_probe
@@ -53,12 +60,12 @@ class Setting:
     batch_size: int = 32
 
 
-def mlp(*widths: int) -> nn.Module:
-    """Linear layers with ReLU between them."""
+def mlp(*widths: int, norm: bool = False) -> nn.Module:
+    """Linear layers with ReLU, and BatchNorm if asked for, between them."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    for before, after in pairwise(widths[:-1]):
+        layers += [nn.Linear(before, after), *([nn.BatchNorm1d(after)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1]))
 
 
 def cnn(channels: int, *, norm: bool) -> nn.Module:
@@ -79,6 +86,7 @@ class CharacterMLP(nn.Module):
         self.layers = mlp(8 * CONTEXT, width, num_characters)
 
     def forward(self, characters: Tensor) -> Tensor:
+        """The scores of the next character."""
         return self.layers(self.embedding(characters))
 
 
@@ -95,6 +103,7 @@ class CharacterTransformer(nn.Module):
         self.back, self.head = nn.Linear(4 * width, width), nn.Linear(width, num_characters)
 
     def forward(self, characters: Tensor) -> Tensor:
+        """The scores of the next character."""
         found = self.embedding(characters) + self.positions
         query, key, value = self.keys(self.norm(found)).chunk(3, dim=-1)
         weights = torch.softmax(query[:, -1:] @ key.transpose(1, 2) / key.shape[-1] ** 0.5, dim=-1)
@@ -133,7 +142,9 @@ def fashion(folder: Path, num_train: int = 2000) -> tuple[Tables, Tables]:
     parts = []
     for kind, count in (("train", num_train), ("t10k", 5000)):
         raw = {
-            name: numpy.frombuffer(gzip.open(folder / f"fashion-mnist/{kind}-{name}-ubyte.gz").read(), numpy.uint8)
+            name: numpy.frombuffer(
+                gzip.decompress((folder / f"fashion-mnist/{kind}-{name}-ubyte.gz").read_bytes()), "uint8"
+            )
             for name in ("images-idx3", "labels-idx1")
         }
         images = raw["images-idx3"][16:].reshape(-1, 1, 14, 2, 14, 2)[:count].mean((3, 5)) / 90.0 - 0.8
@@ -160,22 +171,67 @@ def _split(inputs: Any, targets: Any, num_train: int) -> tuple[Tables, Tables]:
 
 
 DESIGN = (
-    Setting(name="digits-mlp", words="digits, MLP, SGD", load=digits, network=partial(mlp, 64, 64, 64, 10), steps=500,
-            optimizer=sgd(0.05)),
-    Setting(name="digits-cnn", words="digits, CNN with BatchNorm, SGD", load=digits, network=partial(cnn, 8, norm=True),
-            steps=2000, optimizer=sgd(0.05)),
-    Setting(name="play-mlp", words="a play, character MLP, AdamW", load=partial(text, name="asyoulik.txt"),
-            network=partial(CharacterMLP, NUM_CHARACTERS, 64), steps=2000, optimizer=adamw(3e-3)),
+    Setting(
+        name="digits-mlp",
+        words="digits, MLP, SGD",
+        load=digits,
+        network=partial(mlp, 64, 64, 64, 10),
+        steps=500,
+        optimizer=sgd(0.05),
+    ),
+    Setting(
+        name="digits-cnn",
+        words="digits, CNN with BatchNorm, SGD",
+        load=digits,
+        network=partial(cnn, 8, norm=True),
+        steps=2000,
+        optimizer=sgd(0.05),
+    ),
+    Setting(
+        name="play-mlp",
+        words="a play, character MLP, AdamW",
+        load=partial(text, name="asyoulik.txt"),
+        network=partial(CharacterMLP, NUM_CHARACTERS, 64),
+        steps=2000,
+        optimizer=adamw(3e-3),
+    ),
 )
 HELD_OUT = (
-    Setting(name="cancer", words="breast cancer (a table), MLP, AdamW", load=breast_cancer, network=partial(mlp, 30, 32, 32, 2),
-            steps=500, optimizer=adamw(3e-3)),
-    Setting(name="fashion-cnn", words="Fashion-MNIST, CNN with BatchNorm, SGD", load=fashion, network=partial(cnn, 8, norm=True),
-            steps=2000, optimizer=sgd(0.05)),
-    Setting(name="book-transformer", words="a book, character transformer, AdamW", load=partial(text, name="alice29.txt"),
-            network=partial(CharacterTransformer, NUM_CHARACTERS, 32), steps=2000, optimizer=adamw(3e-3)),
-    Setting(name="fashion-mlp", words="Fashion-MNIST, MLP, SGD", load=fashion, network=partial(mlp, 196, 32, 32, 10), steps=8000,
-            optimizer=sgd(0.05)),
+    Setting(
+        name="cancer",
+        words="breast cancer (a table), MLP, AdamW",
+        load=breast_cancer,
+        network=partial(mlp, 30, 32, 32, 2),
+        steps=500,
+        optimizer=adamw(3e-3),
+        batch_size=16,
+    ),
+    Setting(
+        name="fashion-norm",
+        words="Fashion-MNIST (images), MLP with BatchNorm, SGD",
+        load=fashion,
+        network=partial(mlp, 196, 32, 32, 10, norm=True),
+        steps=2000,
+        optimizer=sgd(0.05),
+    ),
+    Setting(
+        name="book-transformer",
+        words="a book (text), transformer, AdamW",
+        load=partial(text, name="alice29.txt", num_train=2000),
+        network=partial(CharacterTransformer, NUM_CHARACTERS, 16),
+        steps=2000,
+        optimizer=adamw(3e-3),
+        batch_size=16,
+    ),
+    Setting(
+        name="fashion-long",
+        words="Fashion-MNIST (images), MLP, SGD",
+        load=fashion,
+        network=partial(mlp, 196, 32, 32, 10),
+        steps=8000,
+        optimizer=sgd(0.05),
+        batch_size=16,
+    ),
 )
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """The fixed half-lives, as shares of training. As in the paper, these pushes weaken with the learning rate."""
@@ -197,6 +253,7 @@ class Populations(Callback):
         self._given = rules
 
     def on_train_begin(self, training: Training) -> None:
+        """Rules that know the length of training, and their states."""
         self.rules = [with_probe(rule, training).for_length(training.length.num_steps) for rule in self._given]
         self.states = [rule.initial_state(NUM_MEMBERS) for rule in self.rules]
         self.half_lives: list[list[float]] = [[] for _ in self.rules]
@@ -206,6 +263,7 @@ class Populations(Callback):
         return range(population * NUM_MEMBERS, (population + 1) * NUM_MEMBERS)
 
     def on_step_end(self, training: Training) -> None:
+        """Average every population whose rule is due."""
         lr_ratio = training.settings.schedule(training.step, training.length.num_steps)
         for number, rule in enumerate(self.rules):
             if rule.averages and rule.is_due(training.step, training.length.num_steps):
@@ -271,3 +329,72 @@ def trained(setting: Setting, rules: Mapping[str, Rule], folder: Path, *, seed: 
 
 NUM_VALIDATION = 10
 """Training examples that are held out, since every training has validation data; nothing here depends on them."""
+
+
+FOLDER = Path(__file__).parent / "strengths"
+PAGE = Path(__file__).parent.parent / "docs/strength.md"
+BLOCK = re.compile(r"(<!-- strengths -->\n).*?(<!-- end of strengths -->\n)", re.DOTALL)
+AUTO = "self-set"
+
+
+def jobs() -> list[tuple[Setting, str, dict[str, Rule]]]:
+    """Settings, names of records and rules: the fixed strengths first, which do not depend on the controller."""
+    fixed = [(setting, setting.name, fixed_rules()) for setting in HELD_OUT]
+    return fixed + [(setting, f"{setting.name}-auto", {AUTO: AdaptivePush()}) for setting in HELD_OUT]
+
+
+def run(folder: Path) -> None:
+    """Train what has no record yet."""
+    torch.set_num_threads(1)
+    FOLDER.mkdir(exist_ok=True)
+    for setting, name, rules in jobs():
+        path = FOLDER / f"{name}.json"
+        if not path.exists():
+            found = trained(setting, rules, folder)
+            versions = {"papa": __version__, "torch": torch.__version__, "python": platform.python_version()}
+            write_atomically(path, json.dumps({"setting": setting.words, **found, **versions}, indent=1) + "\n")
+            print(f"{name}: {found['seconds']:.0f} s", flush=True)
+
+
+def table(folder: Path = FOLDER) -> str:
+    """The average soup's test accuracy for each setting and strength, in Markdown; the best fixed one is bold."""
+    names = [*(f"{share:.1%}" for share in SHARES), "independent", AUTO]
+    lines = [f"| setting | steps | {' | '.join(names)} | best fixed - {AUTO} |", f"|---|{'--:|' * (len(names) + 2)}"]
+    for setting in HELD_OUT:
+        parts = [json.loads((folder / f"{setting.name}{end}.json").read_text()) for end in ("", "-auto")]
+        scores = {
+            name: [row["average_soup"][0] for row in rows] for part in parts for name, rows in part["scores"].items()
+        }
+        means = {name: fmean(found) for name, found in scores.items()}
+        best = max((name for name in means if name != AUTO), key=lambda name: means[name])
+        cells = [_cell(scores[name], is_bold=name == best) for name in names]
+        gap = f"{means[best] - means[AUTO]:+.2f} ({stdev(scores[best]):.2f})"
+        lines.append(f"| {setting.words} | {parts[0]['steps']:,} | {' | '.join(cells)} | {gap} |")
+    return "\n".join(lines)
+
+
+def _cell(scores: Sequence[float], *, is_bold: bool) -> str:
+    mark = "**" if is_bold else ""
+    return f"{mark}{fmean(scores):.2f}{mark} ({stdev(scores):.2f})"
+
+
+def page_with_table(page: str, folder: Path = FOLDER) -> str:
+    """The page with its table filled in."""
+    return BLOCK.sub(lambda match: f"{match[1]}\n{table(folder)}\n\n{match[2]}", page)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the study, or write its table."""
+    match list(arguments):
+        case ["run", folder]:
+            run(Path(folder))
+        case ["write"]:
+            write_atomically(PAGE, page_with_table(PAGE.read_text()))
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -289,7 +289,7 @@ class CouplingConfig:
     """Options of papa-auto and of the methods that were published since the paper; None for their own values."""
 
     every_steps: int | None = option(None, at_least=1)
-    """Steps between averagings: 5 (papa-auto), 1 (sparta, wash), 10 (easgd), 5 (lookahead), 500 (diloco), 50 (noloco), 4
+    """Steps between averagings: 5 (papa-auto, lookahead), 1 (sparta, wash), 10 (easgd), 500 (diloco), 50 (noloco), 4
     (dppf), 32 (grawa)."""
     check_every: int | None = option(None, at_least=1)
     """papa-auto: steps between comparisons of the average with its members; 50."""
@@ -362,8 +362,8 @@ class Config:
     recipe: str = "custom"
     """The recipe it came from."""
     method: str = option("papa", known=METHODS)
-    """independent, papa, papa-auto, papa-all, papa-2, pair-75, many-half, many-75, greedy-merge; or, published since the
-    paper, sparta, wash, easgd, lookahead, diloco, noloco, dppf or grawa."""
+    """independent, papa, papa-auto, papa-all, papa-2, pair-75, many-half, many-75, greedy-merge; or, published since
+    the paper, sparta, wash, easgd, lookahead, diloco, noloco, dppf or grawa."""
     members: int = option(5, at_least=1)
     """The size of the population."""
     seed: int = option(1, at_least=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from papa.advice import spread_of
 from papa.averager import Averager, MergeHook
 from papa.data import Data, LoaderBatches, Source, Subset, as_data
 from papa.errors import ConfigError, DataError
-from papa.evaluation import Batch, Evaluation, checked_loss, evaluate_together
+from papa.evaluation import Evaluation, checked_loss, evaluate_together
 from papa.group import Group, LocalGroup
 from papa.health import NonFiniteMember
 from papa.inputs import Inputs, logits_of, outputs_of, own_loss_of
@@ -374,23 +374,10 @@ class Training:
         ensemble_of: Sequence[int] | None = None,
     ) -> tuple[list[Evaluation], Evaluation]:
         """Score some networks, and their ensemble, on a source without augmentation."""
-        return self.evaluate_batches(
-            models, self.batches.evaluation(source), gather=gather, ensemble_of=ensemble_of
-        )
-
-    def evaluate_batches(
-        self,
-        models: Sequence[nn.Module],
-        batches: Iterable[Batch],
-        *,
-        gather: Callable[[list[Any]], list[Any]] = list,
-        ensemble_of: Sequence[int] | None = None,
-    ) -> tuple[list[Evaluation], Evaluation]:
-        """As `evaluate`, on batches that are prepared already."""
         with self._timed("evaluate"), self._autocast():
             return evaluate_together(
                 models,
-                batches,
+                self.batches.evaluation(source),
                 loss=self.task.loss,
                 metric=self.task.metric,
                 apply=self.task.apply,

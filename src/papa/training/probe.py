@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from papa.data import LoaderBatches, Source, Subset
+from papa.evaluation import evaluating
+from papa.inputs import logits_of
 from papa.rules import Rule
 from papa.streams import stream
 
@@ -28,10 +31,14 @@ class TrainingLoss:
         self._batch: tuple[int, list[Any]] = -1, []
 
     def __call__(self, network: nn.Module) -> float:
+        """The loss at the current step."""
         step, training = self._training.step, self._training
         if self._batch[0] != step:
             self._batch = step, list(training.batches.evaluation(self._source(step)))
-        return training.evaluate_batches([network], self._batch[1])[0][0].loss
+        with training._autocast(), evaluating(network), torch.no_grad():
+            task = training.task
+            losses = [task.loss(logits_of(task.apply(network, inputs)), targets) for inputs, targets in self._batch[1]]
+            return fmean(map(float, losses))
 
     def _source(self, step: int) -> Source:
         train = self._training.data.train

@@ -39,8 +39,8 @@ def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metri
         LinePlot(
             name="gain",
             title=f"Gain of the average: {metric.name} on validation data",
-            caption="The average soup compared with the mean of members, after each epoch; above zero it is better. Far "
-            "below: push more strongly. Always at zero: members are nearly one network.",
+            caption="The average soup compared with the mean of members, after each epoch; above zero it is better. "
+            "Far below: push more strongly. Always at zero: members are nearly one network.",
             x_label="epoch",
             y_label=f"gain of {metric.name}{', percentage points' if metric.unit == '%' else ''}",
             lines=[Line("average soup", points((event.get("epoch"), _gain(event, metric)) for event in epochs), "c1")],

@@ -38,6 +38,12 @@ def test_half_lives_follow_from_what_members_kept() -> None:
     assert found["spread"] == [[(1, 25.0)]]
 
 
+def test_half_lives_that_grow_out_of_scale_are_left_out() -> None:
+    alphas = [0.5, 0.5, 0.5, 0.6, 0.999]
+    (found,) = lines_of([], [push(5 * number, alpha) for number, alpha in enumerate(alphas)])["half-life"]
+    assert [step for step, _ in found] == [5, 10, 15]
+
+
 def test_the_gain_is_positive_where_the_average_is_better() -> None:
     epoch = make_epoch(1) | {"validation": [2.0, 3.0], "validation_average_soup": 2.25}
     assert lines_of([epoch], [])["gain"] == [[(1, -0.25)]]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from papa.lab.report.metric import Metric
 from papa.lab.report.plot import AnyPlot, Line, LinePlot, Point, points
 
 Event = Mapping[str, Any]
+MAX_OF_MEDIAN = 5.0
+"""The longest half-life that is drawn, in medians of all."""
 
 
 def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metric: Metric) -> list[AnyPlot]:
@@ -22,10 +24,10 @@ def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metri
             name="half-life",
             title="Half-life of the push",
             caption="The steps in which pushes halve the distance to the mean. The longer, the weaker the push; a push "
-            "that weakens with the learning rate has a longer one.",
+            "that weakens with the learning rate has a longer one, which is not drawn where it is out of scale.",
             x_label="step",
             y_label="half-life, steps",
-            lines=[Line("half-life", list(_half_lives(averagings)), "c0")],
+            lines=[Line("half-life", _within_scale(list(_half_lives(averagings))), "c0")],
         ),
         LinePlot(
             name="spread",
@@ -68,6 +70,12 @@ def _half_lives(averagings: Sequence[Event]) -> Iterator[Point]:
         alpha, first, step = event.get("alpha"), before.get("step"), event.get("step")
         if alpha is not None and 0.0 < alpha < 1.0 and first is not None and step is not None and step > first:
             yield step, (step - first) * math.log(0.5) / math.log(alpha)
+
+
+def _within_scale(found: Sequence[Point]) -> list[Point]:
+    """Without the last half-lives of a schedule that ends at 0, which would flatten all others."""
+    longest = MAX_OF_MEDIAN * median(length for _, length in found) if found else 0.0
+    return [(step, length) for step, length in found if length <= longest]
 
 
 def _gain(epoch: Event, metric: Metric) -> float | None:

@@ -87,7 +87,8 @@ class CharacterMLP(nn.Module):
 
     def forward(self, characters: Tensor) -> Tensor:
         """The scores of the next character."""
-        return self.layers(self.embedding(characters))
+        scores: Tensor = self.layers(self.embedding(characters))
+        return scores
 
 
 class CharacterTransformer(nn.Module):
@@ -108,7 +109,8 @@ class CharacterTransformer(nn.Module):
         query, key, value = self.keys(self.norm(found)).chunk(3, dim=-1)
         weights = torch.softmax(query[:, -1:] @ key.transpose(1, 2) / key.shape[-1] ** 0.5, dim=-1)
         last = found[:, -1] + self.out((weights @ value)[:, 0])
-        return self.head(self.last(last + self.back(self.hidden(last))))
+        scores: Tensor = self.head(self.last(last + self.back(self.hidden(last))))
+        return scores
 
 
 def sgd(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -338,9 +340,9 @@ AUTO = "self-set"
 
 
 def jobs() -> list[tuple[Setting, str, dict[str, Rule]]]:
-    """Settings, names of records and rules: the fixed strengths first, which do not depend on the controller."""
-    fixed = [(setting, setting.name, fixed_rules()) for setting in HELD_OUT]
-    return fixed + [(setting, f"{setting.name}-auto", {AUTO: AdaptivePush()}) for setting in HELD_OUT]
+    """Settings, names of records and rules: the fixed strengths of a setting, and the one that sets itself."""
+    rules = {"": fixed_rules(), "-auto": {AUTO: AdaptivePush()}}
+    return [(setting, f"{setting.name}{end}", chosen) for setting in HELD_OUT for end, chosen in rules.items()]
 
 
 def run(folder: Path) -> None:
@@ -359,18 +361,21 @@ def run(folder: Path) -> None:
 def table(folder: Path = FOLDER) -> str:
     """The average soup's test accuracy for each setting and strength, in Markdown; the best fixed one is bold."""
     names = [*(f"{share:.1%}" for share in SHARES), "independent", AUTO]
-    lines = [f"| setting | steps | {' | '.join(names)} | best fixed - {AUTO} |", f"|---|{'--:|' * (len(names) + 2)}"]
+    lines = [f"| setting | steps | {' | '.join(names)} |", f"|---|{'--:|' * (len(names) + 1)}"]
     for setting in HELD_OUT:
-        parts = [json.loads((folder / f"{setting.name}{end}.json").read_text()) for end in ("", "-auto")]
-        scores = {
-            name: [row["average_soup"][0] for row in rows] for part in parts for name, rows in part["scores"].items()
-        }
-        means = {name: fmean(found) for name, found in scores.items()}
-        best = max((name for name in means if name != AUTO), key=lambda name: means[name])
-        cells = [_cell(scores[name], is_bold=name == best) for name in names]
-        gap = f"{means[best] - means[AUTO]:+.2f} ({stdev(scores[best]):.2f})"
-        lines.append(f"| {setting.words} | {parts[0]['steps']:,} | {' | '.join(cells)} | {gap} |")
+        scores = soup_scores(setting, folder)
+        best = max((name for name in scores if name != AUTO), key=lambda name: fmean(scores[name]), default="")
+        cells = [_cell(scores[name], is_bold=name == best) if name in scores else "not run yet" for name in names]
+        lines.append(f"| {setting.words} | {setting.steps:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def soup_scores(setting: Setting, folder: Path = FOLDER) -> dict[str, list[float]]:
+    """The average soup's test accuracy of every population, by strength; of those that have a record."""
+    paths = [folder / f"{name}.json" for one, name, _ in jobs() if one is setting]
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    found = {name: rows for record in records for name, rows in record["scores"].items()}
+    return {name: [row["average_soup"][0] for row in rows] for name, rows in found.items()}
 
 
 def _cell(scores: Sequence[float], *, is_bold: bool) -> str:

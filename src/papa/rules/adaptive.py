@@ -115,7 +115,7 @@ class AdaptivePush(Rule):
         first = _finite(members) if state["first_loss"] is None else state["first_loss"]
         if not (math.isfinite(members) and math.isfinite(average)):
             half_life = max(CUT * half_life, self.shortest)
-        elif min(members, average) < LEARNED * first:
+        elif first is not None and min(members, average) < LEARNED * first:
             grown = half_life + self.growth * (context.step - state["checked"])
             half_life = grown if average <= members else max(CUT * half_life, self.shortest)
         return {

@@ -50,4 +50,6 @@ class TrainingLoss:
 
 def with_probe(rule: Rule, training: Training) -> Rule:
     """The rule, with the training loss as its probe if it has none yet."""
-    return replace(rule, probe=TrainingLoss(training)) if getattr(rule, "probe", rule) is None else rule
+    if getattr(rule, "probe", rule) is not None:
+        return rule
+    return replace(rule, **{"probe": TrainingLoss(training)})

@@ -83,7 +83,8 @@ def _gain(epoch: Event, metric: Metric) -> float | None:
     soup = epoch.get("validation_average_soup")
     if soup is None or not members:
         return None
-    return (soup - fmean(members)) * (1.0 if metric.higher_is_better else -1.0)
+    gain: float = soup - fmean(members)
+    return gain if metric.higher_is_better else -gain
 
 
 def _percent(share: float | None) -> float | None:

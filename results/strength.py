@@ -1,7 +1,7 @@
 """The study of a push that sets its own strength, against a grid of fixed strengths.
 
     python -m results.strength run DATA       train what has no record yet; stop it and start it again at will
-    python -m results.strength write          write the table into docs/strength.md
+    python -m results.strength write          write the tables into docs/strength.md
 
 DATA is a folder with `text/alice29.txt` and `text/asyoulik.txt` of the Canterbury corpus, and `fashion-mnist/` with the
 original files. The controller was changed with DESIGN settings in view only; HELD_OUT settings were run once, when it
@@ -341,7 +341,7 @@ AUTO = "self-set"
 
 def jobs() -> list[tuple[Setting, str, dict[str, Rule]]]:
     """Settings, names of records and rules: the fixed strengths of a setting, and the one that sets itself."""
-    rules = {"": fixed_rules(), "-auto": {AUTO: AdaptivePush()}}
+    rules: dict[str, dict[str, Rule]] = {"": fixed_rules(), "-auto": {AUTO: AdaptivePush()}}
     return [(setting, f"{setting.name}{end}", chosen) for setting in HELD_OUT for end, chosen in rules.items()]
 
 
@@ -358,43 +358,55 @@ def run(folder: Path) -> None:
             print(f"{name}: {found['seconds']:.0f} s", flush=True)
 
 
-def table(folder: Path = FOLDER) -> str:
-    """The average soup's test accuracy for each setting and strength, in Markdown; the best fixed one is bold."""
-    names = [*(f"{share:.1%}" for share in SHARES), "independent", AUTO]
-    lines = [f"| setting | steps | {' | '.join(names)} |", f"|---|{'--:|' * (len(names) + 1)}"]
+NAMES = (*(f"{share:.1%}" for share in SHARES), "independent", AUTO)
+"""The columns of tables."""
+TABLES = {
+    "The average soup's accuracy on test data": ("average_soup", 0),
+    "Its loss on test data": ("average_soup", 1),
+    "The mean accuracy of members": ("mean", 0),
+    "The accuracy of their ensemble": ("ensemble", 0),
+}
+"""Titles of tables, what they show of a record, and whether it is the score (0) or the loss (1)."""
+
+
+def table(what: str, place: int, folder: Path = FOLDER) -> str:
+    """Means and standard deviations for each setting and strength, in Markdown; the best fixed one is bold."""
+    lines = [f"| setting | steps | {' | '.join(NAMES)} |", f"|---|{'--:|' * (len(NAMES) + 1)}"]
     for setting in HELD_OUT:
-        scores = soup_scores(setting, folder)
-        best = max((name for name in scores if name != AUTO), key=lambda name: fmean(scores[name]), default="")
-        cells = [_cell(scores[name], is_bold=name == best) if name in scores else "not run yet" for name in names]
+        found = values_of(setting, what, place, folder)
+        means = {name: fmean(values) * (-1 if place else 1) for name, values in found.items() if name != AUTO}
+        best = max(means, key=lambda name: means[name], default="")
+        cells = [_cell(found[name], 3 if place else 2, name == best) if name in found else "not run" for name in NAMES]
         lines.append(f"| {setting.words} | {setting.steps:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def soup_scores(setting: Setting, folder: Path = FOLDER) -> dict[str, list[float]]:
-    """The average soup's test accuracy of every population, by strength; of those that have a record."""
+def values_of(setting: Setting, what: str, place: int, folder: Path = FOLDER) -> dict[str, list[float]]:
+    """A number of every population, by strength; of those that have a record."""
     paths = [folder / f"{name}.json" for one, name, _ in jobs() if one is setting]
     records = [json.loads(path.read_text()) for path in paths if path.exists()]
     found = {name: rows for record in records for name, rows in record["scores"].items()}
-    return {name: [row["average_soup"][0] for row in rows] for name, rows in found.items()}
+    return {name: [row[what][place] for row in rows] for name, rows in found.items()}
 
 
-def _cell(scores: Sequence[float], *, is_bold: bool) -> str:
-    mark = "**" if is_bold else ""
-    return f"{mark}{fmean(scores):.2f}{mark} ({stdev(scores):.2f})"
+def _cell(values: Sequence[float], digits: int, is_best: bool) -> str:
+    mark = "**" if is_best else ""
+    return f"{mark}{fmean(values):.{digits}f}{mark} ({stdev(values):.{digits}f})"
 
 
-def page_with_table(page: str, folder: Path = FOLDER) -> str:
-    """The page with its table filled in."""
-    return BLOCK.sub(lambda match: f"{match[1]}\n{table(folder)}\n\n{match[2]}", page)
+def page_with_tables(page: str, folder: Path = FOLDER) -> str:
+    """The page with its tables filled in."""
+    parts = [f"{title}:\n\n{table(*chosen, folder)}\n" for title, chosen in TABLES.items()]
+    return BLOCK.sub(lambda match: "\n".join([match[1], *parts, match[2]]), page)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the study, or write its table."""
+    """Run the study, or write its tables."""
     match list(arguments):
         case ["run", folder]:
             run(Path(folder))
         case ["write"]:
-            write_atomically(PAGE, page_with_table(PAGE.read_text()))
+            write_atomically(PAGE, page_with_tables(PAGE.read_text()))
         case _:
             print(__doc__, file=sys.stderr)
             return 2

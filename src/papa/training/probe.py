@@ -52,4 +52,5 @@ def with_probe(rule: Rule, training: Training) -> Rule:
     """The rule, with the training loss as its probe if it has none yet."""
     if getattr(rule, "probe", rule) is not None:
         return rule
-    return replace(rule, **{"probe": TrainingLoss(training)})
+    chosen: dict[str, Any] = {"probe": TrainingLoss(training)}
+    return replace(rule, **chosen)

@@ -82,6 +82,7 @@ def make_epoch(epoch: int, num_members: int = 2) -> dict[str, Any]:
         "validation_ensemble": 65.0,
         "validation_average_soup": 64.0,
         "distances": [1.0 / epoch + member for member in range(num_members)],
+        "spread": 0.25 / epoch,
     }
 
 
@@ -93,6 +94,7 @@ METRICS: list[dict[str, Any]] = [make_averaging(5), make_epoch(1), make_averagin
 
 FULL_METRICS: list[dict[str, Any]] = [
     {**make_averaging(5), "bytes": 1000, "seconds": 0.001},
+    {**make_averaging(10), "alpha": 0.5, "half_life": 5.0, "member_loss": 1.0, "average_loss": 0.75},
     {
         "event": "merge",
         "step": 5,

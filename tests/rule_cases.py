@@ -157,14 +157,13 @@ def score_weighted(rule: Any, rows: Tensor, context: AveragingContext, memory: M
 
 
 def adaptive_push(rule: Any, rows: Tensor, context: AveragingContext, memory: Memory, mask: Mask | None) -> Tensor:
-    half_life, mean = memory.get("half_life", rule.every_steps / 4), rows.mean(dim=0)
+    half_life, mean = memory.get("half_life", rule.half_life_steps), rows.mean(dim=0)
     weights = rows[:, : memory["num_parameters"]]
     losses, average = (weights**2).sum(dim=1), (weights.mean(dim=0) ** 2).sum()
     first = memory.setdefault("first", losses.mean())
-    if average <= losses.mean() and average < 0.9 * first:
-        half_life += rule.growth * (context.step - memory.get("checked", 0))
-    else:
-        half_life = max(half_life / 2, rule.every_steps / 4)
+    if min(average, losses.mean()) < 0.9 * first:
+        grown = half_life + rule.growth * (context.step - memory.get("checked", 0))
+        half_life = grown if average <= losses.mean() else max(half_life / 2, rule.every_steps / 4)
     memory["half_life"], memory["checked"] = half_life, context.step
     return mean + 0.5 ** (rule.every_steps / half_life) * (rows - mean)
 

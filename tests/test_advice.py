@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import papa
-from papa.advice import GOOD, TOO_CLOSE, TOO_FAR
+from papa.advice import GOOD, TOO_CLOSE, TOO_FAR, advice_from_scores
 from papa.errors import DataError, MixingError
 from papa.rules import AveragingContext
 
@@ -71,14 +71,14 @@ def losses(step: int, members: tuple[float, ...], average: float, state: dict[st
 def test_the_half_life_grows_while_the_average_is_better_and_halves_when_it_is_worse() -> None:
     rule = papa.AdaptivePush(lambda network: 0.0, growth=0.5)
     state = rule.initial_state(2)
-    assert rule.keep(losses(5, (2.0, 2.0), 2.0, state)) == pytest.approx(1 / 16)
+    assert rule.keep(losses(5, (2.0, 2.0), 2.0, state)) == pytest.approx(0.5 ** (5 / 20))
     seen = []
     for step, average in ((50, 2.0), (100, 1.0), (150, 1.0), (200, 1.5), (250, 1.0)):
         members = (2.0, 2.0) if step == 50 else (1.1, 1.3)
         state = dict(rule.next_state(losses(step, members, average, state)))
         seen.append(state["half_life"])
-    # Near chance the push stays strong; then 0.5 steps per step; halved once.
-    assert seen == [1.25, 26.25, 51.25, 25.625, 50.625]
+    # Near chance nothing changes; then 0.5 steps per step; halved once.
+    assert seen == [20.0, 45.0, 70.0, 35.0, 60.0]
     assert (state["first_loss"], state["member_loss"], state["average_loss"]) == (2.0, pytest.approx(1.2), 1.0)
 
 
@@ -89,7 +89,7 @@ def test_only_the_sign_of_the_difference_counts(scale: float) -> None:
     for step, members, average in ((50, (2.0, 4.0), 3.5), (100, (1.0, 2.0), 1.2), (150, (0.5, 0.7), 0.9)):
         scaled = tuple(scale * loss for loss in members)
         state = dict(rule.next_state(losses(step, scaled, scale * average, state)))
-    assert state["half_life"] == pytest.approx((1.25 + 25) / 2)
+    assert state["half_life"] == pytest.approx((20 + 0.2 * 50) / 2)
 
 
 def test_losses_that_are_not_finite_make_the_push_stronger() -> None:
@@ -109,6 +109,35 @@ def test_it_checks_only_now_and_then() -> None:
     assert rule.next_state(AveragingContext(step=5, size=1, lr_ratio=1.0, state=state)) == state
     with pytest.raises(MixingError, match=r"growth=0\.0, expected a positive number"):
         papa.AdaptivePush(lambda network: 0.0, growth=0.0)
+
+
+def test_it_starts_with_a_half_life_that_suits_the_length_of_training() -> None:
+    rule = papa.AdaptivePush(lambda network: 0.0)
+    starts = [rule.for_length(length).half_life_steps for length in (None, 10_000, 320, 10)]
+    assert starts == pytest.approx([20.0, 20.0, 9.6, 1.25])
+
+
+def test_without_a_probe_it_says_what_it_needs() -> None:
+    with pytest.raises(MixingError, match=r"None as its probe, expected .* one with papa\.loss_probe\(batches, loss\)"):
+        papa.Averager(papa.Population([line(1.0), line(2.0)]), papa.AdaptivePush())
+
+
+@pytest.mark.parametrize(
+    ("members", "average", "spread", "advice"),
+    [
+        ((90.0, 91.0), 89.0, 0.1, TOO_FAR),
+        ((90.0, math.nan, 91.0), 90.5, 0.1, None),
+        ((90.0, 91.0), math.nan, None, TOO_FAR),
+        ((90.0, 91.0), 90.5, 0.0001, TOO_CLOSE),
+        ((90.0,), 10.0, 0.1, None),
+    ],
+)
+def test_scores_of_an_epoch_lead_to_advice(
+    members: tuple[float, ...], average: float, spread: float | None, advice: str | None
+) -> None:
+    assert advice_from_scores(members, average, spread=spread) == advice
+    reversed_scores = [-score for score in members]
+    assert advice_from_scores(reversed_scores, -average, spread=spread, higher_is_better=False) == advice
 
 
 def test_members_come_together_and_stay_good_on_average() -> None:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from papa.errors import DataError
 from papa.evaluation import Loss, evaluating
@@ -19,8 +19,10 @@ from papa.mixing import soup_row
 from papa.population import Population
 from papa.rules import Probe
 
-NEARLY_ONE = 0.005
+NEARLY_ONE = 0.001
 """Members whose distance to the mean is below this share of its norm are nearly one network."""
+ADVICE_FROM = 0.25
+"""The share of training from which on scores lead to advice: members that start apart need time to come together."""
 TOO_FAR = "the average is worse than its members: push more strongly"
 TOO_CLOSE = "members are nearly one network: push less"
 GOOD = "the average is better than its members, and these differ: keep the strength"
@@ -54,6 +56,32 @@ class Diagnosis:
             f"loss of the average {self.average_loss:.4g}, of its members {self.member_loss:.4g}; distance to the mean "
             f"{self.spread:.2%} of its norm: {self.advice}"
         )
+
+
+def advice_from_scores(
+    members: Sequence[float], average: float, *, spread: float | None = None, higher_is_better: bool = True
+) -> str | None:
+    """What to do about the strength, from scores on the same data; None if nothing is wrong.
+
+    Scores of few examples are noisy, so the average counts as worse only if it is worse than every member.
+
+    Example:
+        >>> advice_from_scores([91.0, 90.5], 72.0)
+        'the average is worse than its members: push more strongly'
+
+    Args:
+        members: each member's score; NaN for dropped members.
+        average: the score of their average.
+        spread: see `Diagnosis.spread`, if it is known.
+        higher_is_better: whether a higher score is better.
+    """
+    sign = 1.0 if higher_is_better else -1.0
+    scores = [sign * score for score in members if not math.isnan(score)]
+    if len(scores) < 2:
+        return None
+    if not sign * average >= min(scores):
+        return TOO_FAR
+    return TOO_CLOSE if spread is not None and spread < NEARLY_ONE else None
 
 
 def loss_probe(batches: Sequence[Any] | Callable[[], Iterable[Any]], loss: Loss) -> Probe:
@@ -105,7 +133,11 @@ def diagnose(population: Population, batches: Iterable[Any], loss: Loss) -> Diag
     buffer = population._soup_buffer()
     buffer.fill_(soup_row(population.size, active))
     average_loss = gather_or_raise(population.group, lambda: [probe(buffer.network)])[0]
-    distances = population.distances()[list(active)].double()
-    norm = float(torch.linalg.vector_norm(population.mean().double()))
-    spread = float(distances.square().mean().sqrt()) / norm if norm else 0.0
-    return Diagnosis(tuple(losses[member] for member in active), average_loss, spread)
+    distances = population.distances()[list(active)]
+    return Diagnosis(tuple(losses[member] for member in active), average_loss, spread_of(distances, buffer.network))
+
+
+def spread_of(distances: Tensor, mean: nn.Module) -> float:
+    """The root mean square of the members' distances to the mean, as a share of the norm of the mean's parameters."""
+    norm = math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in mean.parameters()))
+    return float(distances.double().square().mean().sqrt()) / norm if norm else 0.0

@@ -57,6 +57,8 @@ class Averaging:
     """The number of bytes this process sent to others."""
     seconds: float = field(default=0.0, compare=False)
     """How long training waited for it in this process."""
+    decision: Mapping[str, Any] | None = None
+    """What a rule that decides by what it sees remembers from now on, such as its new strength; None if unchanged."""
 
 
 class Averager:
@@ -210,6 +212,7 @@ class Averager:
             distances = self.population.distances()
         self._diagnostics.before_averaging(distances)
         before = None if distances is None else tuple(distances.tolist())
+        known = self.rule_state
         context = self._look(context, distances)
         keep = self.rule.keep(context)
         matrix = self._matrix(context)
@@ -228,7 +231,14 @@ class Averager:
             after = tuple(keep * distance for distance in before)  # a push contracts by exactly this factor
         num_bytes = self.population.group.bytes_sent - bytes_before
         seconds = time.perf_counter() - start
-        return Averaging(context.step, type(self.rule).__name__, keep, before, after, found, num_bytes, seconds)
+        rule, decision = type(self.rule).__name__, self._decision(known)
+        return Averaging(context.step, rule, keep, before, after, found, num_bytes, seconds, decision)
+
+    def _decision(self, known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The rule's state if this averaging changed it and it is one number or text by name, as in logs."""
+        state = self.rule_state
+        is_plain = not any(isinstance(value, list) for value in state.values())
+        return dict(state) if is_plain and state is not known else None
 
     @property
     def optimizers(self) -> list[Optimizer]:

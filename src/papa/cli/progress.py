@@ -12,6 +12,7 @@ from rich.text import Text
 
 from papa.cli.status import Clock, RunStatus, event_text, status_line, status_view
 from papa.training import Callback, EpochRecord, Training
+from papa.training.progress import advice_on
 
 NUM_LINES = 10
 """Number of lines that a training prints when there is no terminal."""
@@ -72,6 +73,7 @@ class Progress(Callback):
         status.scores = [member.score for member in record.validation.members]
         status.ensemble = record.validation.ensemble.score
         status.average_soup = record.validation.average_soup.score
+        status.advice = advice_on(training, record)
         self.on_step_complete(training)
         if not self._has_display and int(NUM_LINES * status.share) > self._num_lines:
             self._num_lines = int(NUM_LINES * status.share)

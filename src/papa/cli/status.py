@@ -35,6 +35,8 @@ class RunStatus:
     """Digits of scores after the point."""
     seconds_left: float | None = None
     warnings: list[str] = field(default_factory=list)
+    advice: str | None = None
+    """Whether to push more strongly or less."""
     interruption: str | None = None
     """Why the run does not continue, and how to continue it."""
 
@@ -65,6 +67,8 @@ def status_line(status: RunStatus) -> str:
     ):
         if value is not None:
             parts.append(f"{name} {value:.{digits}f}")
+    if status.advice:
+        parts.append(status.advice)
     if status.seconds_left:
         parts.append(_time_left(status.seconds_left))
     if status.interruption:
@@ -84,7 +88,7 @@ def status_view(status: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [Text(status.title, style="bold"), bar]
     if status.losses:
         parts.append(_members_table(status))
-    warnings = [*status.warnings[-3:], *([status.interruption] if status.interruption else [])]
+    warnings = [*status.warnings[-3:], *filter(None, (status.advice, status.interruption))]
     return Group(*parts, *(Text(warning, style="yellow") for warning in warnings))
 
 

@@ -17,7 +17,7 @@ from papa.cli import arguments as command_arguments
 from papa.cli.status import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
-from papa.lab.report.metric import metric_of
+from papa.lab.report.metric import advice_on_epoch, metric_of
 from papa.lab.report.table import COLUMNS, run_rows
 from papa.lab.report.words import plain, printable
 from papa.lab.result import parsed_event
@@ -110,6 +110,7 @@ class Follower:
         self._clock = Clock()
         self._file: tuple[int, int] | None = None
         self._offset = 0
+        self._known: Mapping[str, Any] = {}
 
     @property
     def has_started(self) -> bool:
@@ -132,6 +133,7 @@ class Follower:
 
     def _read_config(self) -> None:
         known = self.run.read_result_so_far()
+        self._known = known
         self.status.title = printable(f"{known['recipe']} {known['method']} seed {known['seed']}")
         self.status.digits = metric_of([known]).digits
         self.status.num_epochs = (known["config"].get("train") or {}).get("epochs") or 0
@@ -165,6 +167,7 @@ class Follower:
             status.distances = event.get("distances", ())
             status.ensemble = event.get("validation_ensemble")
             status.average_soup = event.get("validation_average_soup")
+            status.advice = advice_on_epoch(self._known, event)
         elif kind == "nonfinite":
             status.warnings.append(f"step {plain(step)}: member {plain(event.get('member'))} was unhealthy")
         elif kind == "checkpoint-failed":

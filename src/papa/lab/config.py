@@ -15,6 +15,7 @@ from papa.errors import ConfigError, did_you_mean
 METHODS = {
     "independent": "never average: the baseline",
     "papa": "push members toward the mean every few steps",
+    "papa-auto": "push members toward the mean with a strength that sets itself",
     "papa-all": "replace members by the mean of all every few epochs",
     "papa-2": "replace members by the means of random pairs every few epochs",
     "pair-75": "as papa-2, with weights 3/4 and 1/4",
@@ -65,6 +66,7 @@ PUSH_OPTIONS = frozenset(
 MERGE_OPTIONS = frozenset({"average.every_epochs"})
 """Options that only merges use."""
 COUPLING_OPTIONS = {
+    "papa-auto": ("every_steps", "check_every"),
     "sparta": ("every_steps", "share"),
     "wash": ("every_steps", "share", "depth", "move_momentum"),
     "easgd": ("every_steps", "rate"),
@@ -75,6 +77,8 @@ COUPLING_OPTIONS = {
     "grawa": ("every_steps", "alpha"),
 }
 """The options of `coupling` that each method uses."""
+WITH_STRENGTH = ("papa", "easgd", "dppf", "grawa")
+"""Methods whose strength the user chooses, so that advice about it helps."""
 WITH_ANCHORS = ("easgd", "lookahead", "diloco", "noloco")
 """Methods that have rows of their own, which merge hooks do not know."""
 
@@ -282,11 +286,13 @@ class AverageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CouplingConfig:
-    """Options of the methods that were published since the paper; None for the published value."""
+    """Options of papa-auto and of the methods that were published since the paper; None for their own values."""
 
     every_steps: int | None = option(None, at_least=1)
-    """Steps between averagings: 1 (sparta, wash), 10 (easgd), 5 (lookahead), 500 (diloco), 50 (noloco), 4 (dppf), 32
-    (grawa)."""
+    """Steps between averagings: 5 (papa-auto, lookahead), 1 (sparta, wash), 10 (easgd), 500 (diloco), 50 (noloco), 4
+    (dppf), 32 (grawa)."""
+    check_every: int | None = option(None, at_least=1)
+    """papa-auto: steps between comparisons of the average with its members; 50."""
     share: float | None = option(None, at_least=0)
     """sparta, wash: the share of weights at a time; 0.005, 0.001."""
     depth: str = option("decreasing", known=DEPTHS)
@@ -356,8 +362,8 @@ class Config:
     recipe: str = "custom"
     """The recipe it came from."""
     method: str = option("papa", known=METHODS)
-    """independent, papa, papa-all, papa-2, pair-75, many-half, many-75, greedy-merge; or, published since the paper,
-    sparta, wash, easgd, lookahead, diloco, noloco, dppf or grawa."""
+    """independent, papa, papa-auto, papa-all, papa-2, pair-75, many-half, many-75, greedy-merge; or, published since
+    the paper, sparta, wash, easgd, lookahead, diloco, noloco, dppf or grawa."""
     members: int = option(5, at_least=1)
     """The size of the population."""
     seed: int = option(1, at_least=0)

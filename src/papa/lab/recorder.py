@@ -54,6 +54,7 @@ class Recorder(Saver):
                 "distance_after": None if after is None else sum(after) / len(after),
                 "bytes": averaging.bytes,
                 "seconds": round(averaging.seconds, 6),
+                **(averaging.decision or {}),
             },
         )
 
@@ -69,6 +70,7 @@ class Recorder(Saver):
                 **_scores("validation", record.validation),
                 **({} if record.test is None else _scores("test", record.test)),
                 "distances": record.distances,
+                "spread": record.spread,
             },
         )
 

@@ -169,8 +169,13 @@ class Event(_Kind, total=False):
     test: Numbers
     test_ensemble: float | None
     test_average_soup: float | None
+    alpha: float | None
     distance_before: float | None
     distance_after: float | None
+    half_life: float
+    member_loss: float | None
+    average_loss: float | None
+    spread: float | None
     bytes: float
     seconds: float
     data: str

@@ -40,6 +40,7 @@ class Elastic(Rule):
     every_steps: int = 10
 
     is_merge: ClassVar[bool] = False
+    has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

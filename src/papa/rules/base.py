@@ -101,6 +101,9 @@ class Rule:
     is_for_any_size: ClassVar[bool] = False
     """Whether `matrix` works for any `context.size`; otherwise the matrix of all members is reduced to active ones."""
 
+    has_strength: ClassVar[bool] = False
+    """Whether the user chose how strongly members are pushed together, and may want advice about it."""
+
     is_signed: ClassVar[bool] = False
     """Whether weights may be negative. The rows of `matrix` sum to 1 in any case."""
 

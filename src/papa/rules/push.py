@@ -62,6 +62,7 @@ class Push(Rule):
     delay: int = 0
 
     is_merge: ClassVar[bool] = False
+    has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

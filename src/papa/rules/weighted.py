@@ -43,6 +43,7 @@ class PushPull(Rule):
     every_steps: int = 4
 
     is_merge: ClassVar[bool] = False
+    has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
     is_signed: ClassVar[bool] = True
 
@@ -87,6 +88,7 @@ class GradientWeightedPush(Rule):
     every_steps: int = 32
 
     is_merge: ClassVar[bool] = False
+    has_strength: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,6 +150,7 @@ class ScoreWeightedPush(Rule):
     every_steps: int = 10
 
     is_merge: ClassVar[bool] = False
+    has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

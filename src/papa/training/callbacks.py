@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ class EpochRecord:
     """The same on the test data, if `Monitoring.test_each_epoch` is set and there is test data."""
     distances: list[float]
     """Each member's distance to the mean."""
+    spread: float = math.nan
+    """The root mean square of these distances, as a share of the mean's norm."""
 
 
 class Callback:

@@ -84,7 +84,7 @@ def train(
         validation: the share of the data held out for validation; or validation data of its own, in any form that
             `data` may have. Not used if `data` is a `papa.data.Data`.
         rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
-            of 0.3% of training.
+            of 0.3% of training; `papa.AdaptivePush()` sets its own, by losses on training batches.
         loss: from outputs and targets to the mean loss of a batch. By default the network's own, if it takes labels
             and returns outputs with a `loss`, as those of transformers; else the cross-entropy. Of outputs with
             `logits`, these are used.

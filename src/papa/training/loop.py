@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from papa.advice import spread_of
 from papa.averager import Averager, MergeHook
 from papa.data import Data, LoaderBatches, Source, Subset, as_data
 from papa.errors import ConfigError, DataError
@@ -30,6 +31,7 @@ from papa.training.callbacks import Callback, EpochRecord, EpochScores
 from papa.training.checks import check_callbacks, check_makers, checked_optimizer
 from papa.training.lr_table import LRTable
 from papa.training.options import Length, Settings
+from papa.training.probe import with_probe
 
 NUM_BAD_LOSSES = 3
 """A member whose loss was not finite for this many steps in a row is unhealthy, whatever its weights."""
@@ -104,7 +106,7 @@ class Training:
         """Set how members are averaged.
 
         Args:
-            rule: when to average, and with which matrix.
+            rule: when to average, and with which matrix. A rule without a `probe` gets the loss on a training batch.
             merge_hooks: hooks that run around each averaging; the first is the outermost.
         """
         if self.settings.engine is not None and getattr(rule, "move_momentum", False):
@@ -114,7 +116,7 @@ class Training:
             )
         self.averager = Averager(
             self.population,
-            rule,
+            with_probe(rule, self),
             self.optimizers,
             num_steps=self.length.num_steps,
             measure=self.settings.averaging.measure,
@@ -338,7 +340,8 @@ class Training:
             losses=self.group.all_gather(losses),
             validation=self._epoch_scores(self.data.validation, soup),
             test=None if test is None else self._epoch_scores(test, soup),
-            distances=self.population.distances().tolist(),
+            distances=(distances := self.population.distances()).tolist(),
+            spread=spread_of(distances[list(self.population.active)], soup),
         )
 
     def _mean_losses(self) -> list[float]:

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TextIO
 
+from papa.advice import ADVICE_FROM, advice_from_scores
 from papa.training.callbacks import Callback, EpochRecord
 from papa.training.loop import Training
 
@@ -43,6 +44,8 @@ class Progress(Callback):
         parts = [f"loss {sum(losses) / max(1, len(losses)):.3g}", f"members {sum(scores) / max(1, len(scores)):.4g}"]
         parts += [f"soup {record.validation.average_soup.score:.4g}", f"distance {max(record.distances):.3g}"]
         self._scores = ", ".join(parts)
+        if advice := advice_on(training, record):
+            self._scores += f" ({advice})"
         self._show(training, is_last=not self.is_live or training.step == training.length.num_steps)
 
     def _show(self, training: Training, *, is_last: bool = False) -> None:
@@ -58,6 +61,22 @@ class Progress(Callback):
         file = sys.stderr if self._file is None else self._file
         file.write(f"{chr(13) if self.is_live else ''}{padded}{chr(10) if is_last else ''}")
         file.flush()
+
+
+def advice_on(training: Training, record: EpochRecord) -> str | None:
+    """Whether to push more strongly or less, by the scores of an epoch; None if it is right, or if nobody chose it.
+
+    The first quarter of training is left out: members that start apart need time to come together.
+    """
+    rule = training.averager.rule
+    if not rule.has_strength or record.step < ADVICE_FROM * training.length.num_steps:
+        return None
+    return advice_from_scores(
+        [one.score for one in record.validation.members],
+        record.validation.average_soup.score,
+        spread=record.spread,
+        higher_is_better=training.task.higher_is_better,
+    )
 
 
 def progress_for(verbose: bool | None) -> list[Callback]:

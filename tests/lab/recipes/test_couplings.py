@@ -13,6 +13,7 @@ from papa.lab.recipes import find
 from papa.lab.recipes.couplings import COUPLINGS
 from papa.lab.recipes.rules import rule_for
 from papa.rules import (
+    AdaptivePush,
     Elastic,
     Gossip,
     GradientWeightedPush,
@@ -28,6 +29,7 @@ from papa.training import Length
 LENGTH = Length(num_steps=1000, steps_per_epoch=100)
 
 PUBLISHED: dict[str, Rule] = {
+    "papa-auto": AdaptivePush(every_steps=5, check_every=50),
     "sparta": SparseAverage(share=0.005, seed=1, every_steps=1),
     "wash": Shuffle(share=0.001, depth="decreasing", seed=1, every_steps=1),
     "easgd": Elastic(moving_rate=0.9, every_steps=10),
@@ -39,6 +41,7 @@ PUBLISHED: dict[str, Rule] = {
 }
 
 CHANGED: dict[str, tuple[dict[str, Any], Rule]] = {
+    "papa-auto": ({"every_steps": 2, "check_every": 20}, AdaptivePush(every_steps=2, check_every=20)),
     "sparta": ({"share": 0.1, "every_steps": 3}, SparseAverage(share=0.1, seed=1, every_steps=3)),
     "wash": (
         {"share": 0.1, "depth": "constant", "move_momentum": True},

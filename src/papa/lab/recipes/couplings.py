@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from papa.lab.config import Config, CouplingConfig
 from papa.rules import (
+    AdaptivePush,
     Elastic,
     Gossip,
     GradientWeightedPush,
@@ -21,6 +22,7 @@ from papa.rules import (
 from papa.rules.sparse import Depth
 
 COUPLINGS: dict[str, Callable[[CouplingConfig, int], Callable[..., Rule]]] = {
+    "papa-auto": lambda options, seed: partial(AdaptivePush, **given(check_every=options.check_every)),
     "sparta": lambda options, seed: partial(SparseAverage, seed=seed, **given(share=options.share)),
     "wash": lambda options, seed: partial(
         Shuffle,

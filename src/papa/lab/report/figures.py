@@ -10,6 +10,7 @@ from typing import Any
 from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.metric import Metric, metric_of
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
+from papa.lab.report.strength import strength_figures
 from papa.lab.report.table import KEYS, Settings, runs_by_setting, scores_of
 
 Event = Mapping[str, Any]
@@ -26,6 +27,7 @@ def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
     metric = metric_of([result])
     return {
         "training": [*_training(epochs, metric), *_around_averagings(averagings)],
+        "strength": strength_figures(epochs, averagings, metric) if result["method"] != "independent" else [],
         "merges": _merges(merges, metric),
         "greedy": _greedy(result, metric),
         "similarity": _similarity(result),

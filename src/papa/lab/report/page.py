@@ -12,7 +12,7 @@ from papa._version import __version__
 from papa.lab.config import METHODS, flat
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
-from papa.lab.report.metric import is_soup_far_worse, metric_of
+from papa.lab.report.metric import advice_on_epoch, is_soup_far_worse, metric_of
 from papa.lab.report.plot import AnyPlot, evenly_spaced
 from papa.lab.report.table import (
     COLUMNS,
@@ -210,7 +210,16 @@ def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
             "The average soup is far worse than its members, which are too far apart to be averaged: push more "
             "strongly, or merge more often."
         )
+    elif advice := _advice(result, events):
+        found.append(advice)
     return list(dict.fromkeys(found))[:MAX_WARNINGS]
+
+
+def _advice(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the last epoch with scores says about the strength of the push."""
+    epochs = [event for event in events if event["event"] == "epoch"]
+    advice = advice_on_epoch(result, epochs[-1]) if epochs else None
+    return f"At the end, {advice}." if advice else None
 
 
 def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:

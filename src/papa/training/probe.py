@@ -1,0 +1,56 @@
+"""What a rule that compares networks measures them by, while `papa.train` trains: the loss on a training batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from papa.data import LoaderBatches, Source, Subset
+from papa.evaluation import evaluating
+from papa.inputs import logits_of
+from papa.rules import Rule
+from papa.streams import stream
+
+if TYPE_CHECKING:
+    from papa.training.loop import Training
+
+
+class TrainingLoss:
+    """A network's loss on a batch of training data without augmentation, in evaluation mode.
+
+    The batch is a function of the seed and the step: the same for all networks of a step, in every process and after a
+    resume. A loader with a sampler of its own gives the same batch at every step.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._batch: tuple[int, list[Any]] = -1, []
+
+    def __call__(self, network: nn.Module) -> float:
+        """The loss at the current step."""
+        step, training = self._training.step, self._training
+        if self._batch[0] != step:
+            self._batch = step, list(training.batches.evaluation(self._source(step)))
+        with training._autocast(), evaluating(network), torch.no_grad():
+            task = training.task
+            losses = [task.loss(logits_of(task.apply(network, inputs)), targets) for inputs, targets in self._batch[1]]
+            return fmean(map(float, losses))
+
+    def _source(self, step: int) -> Source:
+        train = self._training.data.train
+        if isinstance(train, LoaderBatches):
+            return LoaderBatches(train.loader, 1)
+        generator, size = stream(self._training.seed, "check", position=step), self._training.settings.batch_size
+        return Subset(train, torch.randint(len(train), (size,), generator=generator, device="cpu"))
+
+
+def with_probe(rule: Rule, training: Training) -> Rule:
+    """The rule, with the training loss as its probe if it has none yet."""
+    if getattr(rule, "probe", rule) is not None:
+        return rule
+    chosen: dict[str, Any] = {"probe": TrainingLoss(training)}
+    return replace(rule, **chosen)

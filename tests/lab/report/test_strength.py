@@ -1,0 +1,95 @@
+"""The plots about the strength of averaging, and the advice in reports, status lines and progress."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import papa
+from helpers import small_data, small_net
+from papa.advice import TOO_CLOSE, TOO_FAR
+from papa.cli.progress import RunStatus, status_line
+from papa.lab.report.metric import ACCURACY, TOKEN_LOSS, advice_on_epoch
+from papa.lab.report.page import run_page
+from papa.lab.report.plot import LinePlot
+from papa.lab.report.strength import strength_figures
+from papa.training.progress import Progress
+from report_samples import make_epoch, make_result
+
+
+def push(step: int, alpha: float | None, **more: Any) -> dict[str, Any]:
+    return {"event": "average", "step": step, "alpha": alpha, **more}
+
+
+def lines_of(epochs: list[dict[str, Any]], averagings: list[dict[str, Any]], metric: Any = ACCURACY) -> dict[str, Any]:
+    plots = [plot for plot in strength_figures(epochs, averagings, metric) if isinstance(plot, LinePlot)]
+    return {plot.name: [list(line.points) for line in plot.lines] for plot in plots}
+
+
+def test_half_lives_follow_from_what_members_kept() -> None:
+    checks = [push(15, 0.25, member_loss=1.0, average_loss=0.5), push(20, 1.0), push(25, None)]
+    found = lines_of([make_epoch(1)], [push(5, 0.5), push(10, 0.5), *checks])
+    assert found["half-life"] == [[(10, pytest.approx(5.0)), (15, pytest.approx(2.5))]]
+    assert found["checks"] == [[(15, 1.0)], [(15, 0.5)]]
+    assert found["spread"] == [[(1, 25.0)]]
+
+
+def test_half_lives_that_grow_out_of_scale_are_left_out() -> None:
+    alphas = [0.5, 0.5, 0.5, 0.6, 0.999]
+    (found,) = lines_of([], [push(5 * number, alpha) for number, alpha in enumerate(alphas)])["half-life"]
+    assert [step for step, _ in found] == [5, 10, 15]
+
+
+def test_the_gain_is_positive_where_the_average_is_better() -> None:
+    epoch = make_epoch(1) | {"validation": [2.0, 3.0], "validation_average_soup": 2.25}
+    assert lines_of([epoch], [])["gain"] == [[(1, -0.25)]]
+    assert lines_of([epoch], [], TOKEN_LOSS)["gain"] == [[(1, 0.25)]]
+    assert "half-life" not in lines_of([epoch], [push(100, None)])
+
+
+def test_the_report_advises_who_chose_the_strength() -> None:
+    far = make_epoch(2) | {"validation_average_soup": 51.5}
+    words = f"At the end, {TOO_FAR}."
+    assert words in run_page(make_result("papa"), [make_epoch(1), far])
+    assert words not in run_page(make_result("papa"), [far, make_epoch(2)])
+    assert words not in run_page(make_result("papa-auto"), [make_epoch(1), far])
+    close = make_epoch(2) | {"spread": 0.0001}
+    assert TOO_CLOSE in run_page(make_result("papa"), [make_epoch(1), close])
+    assert "Strength of averaging" in run_page(make_result("papa"), [close])
+
+
+def test_the_first_quarter_of_training_and_unknown_scores_lead_to_no_advice() -> None:
+    result = {"method": "papa", "config": {"train": {"epochs": 8}}}
+    epoch = {"epoch": 2, "validation": [90.0, None, 91.0], "validation_average_soup": 50.0}
+    assert advice_on_epoch(result, epoch) == TOO_FAR
+    assert advice_on_epoch(result, {**epoch, "epoch": 1}) is None
+    assert advice_on_epoch(result, {**epoch, "validation_average_soup": None}) is None
+    assert advice_on_epoch({**result, "method": "papa-all"}, epoch) is None
+
+
+def test_a_status_line_ends_with_the_advice() -> None:
+    assert status_line(RunStatus("run", epoch=1, advice=TOO_FAR)) == f"run: epoch 1, {TOO_FAR}"
+
+
+@pytest.mark.parametrize(
+    ("rule", "advice"),
+    [
+        (papa.Push(alpha=0.0, every_steps=1, scale_by_lr=False), TOO_CLOSE),
+        (papa.MergeAll(every_steps=1), None),
+        (papa.AdaptivePush(), None),
+    ],
+)
+def test_the_progress_of_a_training_advises(rule: papa.Rule, advice: str | None) -> None:
+    file = io.StringIO()
+    progress = Progress(is_live=False, file=file)
+    outcome = papa.train(
+        small_net, small_data(), num_members=2, num_epochs=2, batch_size=16, rule=rule, callbacks=[progress]
+    )
+    last = file.getvalue().splitlines()[-1]
+    assert (f"({advice})" in last) == (advice is not None)
+    assert math.isfinite(outcome.validation.mean)
+    assert torch.isfinite(outcome.population.matrix).all()

@@ -29,6 +29,6 @@ for _ in range(25):
             optimizer.zero_grad()
             fabric.backward(F.cross_entropy(net(inputs), targets))
             optimizer.step()
-fabric.save("fabric.ckpt", {"nets": torch.nn.ModuleList(nets), "papa": joined})
+fabric.save("fabric.ckpt", {"nets": joined.population, "papa": joined})
 evaluation = papa.evaluate(joined.soup(), [dataset.tensors])
 print(f"one network of {joined.population.size}: {evaluation.score:.1f}% of the training data")

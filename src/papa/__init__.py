@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from papa._version import __version__
-from papa.averager import Averager, Averaging
+from papa.averager import Averager
+from papa.averaging import Averaging
 from papa.ensemble import Ensemble
 from papa.errors import PapaError, PapaWarning
 from papa.evaluation import Evaluation, evaluate

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from papa.averager import Averaging
+from papa.averaging import Averaging
 from papa.lab.report.tensorboard import EventFiles
 from papa.training import Callback, EpochRecord, Training
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from papa.averager import Averaging
+from papa.averaging import Averaging
 from papa.evaluation import Evaluation
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import nn
 
 import papa
 from helpers import make_training
-from papa.averager import Averaging
+from papa.averaging import Averaging
 from papa.evaluation import Evaluation, accuracy
 from papa.lab.report.tensorboard import EventFiles
 from papa.schedules import cosine

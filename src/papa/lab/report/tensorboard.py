@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from papa.averager import Averaging
+from papa.averaging import Averaging
 from papa.errors import RunError
 from papa.training import Callback, EpochRecord, Training
 

@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 
 from helpers import assert_same_bits, make_networks, snapshot
 from papa import mixing
-from papa.averager import Averager, Averaging
+from papa.averager import Averager
+from papa.averaging_report import Averaging
 from papa.errors import MixingError, PapaWarning
 from papa.population import Population
 from papa.rules import AveragingContext, Independent, MergeAll, MergePairs, Mix, Push, Rule

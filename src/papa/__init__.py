@@ -15,7 +15,8 @@ from papa.lazy import lazy_names
 if TYPE_CHECKING:
     from papa.advice import Diagnosis, diagnose, loss_probe
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
-    from papa.averager import Averager, Averaging
+    from papa.averager import Averager
+    from papa.averaging_report import Averaging
     from papa.chosen_soups import learned_soup, model_stock
     from papa.data_loaders import loaders
     from papa.distillation import distill
@@ -58,7 +59,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "advice": ("Diagnosis", "diagnose", "loss_probe"),
         "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
-        "averager": ("Averager", "Averaging"),
+        "averager": ("Averager",),
+        "averaging_report": ("Averaging",),
         "chosen_soups": ("learned_soup", "model_stock"),
         "data_loaders": ("loaders",),
         "distillation": ("distill",),

@@ -7,61 +7,31 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeAlias
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from papa import mixing
-from papa.delayed import DelayedPush, dtype_name
+from papa.averager_state import AveragerState
+from papa.averaging_report import Averaging, MergeHook
+from papa.delayed import DelayedPush
 from papa.diagnostics import Diagnostics
 from papa.errors import MixingError, PapaWarning
 from papa.extra_rows import DelayedStep, ExtraRows
 from papa.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
 from papa.learning_rates import LearningRates, check_optimizers, clamped
 from papa.masks import Mask
+from papa.measuring import Measured, measure
 from papa.observation import observed
 from papa.optimizer_state import permute_state_
 from papa.population import Population
 from papa.rules import AveragingContext, Rule
 
-MergeHook: TypeAlias = Callable[[Population, Tensor, AveragingContext], AbstractContextManager[None]]
-"""Code to run right before and right after members are mixed: a function that returns a context manager.
 
-It is given the population, the mixing matrix and the context of the averaging."""
-
-PendingState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
-"""The unfinished averaging of one member: named tensors, and numbers."""
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """What one averaging did, for logs."""
-
-    step: int
-    """The optimizer step after which it happened, counted across epochs."""
-    rule: str
-    """The rule's name."""
-    alpha: float | None
-    """For a push toward the mean, the share of itself each member kept; None for other rules."""
-    distances_before: tuple[float, ...] | None
-    """Each member's distance to the mean before; None if not measured."""
-    distances_after: tuple[float, ...] | None
-    """Each member's distance to the mean after; None if not measured."""
-    nonfinite: tuple[NonFiniteMember, ...] = ()
-    """Members that were found non-finite right before, and what was done."""
-    bytes: int = field(default=0, compare=False)
-    """The number of bytes this process sent to others."""
-    seconds: float = field(default=0.0, compare=False)
-    """How long training waited for it in this process."""
-    decision: Mapping[str, Any] | None = None
-    """What a rule that decides by what it sees remembers from now on, such as its new strength; None if unchanged."""
-
-
-class Averager:
+class Averager(AveragerState):
     """Applies a rule to a population when it is due.
 
     Call `step()` once after all members took an optimizer step and after the learning rate was updated (Algorithm 1 of
@@ -91,6 +61,8 @@ class Averager:
             from the mean of the healthy members with fresh optimizer state, `drop` it, or `stop` with an error; None
             to skip the check. Without averaging there is no mean to restart from: then `restart` drops.
         unhealthy_reason: an additional check of a local member, by index; returns what is wrong with it, or None.
+        watched: a function that returns a number for each local member, such as its loss. It is read together with
+            what the averager measures, and `unhealthy_reason` is called only if it is not finite.
         watch_batches: warn if all members see the same first batches, by hooks on their forward passes.
     """
 
@@ -105,6 +77,7 @@ class Averager:
         merge_hooks: MergeHook | Sequence[MergeHook] = (),
         on_nonfinite: OnNonFinite | None = "restart",
         unhealthy_reason: Callable[[int], str | None] | None = None,
+        watched: Callable[[], Tensor] | None = None,
         watch_batches: bool = True,
     ) -> None:
         _check_kinds(population, rule)
@@ -144,7 +117,11 @@ class Averager:
         self.health: HealthCheck | None = None
         if on_nonfinite is not None:
             self.health = HealthCheck(
-                population, self._rates.optimizers, policy=on_nonfinite, unhealthy_reason=unhealthy_reason
+                population,
+                self._rates.optimizers,
+                policy=on_nonfinite,
+                unhealthy_reason=unhealthy_reason,
+                watched=watched,
             )
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
         facts = {"num_steps": str(num_steps), "measure": str(measure), "on_nonfinite": str(on_nonfinite)}
@@ -202,18 +179,25 @@ class Averager:
     def _average(self, context: AveragingContext, start: float) -> Averaging:
         bytes_before = self.population.group.bytes_sent
         mask = self._mask(context)
-        measure = self.measure and mask is None
-        distances = self.population.distances() if measure else None
+        self.population.refresh_()
         chosen = self._read_chosen(mask)
-        found = self.found_nonfinite = self._check(context, distances, chosen)
+        has_distances = self.measure and mask is None
+        before = None
+        measured: Measured | None = None
+        if has_distances or (self.health is not None and chosen is None):
+            watched = None if self.health is None else self.health.watched()
+            measured = measure(
+                self.population, distances=has_distances, health=self.health is not None, watched=watched
+            )
+            before = measured.distances
+        found = self.found_nonfinite = self._check(context, measured, chosen)
         if found or self.population.dropped or self.merge_hooks:
             chosen = None  # these columns have changed, or may change
-        if distances is not None and (found or self.population.dropped):
-            distances = self.population.distances()
-        self._diagnostics.before_averaging(distances)
-        before = None if distances is None else tuple(distances.tolist())
+        if has_distances and (found or self.population.dropped):
+            before = measure(self.population, health=False).distances
+        self._diagnostics.before_averaging(before)
         known = self.rule_state
-        context = self._look(context, distances)
+        context = self._look(context, before)
         keep = self.rule.keep(context)
         matrix = self._matrix(context)
         with contextlib.ExitStack() as stack:
@@ -222,11 +206,13 @@ class Averager:
             # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
             # hooks and the scoring of merges that select members may have taken longer in some of them.
             is_synchronised = not self.merge_hooks and not self.rule.is_merge
-            self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised)
+            is_refreshed = not self.merge_hooks and not self.rule.looks_at(context)
+            self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised, refreshed=is_refreshed)
         self._diagnostics.after_averaging()
         self.num_averagings += 1
+        after: Tensor | tuple[float, ...] | None
         if before is None or keep is None or self.merge_hooks or self._is_rounded:
-            after = tuple(self.population.distances().tolist()) if measure else None
+            after = self.population._distances() if has_distances else None
         else:
             after = tuple(keep * distance for distance in before)  # a push contracts by exactly this factor
         num_bytes = self.population.group.bytes_sent - bytes_before
@@ -262,9 +248,11 @@ class Averager:
         chosen: Mapping[torch.dtype, Tensor] | None,
         *,
         synchronised: bool,
+        refreshed: bool,
     ) -> None:
         if mask is None and not self.rule.extra_rows:
-            self.population.mix_(matrix, synchronised=synchronised, signed=self.rule.is_signed)
+            mix_ = self.population._mix_refreshed_ if refreshed else self.population.mix_
+            mix_(matrix, synchronised=synchronised, signed=self.rule.is_signed)
             return
         self._rows.update_(matrix, mask, self.rule.own_matrix(context), synchronised=synchronised, chosen=chosen)
         if mask is not None and mask.sources is not None and getattr(self.rule, "move_momentum", False):
@@ -274,7 +262,6 @@ class Averager:
         """The columns of a mask that is given by indices, which are few and hold no buffers; else None."""
         if mask is None or not all(isinstance(columns, Tensor) for columns in mask.columns.values()):
             return None
-        self.population.refresh_()
         return self.population._chosen(mask.columns)
 
     def _mask(self, context: AveragingContext) -> Mask | None:
@@ -283,9 +270,9 @@ class Averager:
             return self.rule.mask(context, population._layout)
         return self.rule.mask_among(context, population._layout, active)
 
-    def check_health(self, distances: Tensor | None = None) -> tuple[NonFiniteMember, ...]:
+    def check_health(self) -> tuple[NonFiniteMember, ...]:
         """Check for non-finite members now and apply the policy; `step` does so before each averaging."""
-        return () if self.health is None else self._restarted(self.health.check_(self.num_steps_taken, distances))
+        return () if self.health is None else self._restarted(self.health.check_(self.num_steps_taken))
 
     def _restarted(self, found: tuple[NonFiniteMember, ...]) -> tuple[NonFiniteMember, ...]:
         """Restart the rule's rows of members that were found non-finite."""
@@ -296,7 +283,7 @@ class Averager:
     def _check(
         self,
         context: AveragingContext,
-        distances: Tensor | None = None,
+        measured: Measured | None = None,
         chosen: Mapping[torch.dtype, Tensor] | None = None,
     ) -> tuple[NonFiniteMember, ...]:
         """`check_health`; and raise unless all processes are at the same learning rate.
@@ -304,14 +291,14 @@ class Averager:
         Without a health check, a delayed push must not wait for other processes, so it skips this too.
         """
         if self.health is not None:
-            found = self.health.check_(self.num_steps_taken, distances, context.lr_ratio, chosen)
+            found = self.health.check_(self.num_steps_taken, measured, lr_ratio=context.lr_ratio, chosen=chosen)
             return self._restarted(found)
         if not self.rule.num_delay_steps:
             self.population.refresh_()  # before others may read these rows from shared memory
             check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
         return ()
 
-    def _look(self, context: AveragingContext, distances: Tensor | None = None) -> AveragingContext:
+    def _look(self, context: AveragingContext, distances: tuple[float, ...] | None = None) -> AveragingContext:
         """The context with what the rule looks at, and with its new state."""
         context = observed(self.population, self.rule, context, distances)
         self.rule_state = self.rule.next_state(context)
@@ -364,108 +351,6 @@ class Averager:
         found, self._nonfinite_at_start = self._nonfinite_at_start, ()
         rule = type(self.rule).__name__
         return Averaging(self.num_steps_taken, rule, push.keep, before, None, found, num_bytes, seconds)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved to continue exactly."""
-        state: dict[str, Any] = {
-            "num_steps_taken": self.num_steps_taken,
-            "num_averagings": self.num_averagings,
-            "highest_lrs": list(self._rates.highest),
-        }
-        if self.rule_state:
-            state["rule"] = dict(self.rule_state)
-        pending = self.pending_states()
-        if any(map(any, pending)):
-            state["pending"] = pending
-        if self._nonfinite_at_start:
-            state["nonfinite_at_start"] = [asdict(found) for found in self._nonfinite_at_start]
-        if self.population.dropped:
-            state["dropped"] = sorted(self.population.dropped)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        missing = {"num_steps_taken", "num_averagings", "highest_lrs"} - set(state)
-        if missing:
-            raise MixingError(f"the state has no {', '.join(sorted(missing))}: it is not the state of an averager")
-        dropped = frozenset(state.get("dropped", ()))
-        if not dropped <= set(range(self.population.size)):
-            raise MixingError(
-                f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
-            )
-        rule_state = self.checked_rule_state(state.get("rule"))
-        self._rates.load_highest(state["highest_lrs"])
-        self.rule_state = rule_state
-        self.num_steps_taken = int(state["num_steps_taken"])
-        self.num_averagings = int(state["num_averagings"])
-        self._nonfinite_at_start = tuple(NonFiniteMember(**found) for found in state.get("nonfinite_at_start", ()))
-        self.population.dropped = dropped
-        self.load_pending_states(state.get("pending", [({}, {})] * len(self.population)))
-
-    def checked_rule_state(self, state: Any) -> Mapping[str, Any]:
-        """A saved state of the rule, or a `MixingError`; the initial state for None."""
-        initial = self.rule.initial_state(self.population.size)
-        if state is None:
-            return initial
-        if not isinstance(state, Mapping) or state.keys() != initial.keys():
-            expected = ", ".join(initial) or "nothing"
-            raise MixingError(f"the state of {type(self.rule).__name__} is {state!r}, expected {expected}")
-        return dict(state)
-
-    def pending_states(self) -> list[PendingState]:
-        """For each local member, what an unfinished averaging needs to continue; empty between averagings.
-
-        Waits for the mean of a delayed push, but does not apply it early.
-        """
-        if self._pending is not None:
-            self._pending.settle(self.population)  # until then the last means may still change
-        means = {
-            f"mean.{dtype_name(dtype)}": mean.clone() for dtype, mean in self.population.group.last_means().items()
-        }
-        states: list[PendingState] = []
-        for index in range(len(self.population)):
-            tensors, numbers = {**means, **self._rows.tensors_of(index)}, {}
-            if self._pending is not None:
-                rows, push = self._pending.member_state(self.population, index)
-                tensors.update({f"push.{name}": row for name, row in rows.items()})
-                numbers = dict(push)
-            states.append((tensors, numbers))
-        return states
-
-    def pending_templates(self) -> dict[str, Tensor]:
-        """Tensors of the shapes and dtypes that `pending_states` may contain for a member."""
-        rows = {dtype_name(dtype): matrix[0] for dtype, matrix in self.population.matrices.items()}
-        wide = {name: row if row.element_size() >= 4 else row.float() for name, row in rows.items()}
-        extra = {f"row.{one.name}.{name}": row for one in self.rule.extra_rows for name, row in rows.items()}
-        pushes = {f"push.{name}": row for name, row in rows.items()}
-        return pushes | {f"mean.{n}": row for n, row in wide.items()} | extra
-
-    def row_names(self, member: int) -> list[str]:
-        """The names of the rule's own rows in the state of a member."""
-        return self._rows.names_of(member)
-
-    def load_pending_states(self, states: Sequence[PendingState]) -> None:
-        """Continue from `pending_states`, for the members that are local now."""
-        tensors, numbers = states[0]
-        matrices = {dtype_name(dtype): rows for dtype, rows in self.population.matrices.items()}
-        self.population.group.set_last_means(
-            {
-                rows.dtype: tensors[f"mean.{name}"].to(rows.device)
-                for name, rows in matrices.items()
-                if f"mean.{name}" in tensors
-            }
-        )
-        pushes = [
-            ({name.removeprefix("push."): row for name, row in rows.items() if name.startswith("push.")}, push)
-            for rows, push in states
-        ]
-        self._rows.load_([tensors for tensors, _ in states])
-        if "started" in numbers:
-            started = int(numbers["started"])
-            mask = self._mask(AveragingContext(step=started, size=self.population.size, lr_ratio=1.0))
-            self._pending = self._delayed_step(None, started, int(numbers["due"]), mask)
-        else:
-            self._pending = DelayedPush.from_member_states(pushes, self.population) if numbers else None
 
 
 def _check_kinds(population: object, rule: object) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from papa.errors import MemberError
-from papa.layout import Layout, alias, is_sharded, local_part, tensors_of
+from papa.layout import Layout, alias, can_reshard, is_sharded, local_part, tensors_of
 
 
 class _Attribute(NamedTuple):
@@ -52,12 +52,35 @@ class BoundMember:
         self._children = [
             (parent._modules, key, child) for parent in self._all_modules for key, child in parent._modules.items()
         ]
+        self._registries = [registry for m in self._all_modules for registry in (m._parameters, m._modules)]
         self._num_parts = self._count_parts()
+        self._sharded_modules = [module for module in self._all_modules if can_reshard(module)]
+        self.whole_tensors = [tensor for tensor in self.tensors if not is_sharded(tensor)]
+        """The tensors that are not shards."""
         for number in range(len(self._in_row)):
             self._move_into_row(number)
+        self._watched = [
+            (one.registry, one.key, self.tensors[one.number], self._pointers[one.number], self._strides[one.number])
+            for one in self._attributes
+        ]
+        """What `is_in_place` compares, in one list, since it is called at every averaging."""
 
     def _count_parts(self) -> int:
-        return sum(len(module._parameters) + len(module._modules) for module in self._all_modules)
+        return sum(map(len, self._registries))
+
+    def reshard_(self) -> None:
+        """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
+        for module in self._sharded_modules:
+            module.reshard()  # type: ignore[operator]
+
+    def is_in_place(self) -> bool:
+        """Whether the module has the tensors that were bound, in its row; then there is nothing to refresh."""
+        if self._shards or self._count_parts() != self._num_parts:
+            return False
+        for registry, key, tensor, pointer, strides in self._watched:
+            if registry.get(key) is not tensor or tensor.data_ptr() != pointer or tensor.stride() != strides:
+                return False
+        return all(registry.get(key) is child for registry, key, child in self._children)
 
     def new_strides(self) -> dict[int, tuple[int, ...]]:
         """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""

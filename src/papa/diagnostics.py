@@ -32,7 +32,7 @@ SAMPLE_COLUMNS = 2**16
 """The number of columns of a member that are compared before and after averaging."""
 APART = 0.3
 """Members farther from the mean than this share of its norm did not start from the same weights."""
-EQUAL = 1e-7
+EQUAL = 1e-6
 """Members this close to the mean, as a share of a member's norm, are equal up to the rounding of the mean."""
 UNDONE = 0.5
 """A step undid a push if the weights are back within this share of it."""
@@ -63,7 +63,8 @@ class Diagnostics:
         self.population, self.rule, self.optimizers, self.num_steps = population, rule, optimizers, num_steps
         self._is_watching = rule.averages and population.size > 1
         self._warned: set[str] = set()
-        self._counts = count_steps(self, optimizers)
+        self.counts = count_steps(self, optimizers)
+        """The steps that each optimizer took."""
         self._num_steps = self._num_averagings = self._num_equal = self._num_undone = 0
         self._batches = FirstBatches(population) if watch_batches and self._is_watching else None
         self._schedule = FindSchedule(population) if rule.uses_lr and not optimizers else None
@@ -125,7 +126,7 @@ class Diagnostics:
             )
 
     def _compare_steps(self) -> None:
-        taken = max(self._counts, default=0)
+        taken = max(self.counts, default=0)
         if 0 < taken < (1.0 - MAX_SHARE_SKIPPED) * self._num_steps:
             self._warn(
                 "steps",
@@ -134,14 +135,14 @@ class Diagnostics:
                 "whose gradients are accumulated",
             )
 
-    def before_averaging(self, distances: Tensor | None) -> None:
+    def before_averaging(self, distances: Sequence[float] | None) -> None:
         """Called before members are mixed, in all processes."""
         self._num_averagings += 1
         if not self._is_watching:
             return
         self._before = self._sample() if self._num_averagings <= NUM_AVERAGINGS_CHECKED else None
-        if distances is not None and self._before is not None and any(self._counts):
-            self._check_if_equal(float(distances.max()), float(torch.linalg.vector_norm(self._before)))
+        if distances is not None and self._before is not None and any(self.counts):
+            self._check_if_equal(max(distances), float(torch.linalg.vector_norm(self._before)))
         if self._batches is not None and self._num_steps >= NUM_BATCHES_COMPARED:
             if self._batches.are_equal():
                 self._warn(

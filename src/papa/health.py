@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from papa import mixing
 from papa.errors import MemberError, MixingError, PapaWarning, did_you_mean
 from papa.layout import named_tensors
+from papa.measuring import Measured, measure, measure_chosen
 from papa.population import Population
 
 OnNonFinite: TypeAlias = Literal["restart", "drop", "stop"]
@@ -53,6 +54,9 @@ class HealthCheck:
         policy: what to do with a non-finite member.
         unhealthy_reason: an additional check of a local member, by index, such as of its loss; returns what is wrong,
             or None.
+        watched: a function that returns a number for each local member, on their device. `unhealthy_reason` is then
+            called only for members whose number is not finite, so that a check of healthy members reads from an
+            accelerator once.
     """
 
     def __init__(
@@ -62,17 +66,19 @@ class HealthCheck:
         *,
         policy: OnNonFinite = "restart",
         unhealthy_reason: Callable[[int], str | None] | None = None,
+        watched: Callable[[], Tensor] | None = None,
     ) -> None:
         known = get_args(OnNonFinite)
         if policy not in known:
             raise MemberError(f"on_nonfinite is {policy!r}: {did_you_mean(str(policy), known)}")
         self.population, self.optimizers, self.policy = population, optimizers, policy
-        self.unhealthy_reason = unhealthy_reason
+        self.unhealthy_reason, self._watched = unhealthy_reason, watched
 
     def check_(
         self,
         step: int,
-        distances: Tensor | None = None,
+        measured: Measured | None = None,
+        *,
         lr_ratio: float = 1.0,
         chosen: Mapping[torch.dtype, Tensor] | None = None,
     ) -> tuple[NonFiniteMember, ...]:
@@ -80,16 +86,17 @@ class HealthCheck:
 
         Args:
             step: for the record.
-            distances: the members' distances to the mean, if known. One non-finite weight makes all of them
-                non-finite, so if they are finite no parameter needs to be read again.
+            measured: what was measured of the refreshed members, if it was.
             lr_ratio: must be the same in all processes, which is checked in the same exchange.
             chosen: check only these columns of the local rows, if no others are about to be averaged.
         """
         population = self.population
-        if chosen is None:
+        if chosen is not None:
+            measured = measure_chosen(list(chosen.values()), watched=self.watched())
+        elif measured is None:
             population.refresh_()
-        are_finite = distances is not None and bool(torch.isfinite(distances).all())
-        local = [self._reason(index, are_finite, chosen) for index in range(len(population))]
+            measured = measure(population, distances=False, watched=self.watched())
+        local = [self._reason(index, measured, chosen) for index in range(len(population))]
         any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
         if not any_found and not population.dropped:
@@ -102,14 +109,18 @@ class HealthCheck:
         action = ACTIONS.get(self.policy, "")
         return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
 
-    def _reason(
-        self, index: int, are_parameters_finite: bool, chosen: Mapping[torch.dtype, Tensor] | None
-    ) -> str | None:
+    def watched(self) -> Tensor | None:
+        """The numbers that decide which local members need `unhealthy_reason`; None for all."""
+        return None if self._watched is None else self._watched()
+
+    def _reason(self, index: int, measured: Measured, chosen: Mapping[torch.dtype, Tensor] | None) -> str | None:
         if self.population.members[index] in self.population.dropped:
             return None
-        if not self.population._is_finite(index, only_buffers=are_parameters_finite, chosen=chosen):
+        if not measured.are_finite[index] and not self.population._is_finite(index, chosen=chosen):
             return WEIGHTS_NOT_FINITE
-        return None if self.unhealthy_reason is None else self.unhealthy_reason(index)
+        if self.unhealthy_reason is None or (measured.watched and math.isfinite(measured.watched[index])):
+            return None
+        return self.unhealthy_reason(index)
 
     def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
         """A member is non-finite if any of its shards is."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from papa.averager import Averager, Averaging, MergeHook
+from papa.averager import Averager
+from papa.averaging_report import Averaging, MergeHook
 from papa.errors import MixingError, PapaWarning
 from papa.group import WEIGHTS, group_of_environment
 from papa.health import OnNonFinite

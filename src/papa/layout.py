@@ -95,10 +95,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def reshard_(model: nn.Module) -> None:
     """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
-    for module in model.modules():
-        reshard = getattr(module, "reshard", None)
-        if callable(reshard) and hasattr(module, "unshard"):
-            reshard()
+    for module in filter(can_reshard, model.modules()):
+        module.reshard()  # type: ignore[operator]
+
+
+def can_reshard(module: nn.Module) -> bool:
+    """Whether a module is managed by `fully_shard`."""
+    return callable(getattr(module, "reshard", None)) and hasattr(module, "unshard")
 
 
 def is_averageable(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from papa.errors import MixingError, did_you_mean
 from papa.group import gather_or_raise
@@ -21,7 +21,7 @@ from papa.rules import AveragingContext, Look, Probe, Rule
 
 
 def observed(
-    population: Population, rule: Rule, context: AveragingContext, distances: Tensor | None = None
+    population: Population, rule: Rule, context: AveragingContext, distances: tuple[float, ...] | None = None
 ) -> AveragingContext:
     """The context with what the rule looks at. All processes must call it.
 
@@ -36,8 +36,8 @@ def observed(
         return context
     probe = _checked_probe(rule, looks)
     if "distances" in looks:
-        distances = population.distances() if distances is None else distances
-        context = replace(context, distances=tuple(distances.tolist()))
+        distances = tuple(population.distances().tolist()) if distances is None else distances
+        context = replace(context, distances=distances)
     if "gradient_norms" in looks:
         context = replace(context, gradient_norms=_of_members(population, lambda i: gradient_norm(population[i], i)))
     if "members" in looks:

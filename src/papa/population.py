@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from papa import layout
-from papa.binding import BoundMember
 from papa.errors import MemberError, MixingError
-from papa.group import Columns, Group, LocalGroup, as_group, check_wrappers, chosen_columns
+from papa.group import LocalGroup, as_group, check_wrappers
+from papa.member_rows import MemberRows
 from papa.mixing import check_row, check_rows, soup_row
-from papa.product import is_finite
 from papa.streams import global_stream
 
 
-class Population:
+class Population(MemberRows):
     """Networks of one architecture, whose weights are the rows of one matrix.
 
     Row `j` holds every floating-point parameter and averaged buffer of member `j`; the member's tensors share its
@@ -57,22 +56,21 @@ class Population:
             )
         if not isinstance(models, Iterable):
             raise MemberError(f"a population is made of modules, got a {type(models).__name__}: pass a list of modules")
-        self._models = list(models)
-        self._average = dict(average or {})
+        members = list(models)
         self.dropped: frozenset[int] = frozenset()
         """Members that take no further part in means, soups and ensembles."""
-        self.group: Group = as_group(group)
         self._before_soup: Callable[[], Callable[[], None] | None] = lambda: None
         """Refers to the check that an averager of these members makes before a soup, while there is one."""
-        if not self._models:
+        if not members:
             raise MemberError("a population needs at least one member, got none: pass a list of modules")
-        for member, model in enumerate(self._models):
+        for member, model in enumerate(members):
             if not isinstance(model, nn.Module):
                 raise MemberError(f"member {member} is a {type(model).__name__}, expected a torch.nn.Module")
-            if any(model is other for other in self._models[:member]):
+            if any(model is other for other in members[:member]):
                 raise MemberError(f"member {member} is the same object as an earlier one: make a module for each")
-        check_wrappers(self._models, self.group)
-        self._bind()
+        processes = as_group(group)
+        check_wrappers(members, processes)
+        super().__init__(members, processes, average or {})
 
     @classmethod
     def build(
@@ -107,33 +105,6 @@ class Population:
                 models.append(make_model())
         return cls(models, group, average=average)
 
-    def _bind(self) -> None:
-        for model in self._models:
-            layout.reshard_(model)
-        self._layout = layout.plan(self._models, self._average)
-        cure = "all members of a population must share one architecture"
-        self.group.check_same({slot.name: layout.describe(slot) for slot in self._layout.slots}, cure=cure)
-        # With the same tensors in another order, columns would not correspond.
-        self.group.check_same({f"tensor {n}": slot.name for n, slot in enumerate(self._layout.slots)}, cure=cure)
-        self.matrices: dict[torch.dtype, Tensor] = {
-            dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
-            for dtype, columns in self._layout.num_columns.items()
-        }
-        self._first_row = first = self.group.first_row(len(self), self._layout.device)
-        self._bound = [
-            BoundMember(
-                model,
-                self._layout,
-                {dtype: rows[first + index] for dtype, rows in self.matrices.items()},
-                self.members[index],
-            )
-            for index, model in enumerate(self._models)
-        ]
-
-    def __len__(self) -> int:
-        """The number of local members."""
-        return len(self._models)
-
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._models)
 
@@ -166,34 +137,14 @@ class Population:
         return _rebuild, (self._models, self._average, self.dropped)
 
     @property
-    def size(self) -> int:
-        """The number of members of the whole population, on all processes."""
-        return self.group.size(len(self))
-
-    @property
-    def members(self) -> range:
-        """The indices of the local members within the whole population."""
-        return self.group.members(len(self))
-
-    @property
     def active(self) -> tuple[int, ...]:
         """The indices of all members, on all processes, that were not dropped."""
         return tuple(member for member in range(self.size) if member not in self.dropped)
 
     @property
-    def matrix(self) -> Tensor:
-        """The local rows in the dtype of most weights; `matrices` has all dtypes."""
-        return self.matrices[self._layout.main_dtype]
-
-    @property
     def averaged(self) -> tuple[str, ...]:
         """The names of the tensors that are averaged; tied tensors are named once."""
         return tuple(slot.name for slot in self._layout.slots)
-
-    @property
-    def _strides(self) -> tuple[tuple[int, ...], ...]:
-        """The memory order of each averaged tensor in its row."""
-        return tuple(slot.stride for slot in self._layout.slots)
 
     @property
     def not_averaged(self) -> tuple[str, ...]:
@@ -205,33 +156,6 @@ class Population:
                 names.append(name)
             seen.add(id(tensor))
         return tuple(names)
-
-    def _is_finite(
-        self, index: int, *, only_buffers: bool = False, chosen: Mapping[torch.dtype, Tensor] | None = None
-    ) -> bool:
-        """Whether all averaged weights of a local member are finite; one pass over its row.
-
-        Args:
-            index: of the local member.
-            only_buffers: check the averaged buffers only, if the parameters are known to be finite.
-            chosen: check these columns of the local rows only.
-        """
-        if chosen is not None:
-            return all(is_finite(rows[index]) for rows in chosen.values())
-        row = self.group.first_row(len(self), self._layout.device) + index
-        starts = {dtype: self._layout.num_parameter_columns[dtype] if only_buffers else 0 for dtype in self.matrices}
-        return all(is_finite(rows[row, starts[dtype] :]) for dtype, rows in self.matrices.items())
-
-    def _stacked(self) -> dict[str, Tensor]:
-        """Each averaged tensor of all local members, by name: views `(len(self), *shape)` of the matrix.
-
-        Writing to them writes to the members.
-        """
-        first = self.group.first_row(len(self), self._layout.device)
-        return {
-            slot.name: layout.stacked(self.matrices[slot.dtype][first : first + len(self)], slot)
-            for slot in self._layout.slots
-        }
 
     def _combined(self, weights: Any) -> dict[str, Tensor]:
         """The averaged tensors of a weighted mean of all members, by name, in new memory.
@@ -279,53 +203,17 @@ class Population:
             synchronised: all processes have synchronised since any member last changed, so no barrier is needed.
             signed: allow negative weights.
         """
+        self.refresh_()
+        self._mix_refreshed_(matrix, synchronised=synchronised, signed=signed)
+
+    def _mix_refreshed_(self, matrix: Any, *, synchronised: bool = False, signed: bool = False) -> None:
+        """`mix_` right after `refresh_`."""
         checked = check_rows(matrix, self.size, signed=signed)
-        self._settle_()
+        self._share_buffers_()
         for rows in self.matrices.values():
             self.group.mix_(rows, checked, synchronised=synchronised)
             synchronised = True
         self.mark_changed_()
-
-    def refresh_(self) -> None:
-        """Copy tensors that were moved out of the matrix back into it.
-
-        `module.to(memory_format=...)`, `self.buffer = new` and the like move tensors silently, so every operation on
-        the matrix calls this first. Raises a `MemberError` if copying back would hide a mistake, such as a replaced
-        Parameter.
-        """
-        for model in self._models:
-            layout.reshard_(model)
-        moved = [bound.new_strides() for bound in self._bound]
-        if self.group.is_local and moved[0] and all(strides == moved[0] for strides in moved):
-            self._bind()  # all members were converted to another memory order: the matrix follows
-        for bound in self._bound:
-            bound.refresh_()
-
-    def mark_changed_(self) -> None:
-        """Tell autograd and autocast that weights changed; call it after writing to the matrix yourself."""
-        for bound in self._bound:
-            bound.write_back_()
-        tensors = [tensor for bound in self._bound for tensor in bound.tensors if not layout.is_sharded(tensor)]
-        torch.autograd.graph.increment_version(tensors)
-        torch.clear_autocast_cache()
-
-    def _settle_(self) -> None:
-        """Refresh, and make buffers equal on ranks that train one member together."""
-        self.refresh_()
-        for dtype, rows in self._local_rows().items():
-            # Up to the last buffer: the padding differs between ranks with shards of different sizes.
-            end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
-            self.group.broadcast_(rows[:, self._layout.num_parameter_columns[dtype] : end])
-
-    def _local_rows(self) -> dict[torch.dtype, Tensor]:
-        """The rows of the local members, by dtype, without refreshing them first."""
-        first = self._first_row
-        return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
-
-    def _chosen(self, columns: Mapping[torch.dtype, Columns]) -> dict[torch.dtype, Tensor]:
-        """Some columns of the local rows; copies where they are given by indices."""
-        local = self._local_rows()
-        return {dtype: chosen_columns(local[dtype], chosen) for dtype, chosen in columns.items()}
 
     def _start_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
         """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.
@@ -338,10 +226,6 @@ class Population:
         waits = {dtype: self.group.begin_mean(rows, snapshot[dtype], weights) for dtype, rows in self.matrices.items()}
         return snapshot, lambda: {dtype: wait() for dtype, wait in waits.items()}
 
-    def _num_parameter_columns(self, dtype: torch.dtype) -> int:
-        """The number of leading columns of a dtype that hold parameters; the others hold buffers."""
-        return self._layout.num_parameter_columns[dtype]
-
     def mean(self) -> Tensor:
         """The mean of the rows of `matrix`: the average soup as one vector."""
         self._settle_()
@@ -350,17 +234,16 @@ class Population:
     def distances(self) -> Tensor:
         """The Euclidean distance of each member's parameters to the population mean, for all members."""
         self.refresh_()
+        return self._distances().cpu()
+
+    def _distances(self) -> Tensor:
+        """`distances` right after `refresh_`, on the device if one process holds all members."""
         squares = [
             self.group.squared_distances(rows[:, : self._layout.num_parameter_columns[dtype]])
             for dtype, rows in self.matrices.items()
         ]
-        total = torch.stack(squares).sum(dim=0)
-        return (self.group.sum_over_shards(total) if self._is_sharded else total).sqrt()
-
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether members are under `fully_shard`, so that this process holds shards of them."""
-        return self._bound[0].is_sharded
+        total = torch.stack(squares).sum(dim=0) if len(squares) > 1 else squares[0]
+        return (self.group.sum_over_shards(total) if self._is_sharded else total).sqrt_()
 
     def train(self, mode: bool = True) -> Population:
         """Put every local member in training mode, or in evaluation mode if `mode` is False."""

@@ -8,6 +8,7 @@ in cache, and different processes can multiply different columns with the same b
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -21,6 +22,9 @@ BLOCK_BYTES_CPU = 3 << 19
 """The size of a block of columns: small enough for the cache."""
 
 BLOCK_BYTES_ACCELERATOR = 1 << 26
+
+NO_REDUCTION = 0
+"""The code of `reduction="none"` for losses of torch."""
 
 ALIGNMENT_BYTES = 64
 """Blocks start on cache lines, as rows do."""
@@ -38,7 +42,7 @@ def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
         return
     with full_precision(views[0].device):
         mix_block_ = product_with(matrix, views[0])
-        for block in views:
+        for block in reversed(views):  # a check has just read all of them, and the last may still be in cache
             mix_block_(block)
 
 
@@ -51,11 +55,12 @@ def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> 
         points: which rows are points, as for `exact_in_float32`; None for all.
     """
     wide_dtype = accumulation_dtype(like.dtype)
-    is_double = wide_dtype in (torch.float64, torch.complex128)
-    weights = matrix if is_double else exact_in_float32(matrix, points)
-    if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
+    if points is None:
+        mix_wide_ = _known_product(matrix.double().numpy().tobytes(), len(matrix), wide_dtype, like.device)
+    else:
+        mix_wide_ = _wide_product(matrix, wide_dtype, like.device, points)
+    if mix_wide_ is None:
         return lambda block: None  # every member keeps exactly its own bits
-    mix_wide_ = _cheapest_product(weights, wide_dtype, like.device)
     if like.dtype == wide_dtype:
         return mix_wide_
 
@@ -65,6 +70,26 @@ def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> 
         block.copy_(wide)
 
     return mix_block_
+
+
+@functools.lru_cache(maxsize=16)
+def _known_product(
+    matrix: bytes, size: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[Tensor], object] | None:
+    """`_wide_product` of a matrix given by its bytes: most rules use the same matrix many times."""
+    weights = torch.frombuffer(bytearray(matrix), dtype=torch.float64).view(size, size)
+    return _wide_product(weights, dtype, device)
+
+
+def _wide_product(
+    matrix: Tensor, dtype: torch.dtype, device: torch.device, points: Tensor | None = None
+) -> Callable[[Tensor], object] | None:
+    """`product_with` for blocks in the dtype in which numbers are added up; None for the identity."""
+    is_double = dtype in (torch.float64, torch.complex128)
+    weights = matrix if is_double else exact_in_float32(matrix, points)
+    if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
+        return None
+    return _cheapest_product(weights, dtype, device)
 
 
 BlockUpdate: TypeAlias = Callable[[list[Tensor], int], None]
@@ -120,14 +145,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch off autocast and reduced matmul precision inside the block."""
     precision = torch.get_float32_matmul_precision()
+    is_autocast = torch.is_autocast_enabled(device.type)
+    if precision == "highest" and not is_autocast:  # as usual; switching takes as long as mixing a small network
+        yield
+        return
     with torch.autocast(device.type, enabled=False):
         try:
-            if precision != "highest":
-                torch.set_float32_matmul_precision("highest")
+            torch.set_float32_matmul_precision("highest")
             yield
         finally:
-            if precision != "highest":
-                torch.set_float32_matmul_precision(precision)
+            torch.set_float32_matmul_precision(precision)
 
 
 def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], object]:
@@ -230,21 +257,42 @@ def combine_block_(target: Tensor, weighted: Iterable[tuple[Tensor, float]]) -> 
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """The squared Euclidean distance of each row to the mean of all rows, in float64 on the CPU."""
+    """The squared Euclidean distance of each row to the mean of all rows, in float64 on the device of the rows."""
     return squared_distances_by_block(column_blocks(rows)).sum(dim=0)
 
 
 def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
-    """The contribution of each block of columns to `squared_distances`: `(blocks, p)`, in float64 on the CPU."""
+    """The contribution of each block of columns to `squared_distances`: `(blocks, p)`, in float64 on their device.
+
+    A non-finite number in any row makes the contribution of its block non-finite, for every row.
+    """
     views = list(blocks)
     if not views:
         return torch.zeros(0)
+    like, size = views[0], len(views[0])
+    weights = torch.full((size,), 1.0 / size, dtype=accumulation_dtype(like.dtype.to_real()), device=like.device)
     # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
-    parts = torch.empty(len(views), len(views[0]), dtype=torch.float64, device=views[0].device)
-    for part, block in zip(parts.unbind(), views, strict=True):
-        wide = block.to(accumulation_dtype(block.dtype))
-        part.copy_(torch.linalg.vector_norm(wide - wide.mean(dim=0), dim=1).double().square())
-    return parts.cpu()
+    parts = torch.empty(len(views), size, dtype=torch.float64, device=like.device)
+    with full_precision(like.device):
+        for part, block in zip(parts.unbind(), views, strict=True):
+            part.copy_(_squares_in(block, weights))
+    return parts
+
+
+def _squares_in(block: Tensor, weights: Tensor) -> Tensor:
+    """The squared distance of each row to their mean. A call frees its large tensors for the next."""
+    real = torch.view_as_real(block).flatten(1) if block.is_complex() else block
+    wide = real.to(weights.dtype)
+    squares: Tensor = torch.ops.aten.mse_loss.default(wide, weights @ wide, NO_REDUCTION)  # (w - mean)^2 in one pass
+    return squares.sum(dim=1)
+
+
+def row_sums(rows: Tensor) -> Tensor:
+    """The sum of each row, in float64. It is non-finite if a number of the row is, or if the sum overflows."""
+    if rows.element_size() < 4:  # adding up half-precision numbers directly takes five times as long
+        return torch.stack([block.float().sum(dim=1) for block in column_blocks(rows)]).double().sum(dim=0)
+    sums = rows.sum(dim=1)
+    return (sums.abs() if sums.is_complex() else sums).double()
 
 
 def is_finite(row: Tensor) -> bool:

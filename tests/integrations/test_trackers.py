@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import papa
-from papa.averager import Averaging
+from papa.averaging_report import Averaging
 from papa.cli import main
 from papa.errors import ConfigError, RunError
 from papa.evaluation import Evaluation

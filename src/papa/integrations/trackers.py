@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from papa.averager import Averaging
+from papa.averaging_report import Averaging
 from papa.errors import ConfigError, PapaError, RunError, did_you_mean
 from papa.integrations.tracker_names import TrackerName
 from papa.packages import importing, require

@@ -38,7 +38,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "activations", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
-ENGINES = ("loop", "stacked")
+ENGINES = ("loop", "stacked", "auto")
 ON_NONFINITE = ("restart", "drop", "stop")
 EXCHANGES = ("exact", "fast", "bfloat16")
 DEPTHS = ("decreasing", "constant", "increasing")
@@ -214,7 +214,8 @@ class TrainConfig:
     test_each_epoch: bool = False
     """Score members, ensemble and average soup on the test data too, after every epoch."""
     engine: str = option("loop", known=ENGINES)
-    """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches."""
+    """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches. auto
+    measures both at the start and takes the faster; results then depend on the machine, by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.averager import Averaging, MergeHook
+from papa.averaging_report import Averaging, MergeHook
 from papa.data import Source, Subset
 from papa.errors import ConfigError
 from papa.population import Population

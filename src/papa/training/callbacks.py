@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from papa.averager import Averaging
+from papa.averaging_report import Averaging
 from papa.evaluation import Evaluation
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from papa.advice import spread_of
-from papa.averager import Averager, MergeHook
+from papa.averager import Averager
+from papa.averaging_report import MergeHook
 from papa.data import Data, LoaderBatches, Source, Subset, as_data
 from papa.errors import ConfigError, DataError
 from papa.evaluation import Evaluation, checked_loss, evaluate_together
@@ -109,7 +110,8 @@ class Training:
             rule: when to average, and with which matrix. A rule without a `probe` gets the loss on a training batch.
             merge_hooks: hooks that run around each averaging; the first is the outermost.
         """
-        if self.settings.engine is not None and getattr(rule, "move_momentum", False):
+        engine = self.settings.engine
+        if engine is not None and not getattr(engine, "can_loop", False) and getattr(rule, "move_momentum", False):
             raise ConfigError(
                 "the stacked engine holds the optimizers' state, which the rule would have to permute: use the loop "
                 "engine, or do not move the momentum"
@@ -122,8 +124,9 @@ class Training:
             measure=self.settings.averaging.measure,
             merge_hooks=merge_hooks,
             on_nonfinite=self.settings.averaging.on_nonfinite,
-            unhealthy_reason=self._unhealthy_reason,
-            watch_batches=isinstance(self.data.train, LoaderBatches) and self.settings.engine is None,
+            unhealthy_reason=lambda index: f"its loss was not finite for {NUM_BAD_LOSSES} steps",
+            watched=self._watched_losses,
+            watch_batches=isinstance(self.data.train, LoaderBatches) and engine is None,
         )
 
     def _limited(self, num_batches: int) -> Data:
@@ -248,7 +251,11 @@ class Training:
     def _step_members(self) -> None:
         if self.engine is not None:
             self.engine.step_()
-            return
+        else:
+            self.step_each_()
+
+    def step_each_(self) -> None:
+        """Take a step with each local member, one after the other."""
         for index, member in enumerate(self.members):
             if member not in self.population.dropped:
                 self._member_step(index)
@@ -305,11 +312,12 @@ class Training:
         within = sum(self.seconds.values()) - counted  # scoring during a merge counts as scoring, not as averaging
         self.seconds[what] += time.perf_counter() - start - within
 
-    def _unhealthy_reason(self, index: int) -> str | None:
-        """Read only when members are averaged or an epoch ends, so that no other step waits for an accelerator."""
-        if bool(torch.isfinite(self.recent_losses[index]).any()):
-            return None
-        return f"its loss was not finite for {NUM_BAD_LOSSES} steps"
+    def _watched_losses(self) -> Tensor:
+        """Of each local member, 0, or NaN if its last losses were not finite.
+
+        Read only when members are averaged or an epoch ends, so that no other step waits for an accelerator.
+        """
+        return torch.where(torch.isfinite(self.recent_losses).any(dim=1), 0.0, math.nan)
 
     def _handle_nonfinite(self, found: Sequence[NonFiniteMember]) -> None:
         for one in found:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from papa.align import AlignMerges
-from papa.averager import MergeHook
+from papa.averaging_report import MergeHook
 from papa.errors import ConfigError
 from papa.population import Population
 from papa.repair import BatchesFor, RepairMerges, ResetBatchNormAfterMerges

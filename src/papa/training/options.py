@@ -188,7 +188,8 @@ class Settings:
     numerics: Numerics = Numerics()
     monitoring: Monitoring = Monitoring()
     engine: Callable[[Training], Engine] | None = None
-    """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
+    """How members take a step: None for one after the other, `papa.training.Stacked` for all at once,
+    `papa.training.Auto` for the faster of both."""
     same_order: bool = False
     """Whether all members see the training data in the same order, instead of each in its own."""
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from papa import checkpoint
-from papa.averager import PendingState
+from papa.averager_state import PendingState
 from papa.errors import MixingError, RunError
+from papa.training.auto import LOOP, STACKED, Auto
 from papa.training.loop import NUM_BAD_LOSSES, Training
 
 
@@ -60,6 +61,7 @@ def shared_state(training: Training) -> dict[str, Any]:
         "seconds": dict(training.seconds),
         "nonfinite": list(training.nonfinite),
         "dropped": sorted(training.population.dropped),
+        **({"engine": training.engine.chosen} if isinstance(training.engine, Auto) else {}),
         **({"rule": dict(training.averager.rule_state)} if training.averager.rule_state else {}),
     }
 
@@ -84,6 +86,8 @@ def _check_shared(training: Training, step: int, state: Mapping[str, Any]) -> No
         raise RunError(f"the checkpoint has {nonfinite!r} as non-finite members, expected a list of events")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
         raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
+    if state.get("engine") not in (None, LOOP, STACKED):
+        raise RunError(f"the checkpoint has {state['engine']!r} as the engine, expected {LOOP} or {STACKED}")
     try:
         training.averager.checked_rule_state(state.get("rule"))
     except MixingError as error:
@@ -127,6 +131,8 @@ def load_state_(
     training.nonfinite, training.population.dropped = list(state["nonfinite"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
+    if isinstance(training.engine, Auto):
+        training.engine.chosen = state.get("engine")  # the other one would change the last bits
     training.averager.rule_state = training.averager.checked_rule_state(state.get("rule"))
     training.averager.load_pending_states(pending)
     training.go_to_(step)

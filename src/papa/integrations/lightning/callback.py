@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from papa.averager import Averaging
+from papa.averaging_report import Averaging
 from papa.errors import ConfigError
 from papa.group import Group, as_group, check_wrappers, group_of_environment
 from papa.integrations.lightning.strategy import MemberPerRank

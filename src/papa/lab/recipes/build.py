@@ -24,6 +24,7 @@ from papa.lab.selection import CandidateScorer, Mutation
 from papa.process import find_device
 from papa.training import (
     Align,
+    Auto,
     AveragingOptions,
     BestSoup,
     Callback,
@@ -98,7 +99,7 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
         ),
         numerics=numerics_for(config),
         monitoring=Monitoring(keep_best_soup=average.keep_best_soup, test_each_epoch=config.train.test_each_epoch),
-        engine=Stacked if config.train.engine == "stacked" else None,
+        engine={"loop": None, "stacked": Stacked, "auto": Auto}[config.train.engine],
         same_order=config.diversity.same_order,
     )
 

@@ -33,7 +33,7 @@ LIBRARY = [
         "masks",
     ),
     *("delayed", "rules", "extra_rows", "health", "learning_rates", "inputs", "observation", "optimizer_state"),
-    *("diagnostics", "averager"),
+    *("diagnostics", "averager", "asynchronous"),
     *(
         "soup",
         "saved_soups",

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from papa.averager import Averaging
 from papa.errors import MemberError, MixingError
-from papa.group import Published
+from papa.group import LocalGroup, Published
 from papa.health import WEIGHTS_NOT_FINITE, NonFiniteMember
 from papa.layout import is_sharded, named_tensors
 from papa.learning_rates import LearningRates, check_optimizers, clamped
@@ -88,7 +88,7 @@ class AsyncAverager:
             )
         if max_staleness is not None and max_staleness < 0:
             raise MixingError(f"max_staleness is {max_staleness}, expected a number of steps, at least 0, or None")
-        self.population = Population([model], average=average)
+        self.population = Population([model], LocalGroup(), average=average)
         """This member alone: the others are in other processes."""
         if any(is_sharded(tensor) for tensor in named_tensors(model).values()):
             raise MemberError("an asynchronous member cannot be sharded (fully_shard): keep it whole in its process")

@@ -51,6 +51,8 @@ TCP = "tcp://"
 
 NUM_KEPT = 2
 """Publications of a member in the store: a reader of the last but one can finish while the next is written."""
+NUM_NAMED = 100
+"""So many publications later the emptied keys are removed too: who asks a store for a missing key waits."""
 
 
 class Published(Protocol):
@@ -275,11 +277,14 @@ def send_content(store: Store, name: str, content: bytes) -> None:
     before = _newest(store, name)
     if before is None or before["number"] < number:
         store.set(f"{name}/newest", json.dumps({"number": number, "chunks": len(starts)}))
-    # A killed process may have left chunks under a number that no key names.
-    first = 1 if before is None else before["number"] - NUM_KEPT
-    for old in range(max(1, first), number - NUM_KEPT + 1):
+    # All since the last: a killed process may have left chunks under a number that no key names.
+    first = (number if before is None else before["number"]) - NUM_KEPT
+    for old in range(first, number - NUM_KEPT + 1):
         for chunk in range(len(starts)):
-            store.delete_key(f"{name}/{old}/{chunk}")
+            if old > 0:
+                store.set(f"{name}/{old}/{chunk}", "")
+            if old > NUM_NAMED:
+                store.delete_key(f"{name}/{old - NUM_NAMED}/{chunk}")
 
 
 def receive_content(store: Store, name: str, *, unless: str | None = None) -> tuple[str, bytes] | None:
@@ -289,12 +294,8 @@ def receive_content(store: Store, name: str, *, unless: str | None = None) -> tu
         if newest is None or str(newest["number"]) == unless:
             return None
         keys = [f"{name}/{newest['number']}/{chunk}" for chunk in range(newest["chunks"])]
-        chunks = []
-        for key in keys:
-            if not store.check([key]):
-                break  # it was removed, since newer content is there
-            chunks.append(store.get(key))
-        if len(chunks) == len(keys):
+        chunks = [store.get(key) for key in keys if store.check([key])]
+        if len(chunks) == len(keys) and all(chunks):  # otherwise newer content is there
             return str(newest["number"]), b"".join(chunks)
     return None  # it changes faster than it can be read; the next call tries again
 

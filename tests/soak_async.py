@@ -2,7 +2,7 @@
 
     python tests/soak_async.py --minutes 10
 
-Member 0 is left alone; the time that it spends neither computing nor waiting for a free core is what the others cost it.
+Member 0 is left alone. The time that it spends neither computing nor waiting for a free core is what others cost it.
 Everything that members publish is read again and again: it must be whole, finite and never of an earlier step.
 """
 
@@ -45,10 +45,11 @@ def make_network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.BatchNorm1d(256), nn.Linear(256, 10))
 
 
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2000, 64, generator=generator)
-    return inputs, (inputs @ torch.randn(64, 10, generator=generator)).argmax(dim=1)
+def data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random inputs, labelled by a fixed linear map."""
+    inputs = torch.randn(size, 64, generator=torch.Generator().manual_seed(seed))
+    teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    return inputs, (inputs @ teacher).argmax(dim=1)
 
 
 def times() -> tuple[float, float, float]:
@@ -60,17 +61,16 @@ def times() -> tuple[float, float, float]:
 def train(directory: Path, member: int) -> None:
     """One member, until it is told to end."""
     torch.set_num_threads(1)
-    torch.manual_seed(member + os.getpid())
-    inputs, targets = data()
+    torch.manual_seed(member)
     net = make_network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
     rule = papa.Push(half_life_steps=100, every_steps=10)
     joined = papa.join(net, optimizer, rule, num_steps=NUM_STEPS, asynchronous=True)
     last = 0.0
     for step in range(joined.num_steps_taken, NUM_STEPS):
-        batch = torch.randint(len(inputs), (64,))
+        inputs, targets = data(64, NUM_MEMBERS * (step + 1) + member)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(inputs[batch]), targets[batch])
+        loss = nn.functional.cross_entropy(net(inputs), targets)
         if random.random() < 1e-4:
             loss = loss * float("nan")  # members may diverge, too
         loss.backward()
@@ -122,23 +122,26 @@ class Soak:
             self.steps[member] = int(metadata["step"])
             self.counts["publications read"] += 1
 
-    def send(self, member: int, number: int) -> None:
-        """Send a signal to a member."""
+    def send(self, member: int, number: int) -> bool:
+        """Send a signal to a member, unless it has ended."""
         state = state_of(self.directory, member)
-        if state is not None:
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
+            assert state is not None
+            # Another program may have the number of a process that has ended.
+            if str(self.directory) in Path(f"/proc/{int(state[0])}/cmdline").read_text():
                 os.kill(int(state[0]), number)
+                return True
+        return False
 
     def disturb(self) -> None:
         """Slow, stop or kill one or two members."""
         victims = self.generator.sample(range(1, NUM_MEMBERS), self.generator.choice([1, 1, 2]))
         kind = self.generator.choice(["slowed", "stopped", "killed"])
-        self.counts[f"{kind}"] += len(victims)
         if kind == "killed":
-            for member in victims:
-                self.send(member, signal.SIGKILL)
+            self.counts[kind] += sum([self.send(member, signal.SIGKILL) for member in victims])
             time.sleep(self.generator.uniform(0.0, 3.0))
             return
+        self.counts[kind] += len(victims)
         seconds = self.generator.uniform(0.5, 8.0)
         for _ in range(1 if kind == "stopped" else int(seconds / 0.15)):
             for member in victims:
@@ -167,7 +170,7 @@ def loss_of(state: dict[str, torch.Tensor]) -> float:
     """The loss of a network on all data."""
     net = make_network()
     net.load_state_dict(state)
-    inputs, targets = data()
+    inputs, targets = data(2000, 0)
     with torch.no_grad():
         return float(nn.functional.cross_entropy(net.eval()(inputs), targets))
 
@@ -233,7 +236,7 @@ def report(
     counts = soak.counts
     restarts = log.count("starting it again")
     if restarts != counts["killed"]:
-        counts["killed while starting"] = counts["killed"] - restarts
+        failures.append(f"{counts['killed']} members were killed, and {restarts} started again")
     return {
         "minutes": f"{wall / 60:.1f}",
         "members": str(NUM_MEMBERS),
@@ -243,8 +246,8 @@ def report(
         "time that member 0 waited": f"{waited:.2%}",
         "steps of member 0 per second of computing": f"{rates['calm']:.0f} calm, {rates['disturbed']:.0f} disturbed "
         f"({rates['disturbed'] / rates['calm']:.2f})",
-        "loss": f"{loss_of(dict(make_network().state_dict())):.3f} at random, {loss_of(found):.3f} of the soup, members "
-        + ", ".join(f"{loss_of(state):.3f}" for state in states),
+        "loss of a random network, the soup and members": f"{loss_of(dict(make_network().state_dict())):.3f}, "
+        f"{loss_of(found):.3f}, " + " ".join(f"{loss_of(state):.3f}" for state in states),
     }, failures
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from papa.errors import MemberError
-from papa.layout import Layout, alias, is_sharded, local_part, tensors_of
+from papa.layout import Layout, alias, is_sharded, local_part, resharding_modules, tensors_of
 
 
 class _Attribute(NamedTuple):
@@ -52,12 +52,18 @@ class BoundMember:
         self._children = [
             (parent._modules, key, child) for parent in self._all_modules for key, child in parent._modules.items()
         ]
+        self._resharding = resharding_modules(model)
         self._num_parts = self._count_parts()
         for number in range(len(self._in_row)):
             self._move_into_row(number)
 
     def _count_parts(self) -> int:
         return sum(len(module._parameters) + len(module._modules) for module in self._all_modules)
+
+    def reshard_(self) -> None:
+        """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
+        for module in self._resharding:
+            module.reshard()
 
     def new_strides(self) -> dict[int, tuple[int, ...]]:
         """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""

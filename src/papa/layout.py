@@ -93,12 +93,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def reshard_(model: nn.Module) -> None:
-    """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
-    for module in model.modules():
-        reshard = getattr(module, "reshard", None)
-        if callable(reshard) and hasattr(module, "unshard"):
-            reshard()
+def resharding_modules(model: nn.Module) -> list[Any]:
+    """The modules under `fully_shard`, whose parameters a forward pass leaves unsharded until `reshard` is called."""
+    return [
+        module
+        for module in model.modules()
+        if callable(getattr(module, "reshard", None)) and hasattr(module, "unshard")
+    ]
 
 
 def is_averageable(tensor: Tensor) -> bool:

@@ -108,8 +108,8 @@ class Population:
         return cls(models, group, average=average)
 
     def _bind(self) -> None:
-        for model in self._models:
-            layout.reshard_(model)
+        for module in (one for model in self._models for one in layout.resharding_modules(model)):
+            module.reshard()
         self._layout = layout.plan(self._models, self._average)
         cure = "all members of a population must share one architecture"
         self.group.check_same({slot.name: layout.describe(slot) for slot in self._layout.slots}, cure=cure)
@@ -293,8 +293,8 @@ class Population:
         the matrix calls this first. Raises a `MemberError` if copying back would hide a mistake, such as a replaced
         Parameter.
         """
-        for model in self._models:
-            layout.reshard_(model)
+        for bound in self._bound:
+            bound.reshard_()
         moved = [bound.new_strides() for bound in self._bound]
         if self.group.is_local and moved[0] and all(strides == moved[0] for strides in moved):
             self._bind()  # all members were converted to another memory order: the matrix follows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol, TypeAlias, TypeVar
@@ -13,6 +15,9 @@ from papa.errors import PapaError
 from papa.product import BlockUpdate, block_width, combine_rows, mix_rows_, squared_distances, update_blocks_
 
 T = TypeVar("T")
+HUGE_BYTES = 1 << 24
+"""Matrices of at least this size are put into huge pages, of 2 MiB on most systems."""
+
 Columns: TypeAlias = Tensor | slice | None
 """Some columns of a matrix: sorted indices, a slice, or None for all."""
 
@@ -206,7 +211,7 @@ class LocalGroup(Group):
     def allocate(
         self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
     ) -> Tensor:
-        return torch.zeros(1 if single else num_local, num_columns, dtype=dtype, device=device)
+        return zero_rows(1 if single else num_local, num_columns, dtype=dtype, device=device)
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
         mix_rows_(rows, matrix)
@@ -240,6 +245,20 @@ class LocalGroup(Group):
 
     def barrier(self) -> None:
         pass
+
+
+def zero_rows(num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A matrix of zeros; on a CPU in huge pages, if it is large and the system has them.
+
+    A few random columns are in as many pages of the usual size, each of which costs a look into the page table.
+    """
+    num_bytes = num_rows * num_columns * dtype.itemsize
+    if device.type != "cpu" or num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(num_rows, num_columns)
 
 
 def chosen_columns(rows: Tensor, columns: Columns) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from papa import mixing
 from papa.errors import ConfigError, MemberError, did_you_mean
 from papa.group.background import BackgroundThread
-from papa.group.base import Columns, chosen_columns, write_columns_
+from papa.group.base import Columns, chosen_columns, write_columns_, zero_rows
 from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.group.exchange import ColumnExchange
 from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
@@ -105,7 +105,7 @@ class DistributedGroup(MultiProcessGroup):
         self._connect(num_local)
         if single:
             num_local = int(self.rank == 0)
-        return torch.zeros(num_local, num_columns, dtype=dtype, device=device)
+        return zero_rows(num_local, num_columns, dtype=dtype, device=device)
 
     def broadcast_(self, columns: Tensor) -> None:
         if self.data_group is not None and columns.numel():

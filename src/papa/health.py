@@ -16,6 +16,7 @@ from papa import mixing
 from papa.errors import MemberError, MixingError, PapaWarning, did_you_mean
 from papa.layout import named_tensors
 from papa.population import Population
+from papa.product import is_finite
 
 OnNonFinite: TypeAlias = Literal["restart", "drop", "stop"]
 """`restart`: the member starts again from the mean of the healthy members, with fresh optimizer state.
@@ -89,6 +90,8 @@ class HealthCheck:
         if chosen is None:
             population.refresh_()
         are_finite = distances is not None and bool(torch.isfinite(distances).all())
+        if chosen is not None and all(map(is_finite, chosen.values())):
+            chosen = {}  # all at once, and none by itself
         local = [self._reason(index, are_finite, chosen) for index in range(len(population))]
         any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)

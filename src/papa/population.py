@@ -305,7 +305,7 @@ class Population:
         """Tell autograd and autocast that weights changed; call it after writing to the matrix yourself."""
         for bound in self._bound:
             bound.write_back_()
-        tensors = [tensor for bound in self._bound for tensor in bound.tensors if not layout.is_sharded(tensor)]
+        tensors = [tensor for bound in self._bound for tensor in bound.whole_tensors]
         torch.autograd.graph.increment_version(tensors)
         torch.clear_autocast_cache()
 

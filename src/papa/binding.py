@@ -55,12 +55,13 @@ class BoundMember:
             (parent._modules, key, child) for parent in self._all_modules for key, child in parent._modules.items()
         ]
         self._resharding = resharding_modules(model)
+        self._parts = [part for one in self._all_modules for part in (one._parameters, one._modules)]
         self._num_parts = self._count_parts()
         for number in range(len(self._in_row)):
             self._move_into_row(number)
 
     def _count_parts(self) -> int:
-        return sum(len(module._parameters) + len(module._modules) for module in self._all_modules)
+        return sum(map(len, self._parts))
 
     def reshard_(self) -> None:
         """Shard the parameters that a forward pass under `fully_shard` left unsharded."""

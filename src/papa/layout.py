@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,11 @@ class Layout:
     num_columns: Mapping[torch.dtype, int]
     num_parameter_columns: Mapping[torch.dtype, int]
     device: torch.device
+
+    @functools.cached_property
+    def spans(self) -> Tensor:
+        """The first column of each slot and the number of its columns, `(2, slots)` in float64."""
+        return torch.tensor([(slot.offset, slot.numel) for slot in self.slots], dtype=torch.float64, device="cpu").T
 
     @property
     def main_dtype(self) -> torch.dtype:

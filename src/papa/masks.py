@@ -43,7 +43,7 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
     """
     slots = layout.slots
     rates = torch.tensor([-math.log1p(-min(share, 1.0 - 2.0**-53)) for share in shares], dtype=torch.float64)
-    first, sizes = torch.tensor([(slot.offset, slot.numel) for slot in slots], dtype=torch.float64).T
+    first, sizes = layout.spans
     ends = torch.cumsum(rates * sizes, dim=0)
     points = _poisson_points(float(ends[-1]), generator)
     counts = torch.diff(torch.searchsorted(points, ends), prepend=torch.zeros(1, dtype=torch.int64))

@@ -8,6 +8,7 @@ in cache, and different processes can multiply different columns with the same b
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -50,13 +51,28 @@ def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> 
         like: a tensor with the dtype and device of the blocks.
         points: which rows are points, as for `exact_in_float32`; None for all.
     """
-    wide_dtype = accumulation_dtype(like.dtype)
+    rows = None if points is None else tuple(points.tolist())
+    return _product_with(tuple(matrix.flatten().tolist()), len(matrix), like.dtype, like.device, rows)
+
+
+@functools.lru_cache(maxsize=16)
+def _product_with(
+    numbers: tuple[float, ...],
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: tuple[bool, ...] | None,
+) -> Callable[[Tensor], object]:
+    """`product_with` of plain values: finding the cheapest way takes longer than a product of few columns."""
+    matrix = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(size, size)
+    points = None if rows is None else torch.tensor(rows, device="cpu")
+    wide_dtype = accumulation_dtype(dtype)
     is_double = wide_dtype in (torch.float64, torch.complex128)
     weights = matrix if is_double else exact_in_float32(matrix, points)
     if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
         return lambda block: None  # every member keeps exactly its own bits
-    mix_wide_ = _cheapest_product(weights, wide_dtype, like.device)
-    if like.dtype == wide_dtype:
+    mix_wide_ = _cheapest_product(weights, wide_dtype, device)
+    if dtype == wide_dtype:
         return mix_wide_
 
     def mix_block_(block: Tensor) -> None:

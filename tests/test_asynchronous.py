@@ -27,6 +27,7 @@ from papa.cli import main
 from papa.errors import ConfigError, LostError, MemberError, MixingError
 from papa.group import PublishedFiles, PublishedStore, published
 from papa.group.published import receive_content, send_content
+from papa.storage import parse_tensors
 
 SCRIPT = Path(__file__).parent / "async_script.py"
 RULE = Push(alpha=0.8, every_steps=2)
@@ -207,6 +208,39 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         join(*make_member(0), RULE, asynchronous=True)
     with pytest.raises(ConfigError, match="the address is 'here', expected host and port"):
         PublishedStore("here", 2)
+
+
+def train_with_hooks(net: nn.Module, optimizer: optim.Optimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_three_variables_make_a_process_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = str(tmp_path) if kind == "directory" else f"tcp://127.0.0.1:{server.port}"
+    for name, value in {"PAPA_MEMBER": "1", "PAPA_MEMBERS": "2", "PAPA_PUBLISHED": where}.items():
+        monkeypatch.setenv(name, value)
+    net, optimizer = make_member(0)
+    joined = join(net, optimizer, RULE, num_steps=7)
+    assert (joined.num_steps_taken, joined.averager.member) == (0, 1)  # type: ignore[union-attr]
+    train_with_hooks(net, optimizer, 7)
+    joined.close()
+    content = joined.averager.published.read(1)  # type: ignore[union-attr]
+    assert content is not None
+    tensors, metadata = parse_tensors(content)
+    assert metadata["step"] == "7"  # the last step published, though no push was due
+    assert is_same(tensors, dict(net.state_dict()))
+    assert torch.equal(weights_of(joined.soup()), weights_of(net))
+    if kind == "store":
+        joined.averager.published.close()  # type: ignore[union-attr]
+    again = join(*make_member(3), RULE, num_steps=7)
+    assert again.num_steps_taken == 7
+    assert torch.equal(weights_of(again.population[0]), weights_of(net))
+    if kind == "store":
+        again.averager.published.close()  # type: ignore[union-attr]
 
 
 CONTENT_BYTES = 300_000

@@ -81,7 +81,10 @@ def draw_permutations(size: int, num_columns: int, generator: torch.Generator) -
     if size <= MAX_SIZE_OF_TABLE:
         table = torch.tensor(list(itertools.permutations(range(size)))).T.contiguous()
         chosen = torch.randint(table.shape[1], (num_columns,), generator=generator)
-        return torch.stack([row.index_select(0, chosen) for row in table])  # faster than the table at once
+        found = torch.empty(size, num_columns, dtype=torch.int64)
+        for row, target in zip(table, found, strict=True):  # faster than the table at once
+            torch.index_select(row, 0, chosen, out=target)
+        return found
     order = torch.arange(size).unsqueeze(1).repeat(1, num_columns)
     for last in range(size - 1, 0, -1):  # Fisher-Yates, in all columns at once
         other = torch.randint(last + 1, (1, num_columns), generator=generator)

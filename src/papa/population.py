@@ -295,8 +295,8 @@ class Population:
         """
         for bound in self._bound:
             bound.reshard_()
-        moved = [bound.new_strides() for bound in self._bound]
-        if self.group.is_local and moved[0] and all(strides == moved[0] for strides in moved):
+        moved = self._bound[0].new_strides() if self.group.is_local else {}
+        if moved and all(bound.new_strides() == moved for bound in self._bound[1:]):
             self._bind()  # all members were converted to another memory order: the matrix follows
         for bound in self._bound:
             bound.refresh_()

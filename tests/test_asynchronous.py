@@ -258,6 +258,7 @@ def write_store(port: int) -> None:
     while True:
         number += 1
         send_content(store, "0", bytes([number % 251]) * CONTENT_BYTES)
+        time.sleep(0.005)  # a reader gets nothing while content is replaced faster than it can be read
 
 
 def torture(write: Callable[..., None], argument: Any, read: Callable[[], bytes | None]) -> None:
@@ -272,12 +273,14 @@ def torture(write: Callable[..., None], argument: Any, read: Callable[[], bytes 
     writers = [start(), start()]
     seen = set()
     try:
-        for number in range(400):
+        for number in range(4000):
             content = read()
             if content is not None:
                 assert len(content) == CONTENT_BYTES
                 assert content == content[:1] * CONTENT_BYTES
                 seen.add(content[:1])
+            if number >= 400 and len(seen) > 10:
+                break
             if number % 40 == 39:
                 writers[0].kill()
                 writers[0].join()
@@ -298,7 +301,6 @@ def test_no_reader_sees_a_part_of_a_file(tmp_path: Path) -> None:
 
 def test_no_reader_sees_a_part_of_what_is_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "CHUNK_BYTES", CONTENT_BYTES // 7)
-    monkeypatch.setattr(published, "NUM_NAMED", 10)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def read() -> bytes | None:
@@ -306,8 +308,7 @@ def test_no_reader_sees_a_part_of_what_is_in_a_store(monkeypatch: pytest.MonkeyP
         return None if found is None else found[1]
 
     torture(write_store, server.port, read)
-    # Of hundreds of publications of 8 keys, only the last ones and what the killed left behind are there.
-    assert server.num_keys() < 8 * 40
+    assert server.num_keys() <= 8 * published.NUM_NAMED + 4  # of hundreds of publications
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -5,8 +5,9 @@ two, however the writer is stopped or killed.
 
 - `PublishedFiles`, on one machine: a file for each member, in memory. It is written under a hidden name and renamed
   when it is complete. A reader that has opened it keeps the content it opened, since no file is ever changed.
-- `PublishedStore`, between machines: keys in a TCP store that are written once, and one more key, set last, that names
-  them. A thread sends and receives, so that training does not wait for the network.
+- `PublishedStore`, between machines: chunks in a TCP store, each with the number of its publication, and one more key,
+  set last, with the newest number. A reader takes chunks of that number only. A thread sends and receives, so that
+  training does not wait for the network.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ TCP = "tcp://"
 
 NUM_KEPT = 2
 """Publications of a member in the store: a reader of the last but one can finish while the next is written."""
-NUM_NAMED = 100
-"""So many publications later the emptied keys are removed too: who asks a store for a missing key waits."""
+NUM_NAMED = 8
+"""Publications share this number of keys for each chunk. Keys are emptied, never removed: who asks a store for a
+missing key has to wait."""
 
 
 class Published(Protocol):
@@ -269,22 +271,19 @@ class PublishedStore:
 
 
 def send_content(store: Store, name: str, content: bytes) -> None:
-    """Store a content in keys that nobody has written before, then set the key that names them."""
+    """Store a content in chunks that begin with a new number, then set the key that has the newest number."""
     number = store.add(f"{name}/count", 1)  # a number of its own for each publication of each process
     starts = range(0, max(1, len(content)), CHUNK_BYTES)
     for chunk, start in enumerate(starts):
-        store.set(f"{name}/{number}/{chunk}", content[start : start + CHUNK_BYTES])  # type: ignore[arg-type]
+        store.set(_key(name, number, chunk), _mark(number) + content[start : start + CHUNK_BYTES])  # type: ignore[arg-type]
     before = _newest(store, name)
     if before is None or before["number"] < number:
         store.set(f"{name}/newest", json.dumps({"number": number, "chunks": len(starts)}))
     # All since the last: a killed process may have left chunks under a number that no key names.
-    first = (number if before is None else before["number"]) - NUM_KEPT
+    first = max(1, number - NUM_NAMED + 1, (number if before is None else before["number"]) - NUM_KEPT)
     for old in range(first, number - NUM_KEPT + 1):
         for chunk in range(len(starts)):
-            if old > 0:
-                store.set(f"{name}/{old}/{chunk}", "")
-            if old > NUM_NAMED:
-                store.delete_key(f"{name}/{old - NUM_NAMED}/{chunk}")
+            store.set(_key(name, old, chunk), "")
 
 
 def receive_content(store: Store, name: str, *, unless: str | None = None) -> tuple[str, bytes] | None:
@@ -293,11 +292,21 @@ def receive_content(store: Store, name: str, *, unless: str | None = None) -> tu
         newest = _newest(store, name)
         if newest is None or str(newest["number"]) == unless:
             return None
-        keys = [f"{name}/{newest['number']}/{chunk}" for chunk in range(newest["chunks"])]
-        chunks = [store.get(key) for key in keys if store.check([key])]
-        if len(chunks) == len(keys) and all(chunks):  # otherwise newer content is there
-            return str(newest["number"]), b"".join(chunks)
+        number = newest["number"]
+        keys = [_key(name, number, chunk) for chunk in range(newest["chunks"])]
+        chunks = store.multi_get(keys) if store.check(keys) else []
+        mark = _mark(number)
+        if len(chunks) == len(keys) and all(chunk.startswith(mark) for chunk in chunks):
+            return str(number), b"".join(chunk[len(mark) :] for chunk in chunks)
     return None  # it changes faster than it can be read; the next call tries again
+
+
+def _key(name: str, number: int, chunk: int) -> str:
+    return f"{name}/{number % NUM_NAMED}/{chunk}"
+
+
+def _mark(number: int) -> bytes:
+    return number.to_bytes(8, "big")
 
 
 def _newest(store: Store, name: str) -> dict[str, int] | None:

@@ -180,7 +180,7 @@ def run(minutes: float, seed: int) -> tuple[dict[str, str], list[str]]:
     with tempfile.TemporaryDirectory(prefix="papa-soak-", dir="/dev/shm") as temporary:
         directory = Path(temporary)
         soup, log = directory / "soup.safetensors", (directory / "log").open("w")
-        options = ["--members", str(NUM_MEMBERS), "--soup", str(soup), "--asynchronous", "--restarts", "1000000"]
+        options = ["--members", str(NUM_MEMBERS), "--out", str(soup), "--asynchronous", "--restarts", "1000000"]
         script = [sys.executable, str(Path(__file__).resolve()), "--train", str(directory), "{member}"]
         each = subprocess.Popen(
             [

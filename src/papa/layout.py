@@ -108,6 +108,12 @@ def resharding_modules(model: nn.Module) -> list[Any]:
     ]
 
 
+def reshard_(model: nn.Module) -> None:
+    """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
+    for module in resharding_modules(model):
+        module.reshard()
+
+
 def is_averageable(tensor: Tensor) -> bool:
     """Whether the dtype has a mean: floating-point and complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -108,8 +108,8 @@ class Population:
         return cls(models, group, average=average)
 
     def _bind(self) -> None:
-        for module in (one for model in self._models for one in layout.resharding_modules(model)):
-            module.reshard()
+        for model in self._models:
+            layout.reshard_(model)
         self._layout = layout.plan(self._models, self._average)
         cure = "all members of a population must share one architecture"
         self.group.check_same({slot.name: layout.describe(slot) for slot in self._layout.slots}, cure=cure)

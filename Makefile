@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test lint types unit audit docs results format bench soak rows clean
+.PHONY: help demo test lint types unit audit docs results format bench soak soak-async rows clean
 
 help:
 	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
@@ -14,6 +14,7 @@ help:
 	@echo "make format  format the sources with ruff"
 	@echo "make bench   run every benchmark and write BENCHMARKS.md"
 	@echo "make soak    an hour of kills, averagings and altered files (MINUTES=5 for less)"
+	@echo "make soak-async  ten minutes of asynchronous members that are slowed, stopped and killed (MINUTES=2 for less)"
 	@echo "make rows    every row of the paper's tables, seconds each (DATA=folder; missing data is replaced by noise)"
 	@echo "make clean   remove $(VENV) and the caches of tools"
 
@@ -71,6 +72,10 @@ bench: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	@echo "papa: killing and resuming runs, averaging, altering files"
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(or $(MINUTES),60)
+
+soak-async: $(VENV)/.installed-dev
+	@echo "papa: slowing, stopping and killing asynchronous members"
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak_async.py --minutes $(or $(MINUTES),10)
 
 rows: $(VENV)/.installed-dev
 	@$(BIN)/python tests/every_row.py $(or $(DATA),data) runs/every-row

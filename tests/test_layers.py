@@ -35,7 +35,7 @@ LIBRARY = [
         "masks",
     ),
     *("delayed", "rules", "extra_rows", "health", "learning_rates", "inputs", "observation", "optimizer_state"),
-    *("diagnostics", "averaging_report", "averager_state", "averager"),
+    *("diagnostics", "averaging_report", "averager_state", "averager", "asynchronous"),
     *(
         "soup",
         "saved_soups",

@@ -771,3 +771,20 @@ def test_tensors_that_are_left_out_may_be_of_any_kind() -> None:
     assert all(torch.equal(net[0].weight, weight) for net, weight in zip(population, before, strict=True))
     assert torch.equal(population[0][1].weight, population[1][1].weight)
     assert isinstance(average_soup(population)[0].weight, Quantised)
+
+
+def test_a_matrix_in_huge_pages_is_like_any_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        nets = [nn.Linear(40, 30).to(dtype) for _ in range(3)]
+        usual = Population(copy.deepcopy(nets))
+        with monkeypatch.context() as patch:
+            patch.setattr("papa.group.base.HUGE_BYTES", 1)
+            huge = Population(nets)
+        assert huge.matrix.data_ptr() % 4096 == 0
+        for population in (usual, huge):
+            population.mix_(torch.full((3, 3), 1 / 3))
+        assert torch.equal(huge.matrix, usual.matrix)
+        assert torch.equal(copy.deepcopy(huge).matrix, usual.matrix)
+        torch.save(huge[1].state_dict(), tmp_path / "net.pt")
+        assert (tmp_path / "net.pt").stat().st_size < 20_000  # one member, not the matrix
+        assert torch.equal(torch.load(tmp_path / "net.pt", weights_only=True)["weight"], usual[1].weight)

@@ -44,7 +44,9 @@ class BoundMember:
         self._attributes, tensors = _bound_attributes(model, layout)
         self.tensors = [tensors[slot.name] for slot in layout.slots]
         # Shards cannot be moved, as `fully_shard` manages their memory: their values are copied in and out instead.
-        self._shards = [number for number, tensor in enumerate(self.tensors) if is_sharded(tensor)]
+        self._shards = {number for number, tensor in enumerate(self.tensors) if is_sharded(tensor)}
+        self.whole_tensors = [tensor for tensor in self.tensors if not is_sharded(tensor)]
+        """The tensors that live in the row."""
         self._in_row = [alias(rows[slot.dtype], slot) for slot in layout.slots]
         self._pointers = [tensor.data_ptr() for tensor in self._in_row]
         self._strides = [tensor.stride() for tensor in self._in_row]
@@ -86,7 +88,7 @@ class BoundMember:
         """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""
         found = {}
         for number, (tensor, in_row) in enumerate(zip(self.tensors, self._in_row, strict=True)):
-            if is_sharded(tensor):
+            if number in self._shards:
                 continue
             is_moved = tensor.data_ptr() != self._pointers[number] and tensor.stride() != self._strides[number]
             if is_moved and (tensor.shape, tensor.dtype, tensor.device) == (in_row.shape, in_row.dtype, in_row.device):
@@ -126,7 +128,7 @@ class BoundMember:
         for attribute in self._attributes:
             number = attribute.number
             current, tensor = attribute.registry.get(attribute.key), self.tensors[number]
-            if current is tensor and is_sharded(tensor):
+            if current is tensor and number in self._shards:
                 self._move_into_row(number)
                 continue
             is_in_row = tensor.data_ptr() == pointers[number] and tensor.stride() == strides[number]

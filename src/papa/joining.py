@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from papa.asynchronous import AsyncAverager
 from papa.averager import Averager
 from papa.averaging_report import Averaging, MergeHook
 from papa.errors import MixingError, PapaWarning
-from papa.group import WEIGHTS, group_of_environment
+from papa.group import PUBLISHED, WEIGHTS, group_of_environment, published_of_environment
 from papa.health import OnNonFinite
 from papa.mixing import soup_row
 from papa.population import Population
@@ -104,12 +105,14 @@ def join(
     *,
     num_steps: int | None = None,
     group: Any = None,
+    asynchronous: bool | None = None,
     **options: Any,
 ) -> Joined:
     """Make this process's network a member of a population, with one member per process.
 
     The processes are those that `papa each` started, or those of `group`. Afterwards the network is averaged with the
-    others whenever its optimizer steps. Every process must take the same number of steps.
+    others whenever its optimizer steps. Every process must take the same number of steps, unless members are
+    asynchronous: then each goes at its own speed, and is pushed toward the newest weights of the others.
 
     ```text
     model, optimizer = ...
@@ -122,14 +125,39 @@ def join(
         rule: how to average.
         num_steps: the number of optimizer steps of the whole training.
         group: None for the processes of `papa each`; otherwise as for `Population`.
+        asynchronous: whether members go at their own speed (`papa.asynchronous.AsyncAverager`); None for what
+            `papa each` was started with.
         options: `num_steps_taken`, `average`, `merge_hooks`, `on_nonfinite`, `measure` and `on_averaging`, as for
-            `averaging`.
+            `averaging`; for asynchronous members `average`, `on_nonfinite`, `max_staleness` and `on_averaging`.
     """
+    if asynchronous or (asynchronous is None and group is None and PUBLISHED in os.environ):
+        if group is not None:
+            raise MixingError("asynchronous members have no group: start them with `papa each` or torchrun")
+        return _join_asynchronously(model, optimizer, rule, num_steps=num_steps, **options)
     group = group_of_environment() if group is None else group
     joined = averaging([model], optimizer, rule, num_steps=num_steps, group=group, **options)
     directory = os.environ.get(WEIGHTS)
     if directory:
         joined.save_member_at_end(Path(directory) / f"{joined.population.members[0]}.safetensors")
+    return joined
+
+
+def _join_asynchronously(
+    model: nn.Module,
+    optimizer: Optimizer,
+    rule: Rule,
+    *,
+    on_averaging: Callable[[Averaging], object] | None = None,
+    **options: Any,
+) -> Joined:
+    unknown = sorted(options.keys() - {"num_steps", "average", "on_nonfinite", "max_staleness"})
+    if unknown:
+        raise MixingError(f"asynchronous members have no {', '.join(unknown)}: remove it, or let members wait")
+    published, member, num_members = published_of_environment()
+    inner = unwrapped(optimizer)
+    averager = AsyncAverager(model, inner, rule, published, member=member, num_members=num_members, **options)
+    joined = Joined(averager, on_averaging=on_averaging)
+    joined.call_at_end(averager.publish)
     return joined
 
 
@@ -141,7 +169,9 @@ class Joined:
         on_averaging: called after each averaging.
     """
 
-    def __init__(self, averager: Averager, *, on_averaging: Callable[[Averaging], object] | None = None) -> None:
+    def __init__(
+        self, averager: Averager | AsyncAverager, *, on_averaging: Callable[[Averaging], object] | None = None
+    ) -> None:
         self.averager, self.population = averager, averager.population
         self.last: Averaging | None = None
         """What the last averaging did."""
@@ -150,7 +180,7 @@ class Joined:
         if not self._optimizers:
             raise MixingError("there is no optimizer, expected one for each member: their steps are what is counted")
         self._counts = dict.fromkeys(self._optimizers, 0)
-        self._path: Path | None = None
+        self._at_end: Callable[[], object] | None = None
         self._has_checked = self._has_warned = False
         self._handles = [one.register_step_post_hook(lambda one, *_: self._count(one)) for one in self._optimizers]
         _count_skipped_steps()
@@ -186,11 +216,16 @@ class Joined:
             if self._on_averaging is not None:
                 self._on_averaging(found)
         if self.averager.num_steps_taken == self.averager.num_steps:
-            self._save_member()
+            self._end()
+
+    @property
+    def num_steps_taken(self) -> int:
+        """The number of steps so far; where to continue, for an asynchronous member that was started again."""
+        return self.averager.num_steps_taken
 
     def soup(self) -> nn.Module:
-        """The average soup now, as a separate network. All processes must call it."""
-        return average_soup(self.population)
+        """The average soup now, as a separate network. All processes must call it, unless members are asynchronous."""
+        return self.averager.soup() if isinstance(self.averager, AsyncAverager) else average_soup(self.population)
 
     def soup_tensors(self) -> dict[str, Tensor]:
         """The averaged tensors of the average soup now, by name, in new memory. All processes must call it."""
@@ -210,16 +245,25 @@ class Joined:
         Args:
             path: of a safetensors file.
         """
-        self._path = Path(path)
-        atexit.register(self._save_member)
+        file = Path(path)
 
-    def _save_member(self) -> None:
-        path, self._path = self._path, None
-        if path is not None:
+        def save() -> None:
             state = member_state(self.population)
             if state:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                save_network(path, state)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                save_network(file, state)
+
+        self.call_at_end(save)
+
+    def call_at_end(self, function: Callable[[], object]) -> None:
+        """Call a function after the last of `num_steps`, or else when the process ends."""
+        self._at_end = function
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        function, self._at_end = self._at_end, None
+        if function is not None:
+            function()
 
     def close(self) -> None:
         """Remove the hooks: the optimizers' steps are no longer counted."""

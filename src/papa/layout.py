@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,11 @@ class Layout:
     num_parameter_columns: Mapping[torch.dtype, int]
     device: torch.device
 
+    @functools.cached_property
+    def spans(self) -> Tensor:
+        """The first column of each slot and the number of its columns, `(2, slots)` in float64."""
+        return torch.tensor([(slot.offset, slot.numel) for slot in self.slots], dtype=torch.float64, device="cpu").T
+
     @property
     def main_dtype(self) -> torch.dtype:
         """The dtype with the most columns."""
@@ -91,6 +97,15 @@ def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor on this process: its shard under `fully_shard`, otherwise the tensor."""
     local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return local
+
+
+def resharding_modules(model: nn.Module) -> list[Any]:
+    """The modules under `fully_shard`, whose parameters a forward pass leaves unsharded until `reshard` is called."""
+    return [
+        module
+        for module in model.modules()
+        if callable(getattr(module, "reshard", None)) and hasattr(module, "unshard")
+    ]
 
 
 def reshard_(model: nn.Module) -> None:

@@ -43,17 +43,22 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
     """
     slots = layout.slots
     rates = torch.tensor([-math.log1p(-min(share, 1.0 - 2.0**-53)) for share in shares], dtype=torch.float64)
-    sizes = torch.tensor([slot.numel for slot in slots], dtype=torch.float64)
+    first, sizes = layout.spans
     ends = torch.cumsum(rates * sizes, dim=0)
     points = _poisson_points(float(ends[-1]), generator)
     counts = torch.diff(torch.searchsorted(points, ends), prepend=torch.zeros(1, dtype=torch.int64))
+    slot_of_points = torch.repeat_interleave(counts)
 
     def of_points(values: Tensor) -> Tensor:
-        return torch.repeat_interleave(values, counts)
+        return values.index_select(0, slot_of_points)
 
-    places = ((points - of_points(ends - rates * sizes)) / of_points(rates)).floor_()
-    places = places.clamp_(min=0.0).minimum(of_points(sizes - 1.0))  # rounding at the ends of tensors
-    columns = places.to(torch.int64) + of_points(torch.tensor([slot.offset for slot in slots]))
+    # column = first + (point - start of the tensor) / rate
+    columns_per_point = torch.where(rates > 0, 1.0 / rates, 0.0)
+    places = points.mul_(of_points(columns_per_point)).add_(
+        of_points(first - (ends - rates * sizes) * columns_per_point)
+    )
+    places.clamp_(min=of_points(first), max=of_points(first + sizes - 1.0))  # rounding at the ends of tensors
+    columns = places.to(torch.int64)
     found = {}
     for dtype in layout.num_columns:
         chosen = columns
@@ -66,16 +71,20 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
 def _poisson_points(length: float, generator: torch.Generator) -> Tensor:
     """The points of a Poisson process of rate 1 on `[0, length)`."""
     count = int(length + 10.0 * math.sqrt(length) + 10.0)  # enough but for a chance of 1e-20
-    gaps = torch.rand(count, dtype=torch.float64, generator=generator).neg_().log1p_().neg_()  # exponential
-    points = torch.cumsum(gaps, dim=0)
+    gaps = torch.rand(count, dtype=torch.float32, generator=generator).neg_().log1p_().neg_()  # exponential
+    points = torch.cumsum(gaps, dim=0, dtype=torch.float64)
     return points[: int(torch.searchsorted(points, length))]
 
 
 def draw_permutations(size: int, num_columns: int, generator: torch.Generator) -> Tensor:
     """A random permutation of the members for each column, `(size, num_columns)`; all are equally likely."""
     if size <= MAX_SIZE_OF_TABLE:
-        table = torch.tensor(list(itertools.permutations(range(size)))).T
-        return table.index_select(1, torch.randint(table.shape[1], (num_columns,), generator=generator))
+        table = torch.tensor(list(itertools.permutations(range(size)))).T.contiguous()
+        chosen = torch.randint(table.shape[1], (num_columns,), generator=generator)
+        found = torch.empty(size, num_columns, dtype=torch.int64)
+        for row, target in zip(table, found, strict=True):  # faster than the table at once
+            torch.index_select(row, 0, chosen, out=target)
+        return found
     order = torch.arange(size).unsqueeze(1).repeat(1, num_columns)
     for last in range(size - 1, 0, -1):  # Fisher-Yates, in all columns at once
         other = torch.randint(last + 1, (1, num_columns), generator=generator)

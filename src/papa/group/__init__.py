@@ -10,7 +10,8 @@ the number of processes. There are three groups:
 
 `as_group` turns a process group or a device mesh into a group, `start_workers` starts worker processes, `Torchrun`
 connects the processes that torchrun started, and `connect_members` those that train one member each in ways of their
-own, by a group that other libraries do not see.
+own, by a group that other libraries do not see. Members that do not wait for each other have no group at all: they
+publish their weights (module `published`).
 
 **Why the bits are identical.** `W <- A W` treats every column of `W` alike, so columns can be distributed instead of
 rows. `papa.product` cuts the matrix into blocks of columns whose boundaries depend on the shape and dtype of the whole
@@ -42,6 +43,7 @@ from papa.group.members import (
     report_soup,
 )
 from papa.group.mesh import as_group
+from papa.group.published import PUBLISHED, Published, PublishedFiles, PublishedStore, published_of_environment
 from papa.group.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.group.shared_memory import SharedMemoryGroup
 from papa.group.start import start_workers
@@ -50,12 +52,16 @@ from papa.group.wrappers import check_wrappers
 
 __all__ = [
     "EXCHANGES",
+    "PUBLISHED",
     "SOUP",
     "WEIGHTS",
     "Columns",
     "DistributedGroup",
     "Group",
     "LocalGroup",
+    "Published",
+    "PublishedFiles",
+    "PublishedStore",
     "SharedMemoryGroup",
     "Torchrun",
     "as_group",
@@ -71,6 +77,7 @@ __all__ = [
     "is_first_data_rank",
     "like",
     "member_of_environment",
+    "published_of_environment",
     "rank_of_torchrun",
     "report_soup",
     "save_distributed",

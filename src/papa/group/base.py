@@ -275,8 +275,8 @@ def chosen_columns(rows: Tensor, columns: Columns) -> Tensor:
 def write_columns_(rows: Tensor, columns: Columns, values: Tensor) -> None:
     """Write back what `chosen_columns` returned."""
     if isinstance(columns, Tensor):
-        for row, part in zip(rows, values, strict=True):
-            row.scatter_(0, columns, part)
+        for row in reversed(range(len(rows))):  # the last row that was read is most likely in the cache
+            rows[row].scatter_(0, columns, values[row])
 
 
 def gather_or_raise(group: Group, work: Callable[[], list[T]]) -> list[T]:

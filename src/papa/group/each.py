@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from papa.errors import ConfigError
+from papa.group import guard
 from papa.group.members import MEMBER, MEMBERS, START, STORE
 
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -42,29 +44,48 @@ class Members:
     def __init__(
         self, command: Sequence[str], num_members: int, *, variables: Mapping[str, str], on_line: OnLine
     ) -> None:
+        self._command, self._num_members, self._variables, self._on_line = command, num_members, variables, on_line
         self.processes: list[subprocess.Popen[str]] = []
-        self._readers = []
+        self._readers: list[threading.Thread] = []
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
         for member in range(num_members):
-            words = [_filled(word, member, num_members) for word in command]
-            environment = {**environment_of(member, num_members), **variables}
-            try:
-                process = subprocess.Popen(
-                    words,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,  # so that its workers can be ended with it
-                )
-            except OSError as error:
-                self.end(signal.SIGTERM)
-                raise ConfigError(f"'{words[0]}' cannot be started: {error.strerror}") from None
-            assert process.stdout is not None
-            reader = threading.Thread(target=_relay, args=(process.stdout, member, on_line), daemon=True)
-            reader.start()
-            self.processes.append(process)
-            self._readers.append(reader)
+            self.processes.append(self._start(member))
+
+    def _start(self, member: int) -> subprocess.Popen[str]:
+        words = [_filled(word, member, self._num_members) for word in self._command]
+        environment = {**environment_of(member, self._num_members), **self._variables}
+        try:
+            process = subprocess.Popen(
+                words,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that its workers can be ended with it
+            )
+        except OSError as error:
+            self.end(signal.SIGTERM)
+            raise ConfigError(f"'{words[0]}' cannot be started: {error.strerror}") from None
+        self._report(f"+{process.pid}")
+        assert process.stdout is not None
+        reader = threading.Thread(target=_relay, args=(process.stdout, member, self._on_line), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+        return process
+
+    def restart(self, member: int) -> None:
+        """Start a member again that has ended."""
+        self._report(f"-{self.processes[member].pid}")
+        self.processes[member] = self._start(member)
+
+    def _report(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+            self._guard.stdin.write(f"{line}\n")
+            self._guard.stdin.flush()
 
     def failed(self) -> tuple[int, int] | None:
         """The first member that ended with an error, and its exit code."""
@@ -84,6 +105,11 @@ class Members:
         self._send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
+            self._report(f"-{process.pid}")
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+        self._guard.wait()
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.processes:
@@ -119,10 +145,7 @@ def run_each(
         on_line: called with each member's lines of output.
         on_event: called with sentences about what happens.
     """
-    if not command:
-        raise ConfigError("there is no command, expected one after --, such as: -- python train.py --seed {member}")
-    if num_members < 1 or num_restarts < 0:
-        raise ConfigError(f"got {num_members} members and {num_restarts} restarts, expected at least 1 and 0")
+    _check(command, num_members, num_restarts)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     given = {STORE: f"127.0.0.1:{store.port}", **(variables or {})}
     with _signals() as received:
@@ -139,9 +162,75 @@ def run_each(
             if failure is None:
                 return 0
             member, code = failure
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             remedy = "starting all again" if start < num_restarts else "the others were ended"
-            on_event(f"member {member} failed with {how}: {remedy}")
+            on_event(f"member {member} failed with {_how(code)}: {remedy}")
+    return _exit_code(code)
+
+
+def run_asynchronously(
+    command: Sequence[str],
+    num_members: int,
+    *,
+    num_restarts: int = 0,
+    variables: Mapping[str, str],
+    on_line: OnLine,
+    on_event: Callable[[str], object],
+) -> tuple[int, list[int]]:
+    """Run a command once for each member, where no member needs the others.
+
+    A member that fails is started again alone, while the others go on.
+
+    Args:
+        command: as for `run_each`.
+        num_members: the number of members.
+        num_restarts: how often each member may be started again.
+        variables: further environment variables for the members, such as where they publish.
+        on_line: called with each member's lines of output.
+        on_event: called with sentences about what happens.
+
+    Returns:
+        The exit code of all, which is that of the first member that failed for good, and all members that did.
+    """
+    _check(command, num_members, num_restarts)
+    failed: dict[int, int] = {}
+    left = dict.fromkeys(range(num_members), num_restarts)
+    with _signals() as received:
+        members = Members(command, num_members, variables=variables, on_line=on_line)
+        while not received:
+            codes = {member: members.processes[member].poll() for member in range(num_members) if member not in failed}
+            for member, code in codes.items():
+                if code and left[member]:
+                    left[member] -= 1
+                    on_event(f"member {member} failed with {_how(code)}: starting it again")
+                    members.restart(member)
+                elif code:
+                    failed[member] = code
+                    on_event(f"member {member} failed with {_how(code)}: the others go on without it")
+            if not any(code is None or (code and member not in failed) for member, code in codes.items()):
+                break
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        members.end(received[0] if received else signal.SIGTERM)
+        members.finish_output()
+    if received:
+        on_event(f"ended by {received[0].name}")
+        return 128 + received[0], list(failed)
+    return next((_exit_code(code) for code in failed.values()), 0), list(failed)
+
+
+def _check(command: Sequence[str], num_members: int, num_restarts: int) -> None:
+    if not command:
+        raise ConfigError("there is no command, expected one after --, such as: -- python train.py --seed {member}")
+    if num_members < 1 or num_restarts < 0:
+        raise ConfigError(f"got {num_members} members and {num_restarts} restarts, expected at least 1 and 0")
+
+
+def _how(code: int) -> str:
+    """How a process ended, by its exit code."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _exit_code(code: int) -> int:
+    """The exit code of a shell for a process that ended with this code."""
     return code if code > 0 else 128 - code
 
 

@@ -115,7 +115,9 @@ class Shuffle(Rule):
         return Mask(columns, sources)
 
     def _shares(self, layout: Layout) -> list[float]:
-        first, last = {"decreasing": (1.0, 0.0), "constant": (1.0, 1.0), "increasing": (0.0, 1.0)}[self.depth]
+        if self.depth == "constant":
+            return [self.share * slot.is_parameter for slot in layout.slots]
+        first, last = (1.0, 0.0) if self.depth == "decreasing" else (0.0, 1.0)
         return [
             self.share * slot.is_parameter * (first + (last - first) * depth)
             for slot, depth in zip(layout.slots, depths(layout), strict=True)

@@ -28,13 +28,18 @@ if TYPE_CHECKING:
         TensorFile,
         TensorInfo,
         bytes_of,
+        network_parts,
+        parse_tensors,
         save_network,
         save_tensors,
         write_tensors,
     )
     from papa.storage.torch_archive import StoredTensor, TorchArchive
 
-TENSORS = ("DTYPE_NAMES", "TensorFile", "TensorInfo", "bytes_of", "save_network", "save_tensors", "write_tensors")
+TENSORS = (
+    *("DTYPE_NAMES", "TensorFile", "TensorInfo", "bytes_of", "network_parts", "parse_tensors"),
+    *("save_network", "save_tensors", "write_tensors"),
+)
 ARCHIVES = ("StoredTensor", "TorchArchive")
 # They import torch, which listings do without.
 __getattr__, __dir__ = lazy_names(__name__, {"tensors": TENSORS, "torch_archive": ARCHIVES})
@@ -54,7 +59,9 @@ __all__ = [
     "json_text",
     "load_inert",
     "matches",
+    "network_parts",
     "parse_json",
+    "parse_tensors",
     "read_file",
     "read_json",
     "read_object",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -180,10 +181,24 @@ def save_network(
     path: Path, network: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a network or its state dict atomically; tied tensors are there under each of their names."""
+    with file_errors(path, "write"):
+        replace_file(path, network_parts(network, metadata))
+
+
+def network_parts(
+    network: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A network or its state dict as the content of a safetensors file, part by part."""
     state = network.state_dict() if isinstance(network, nn.Module) else network
     infos = {name: TensorInfo.of(tensor) for name, tensor in state.items()}
-    with file_errors(path, "write"):
-        replace_file(path, _parts(infos, _whole(state), {**_metadata(), **(metadata or {})}))
+    return _parts(infos, _whole(state), {**_metadata(), **(metadata or {})})
+
+
+def parse_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata in the content of a safetensors file."""
+    tensors = safetensors.torch.load(content)  # checks the header
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return tensors, header.get("__metadata__", {})
 
 
 def _metadata() -> dict[str, str]:

@@ -778,7 +778,7 @@ def test_a_matrix_in_huge_pages_is_like_any_other(monkeypatch: pytest.MonkeyPatc
         nets = [nn.Linear(40, 30).to(dtype) for _ in range(3)]
         usual = Population(copy.deepcopy(nets))
         with monkeypatch.context() as patch:
-            patch.setattr("papa.group.base.HUGE_BYTES", 1)
+            patch.setattr("papa.group.base.LEAST_HUGE_BYTES", 1)
             huge = Population(nets)
         assert huge.matrix.data_ptr() % 4096 == 0
         for population in (usual, huge):

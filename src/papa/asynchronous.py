@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa.averager import Averaging
+from papa.averaging_report import Averaging
 from papa.errors import MemberError, MixingError
 from papa.group import LocalGroup, Published
 from papa.health import WEIGHTS_NOT_FINITE, NonFiniteMember
@@ -140,7 +140,9 @@ class AsyncAverager:
         self.num_averagings += 1
         seconds = time.perf_counter() - start
         name = type(self.rule).__name__
-        return AsyncAveraging(self.num_steps_taken, name, keep, None, None, found, size, seconds, tuple(counted))
+        return AsyncAveraging(
+            self.num_steps_taken, name, keep, None, None, found, size, seconds, counted=tuple(counted)
+        )
 
     def live(self) -> list[int]:
         """The other members whose newest weights count."""

@@ -133,6 +133,8 @@ def join(
     if asynchronous or (asynchronous is None and group is None and PUBLISHED in os.environ):
         if group is not None:
             raise MixingError("asynchronous members have no group: start them with `papa each` or torchrun")
+        if not isinstance(optimizer, Optimizer) and isinstance(optimizer, Sequence):
+            raise MixingError(f"asynchronous members have one optimizer each, found {len(optimizer)}")
         return _join_asynchronously(model, optimizer, rule, num_steps=num_steps, **options)
     group = group_of_environment() if group is None else group
     joined = averaging([model], optimizer, rule, num_steps=num_steps, group=group, **options)

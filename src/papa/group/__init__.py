@@ -22,6 +22,8 @@ operations in the same order. A `SharedMemoryGroup` works on its blocks in place
 processes need the same kind of CPU, build of PyTorch and number of threads, and `fast` and `bfloat16` are not exact.
 """
 
+from typing import TYPE_CHECKING
+
 from papa.group.base import (
     Columns,
     Group,
@@ -32,23 +34,62 @@ from papa.group.base import (
     write_columns_,
 )
 from papa.group.distributed import EXCHANGES, DistributedGroup
-from papa.group.members import (
-    SOUP,
-    WEIGHTS,
-    connect_members,
-    group_of_environment,
-    group_of_process,
-    group_of_ranks,
-    member_of_environment,
-    report_soup,
-)
 from papa.group.mesh import as_group
-from papa.group.published import PUBLISHED, Published, PublishedFiles, PublishedStore, published_of_environment
-from papa.group.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.group.shared_memory import SharedMemoryGroup
-from papa.group.start import start_workers
-from papa.group.torchrun import Torchrun, rank_of_torchrun
 from papa.group.wrappers import check_wrappers
+from papa.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from papa.group.members import (
+        SOUP,
+        WEIGHTS,
+        connect_members,
+        group_of_environment,
+        group_of_process,
+        group_of_ranks,
+        member_of_environment,
+        report_soup,
+    )
+    from papa.group.published import PUBLISHED, Published, PublishedFiles, PublishedStore, published_of_environment
+    from papa.group.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
+    from papa.group.start import start_workers
+    from papa.group.torchrun import Torchrun, rank_of_torchrun
+
+# What a loop of your own in one process does not need.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "members": (
+            "SOUP",
+            "WEIGHTS",
+            "connect_members",
+            "group_of_environment",
+            "group_of_process",
+            "group_of_ranks",
+            "member_of_environment",
+            "report_soup",
+        ),
+        "published": (
+            "PUBLISHED",
+            "Published",
+            "PublishedFiles",
+            "PublishedStore",
+            "published_of_environment",
+        ),
+        "sharding": (
+            "inner_module",
+            "is_first_data_rank",
+            "like",
+            "save_distributed",
+            "whole",
+        ),
+        "start": ("start_workers",),
+        "torchrun": (
+            "Torchrun",
+            "rank_of_torchrun",
+        ),
+    },
+)
 
 __all__ = [
     "EXCHANGES",

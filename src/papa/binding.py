@@ -57,8 +57,6 @@ class BoundMember:
         self._registries = [registry for m in self._all_modules for registry in (m._parameters, m._modules)]
         self._num_parts = self._count_parts()
         self._sharded_modules = [module for module in self._all_modules if can_reshard(module)]
-        self.whole_tensors = [tensor for tensor in self.tensors if not is_sharded(tensor)]
-        """The tensors that are not shards."""
         for number in range(len(self._in_row)):
             self._move_into_row(number)
         self._watched = [

@@ -99,15 +99,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def resharding_modules(model: nn.Module) -> list[Any]:
-    """The modules under `fully_shard`, whose parameters a forward pass leaves unsharded until `reshard` is called."""
-    return [
-        module
-        for module in model.modules()
-        if callable(getattr(module, "reshard", None)) and hasattr(module, "unshard")
-    ]
-
-
 def reshard_(model: nn.Module) -> None:
     """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
     for module in filter(can_reshard, model.modules()):

@@ -207,7 +207,7 @@ def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
         )
     assert [(rule.every_steps, rule.half_life_steps) for rule in rules] == [
         (1, 1.0),
-        (10, pytest.approx(0.003 * 40 * 98)),
+        (10, pytest.approx(0.01 * 40 * 98)),
     ]
 
 

@@ -6,6 +6,20 @@ import math
 
 HALF_LIFE = 0.003
 """A half-life that suits training from random weights, as a share of training; the paper's is about this."""
+SHORT_HALF_LIFE = 0.01
+"""The best single share in trainings of 500 to 8,000 steps (`docs/strength.md`)."""
+LONGEST_SHORT = 10_000
+"""The number of steps up to which `SHORT_HALF_LIFE` is known to keep members together."""
+
+
+def default_half_life(num_steps: int) -> float:
+    """A half-life as a share of training: 1% of up to 10,000 steps, 0.3% of more.
+
+    Example:
+        >>> default_half_life(2_000), default_half_life(229_500)
+        (0.01, 0.003)
+    """
+    return SHORT_HALF_LIFE if num_steps <= LONGEST_SHORT else HALF_LIFE
 
 
 def half_life_in_steps(alpha: float, every_steps: int) -> float:

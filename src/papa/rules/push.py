@@ -39,8 +39,8 @@ class Push(Rule):
         689.6...
 
     The right strength depends on the length of training. With a half-life of 690 steps, members come together many
-    times over in 230,000 steps, and never in 3,000. A half-life of 0.003 (0.3%) of training suits any length; see the
-    guide on strength. Give one of the first three:
+    times over in 230,000 steps, and never in 3,000. A half-life of 0.003 (0.3%) of training is safe at any length; see
+    the guide on strength. Give one of the first three:
 
     Args:
         half_life: the time in which the distance to the mean halves, if nothing else moves the members, as a share of

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from papa.data import Data
 from papa.errors import ConfigError
 from papa.evaluation import Loss, Metric, accuracy
-from papa.rules import HALF_LIFE, Push, Rule
+from papa.half_life import default_half_life
+from papa.rules import Push, Rule
 from papa.schedules import Schedule, cosine
 from papa.soup import warn_if_far_worse
 from papa.task import Task, own_loss
@@ -84,7 +85,8 @@ def train(
         validation: the share of the data held out for validation; or validation data of its own, in any form that
             `data` may have. Not used if `data` is a `papa.data.Data`.
         rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
-            of 0.3% of training; `papa.AdaptivePush()` sets its own, by losses on training batches.
+            of 1% of training up to 10,000 steps, and of 0.3% of longer ones; `papa.AdaptivePush()` sets its own, by
+            losses on training batches.
         loss: from outputs and targets to the mean loss of a batch. By default the network's own, if it takes labels
             and returns outputs with a `loss`, as those of transformers; else the cross-entropy. Of outputs with
             `logits`, these are used.
@@ -180,5 +182,5 @@ def start_training(
 
 
 def default_push(length: Length) -> Push:
-    """A push with a half-life of `HALF_LIFE` of training, at least a step."""
-    return Push(half_life_steps=max(1.0, HALF_LIFE * length.num_steps))
+    """A push with a half-life of `default_half_life` of training, at least a step."""
+    return Push(half_life_steps=max(1.0, default_half_life(length.num_steps) * length.num_steps))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from results.controls import both
 from results.study import Study, Table
-from results.tables import rates_and_decays, side_by_side
+from results.tables import side_by_side, tuned_options
 
 METHODS = "independent,papa,papa-all,papa-2"
-TUNING_SEED = "11"
-"""A seed that no other run uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +20,20 @@ class Kind:
     title: str
     seeds: str = "1,2,3"
     root: str = "DATA"
-    tuned: tuple[tuple[float, float], ...] = ()
-    """Learning rates and weight decays that were tried for single networks."""
+    options: str = ""
+    """Options of all runs."""
+    tuned: Mapping[str, str] = field(default_factory=dict)
+    """Options that were tried for single networks, by the name of their run."""
+    tuning_seeds: str = "11"
+    """Seeds that no other run uses."""
     tuning_options: str = ""
     """More validation data for that."""
 
     def command(self, recipe: str, methods: str, seeds: str, out: str, *options: str) -> str:
         """A command at the recipe's own setting."""
-        words = ("papa compare", recipe, "--methods", methods, "--seeds", seeds, *filter(None, options))
-        return " ".join([*words, "--parallel 2 --data.root", self.root, "--out", f"runs/small/{out}"])
+        words = ("papa compare", recipe, "--methods", methods, "--seeds", seeds, self.options, *options)
+        place = ("--parallel 2 --data.root", self.root, "--out", f"runs/small/{out}")
+        return " ".join(filter(None, (*words, *place)))
 
     @property
     def study(self) -> Study:
@@ -40,10 +44,10 @@ class Kind:
         ]
         tuning = [
             self.command(
-                *(self.recipe, "independent", TUNING_SEED, f"tune/{self.recipe}-{rate:g}-{decay:g}"),
-                *("--members 2", self.tuning_options, f"--train.lr {rate:g} --train.weight-decay {decay:g}"),
+                *(self.recipe, "independent", self.tuning_seeds, f"tune/{self.recipe}-{name}"),
+                *("--members 2", self.tuning_options, tried),
             )
-            for rate, decay in self.tuned
+            for name, tried in self.tuned.items()
         ]
         tables = [
             Table(
@@ -53,9 +57,7 @@ class Kind:
             )
         ]
         if tuning:
-            tables.append(
-                Table(title="Learning rate and weight decay", commands=tuple(tuning), render=rates_and_decays)
-            )
+            tables.append(Table(title="Options of a single network", commands=tuple(tuning), render=tuned_options))
         return Study(name=self.recipe, title=self.title, tables=tuple(tables))
 
 
@@ -63,8 +65,25 @@ KINDS = (
     Kind(
         recipe="cifar10-2k",
         title="CIFAR-10 with 2,000 images",
-        tuned=((0.05, 5e-4), (0.05, 2e-3), (0.1, 2e-3), (0.02, 2e-3), (0.05, 5e-3), (0.1, 5e-4)),
+        tuned={
+            f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.1, 2e-3), (0.02, 2e-3), (0.05, 5e-3), (0.1, 5e-4))
+        },
         tuning_options="--data.max-train 2800 --data.validation 0.35714",
+    ),
+    *(
+        Kind(
+            recipe=f"{name}-mlp",
+            title=title,
+            seeds=",".join(map(str, range(1, 11))),
+            tuned={
+                f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
+                for rate in (0.01, 0.05)
+                for dropout in (0.0, 0.2, 0.5)
+            },
+            tuning_seeds="11,12,13,14,15",
+        )
+        for name, title in (("breast-cancer", "The breast cancer table"), ("wine", "The wine table"))
     ),
 )
 EVIDENCE = tuple(kind.study for kind in KINDS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
+from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
 from papa.lab.report.table import (
     COLUMNS,
@@ -257,20 +258,32 @@ def rates(records: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
-def rates_and_decays(records: Sequence[Record]) -> str:
-    """Scores of members for each learning rate and weight decay, best on validation data first."""
+TUNED = {"learning rate": "train.lr", "weight decay": "train.weight_decay", "dropout": "model.dropout"}
+"""Options that are tuned for single networks, in words."""
+
+
+def tuned_options(records: Sequence[Record]) -> str:
+    """Scores of members for each setting of the options that were tried, best on validation data first."""
     metric = metric_of(records)
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        options = dict(flat(record["config"]))
+        groups.setdefault(tuple(options.get(key) for key in TUNED.values()), []).append(record)
+
+    def mean(runs: Sequence[Record], part: str) -> float:
+        return fmean(run[part]["mean"] for run in runs)
+
+    ordered = sorted(groups.items(), key=lambda group: mean(group[1], "validation"), reverse=metric.higher_is_better)
     rows = [
         (
-            f"{record['config']['train']['lr']:g}",
-            f"{record['config']['train']['weight_decay']:g}",
-            *(mean_text([record[part]["mean"]], metric.digits) for part in ("validation", "test")),
-            f"{record['epochs'][-1]['loss']:.3f}",
+            *(f"{value:g}" for value in values if value is not None),
+            *(f"{mean(runs, part):.{metric.digits}f}" for part in ("validation", "test")),
+            f"{fmean(run['epochs'][-1]['loss'] for run in runs):.3f}",
         )
-        for record in sorted(records, key=lambda record: record["validation"]["mean"], reverse=metric.higher_is_better)
+        for values, runs in ordered
     ]
-    head = ("learning rate", "weight decay", "mean on validation data", "mean on test data", "training loss at the end")
-    return markdown(head, rows)
+    named = [name for name, value in zip(TUNED, ordered[0][0], strict=True) if value is not None]
+    return markdown((*named, "mean on validation data", "mean on test data", "training loss at the end"), rows)
 
 
 def of_common_seeds(records: Sequence[Record]) -> list[Record]:

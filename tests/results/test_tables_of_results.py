@@ -193,7 +193,7 @@ def test_every_control_has_a_row_and_what_the_soup_of_papa_gains_over_it(records
     study = EVIDENCE[0]
     runs = list(read_records(study.tables[0].commands, records).values())
     page = controls(runs)
-    found = {row[0]: row[1:] for row in rows_of(page, "")[2:]}
+    found = {row[0]: row[1:] for row in rows_of(page, "")[1:]}
     share = runs[0]["config"]["average"]["half_life"]
     gain = 57.0 - share
     assert found == {
@@ -226,10 +226,10 @@ def test_the_member_that_is_best_on_validation_data_is_shown_by_its_test_score(r
     assert row[2] == "61.00 (0.00)"
 
 
-def test_the_search_for_rates_and_decays_has_the_best_on_validation_data_first(records: Path) -> None:
+def test_the_search_for_options_has_the_best_on_validation_data_first(records: Path) -> None:
     runs = [dict(record) for record in read_records(EVIDENCE[0].tables[1].commands, records).values()]
     runs[2] = {**runs[2], "validation": {**runs[2]["validation"], "mean": 77.0}}
-    first = tables.rates_and_decays(runs).splitlines()[2]
+    first = tables.tuned_options(runs).splitlines()[2]
     assert first.startswith(
         f"| {runs[2]['config']['train']['lr']:g} | {runs[2]['config']['train']['weight_decay']:g} | 77.00"
     )

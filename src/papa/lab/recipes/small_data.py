@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from papa.lab.config import AverageConfig, Config, DataConfig, ModelConfig, TrainConfig, TrajectoryConfig
+from papa.lab.recipes.controls import with_controls
 from papa.lab.recipes.recipe import Recipe, smoke
 
 MEMBERS = 4
@@ -57,44 +58,15 @@ def population(row: _Row, budget: str) -> Config:
     return smoke(config, width=4) if budget == "smoke" else config
 
 
-def one_network(row: _Row, budget: str) -> Config:
-    """The compute of the population spent on one network; its best epoch by validation is early stopping."""
-    config = population(row, budget)
-    train = replace(config.train, epochs=config.train.epochs * MEMBERS)
-    return replace(config, method="independent", members=1, train=train)
-
-
-def large_batch(row: _Row, budget: str) -> Config:
-    """One network with batches as large as those of all members together, for as many steps; its own learning rate."""
-    config = one_network(row, budget)
-    if budget == "smoke":  # whose data would not fill one such batch
-        return config
-    return replace(config, train=replace(config.train, batch_size=config.train.batch_size * MEMBERS, lr=row.batch_lr))
-
-
-RECIPES = (
-    *(
+RECIPES = tuple(
+    recipe
+    for row in ROWS
+    for recipe in with_controls(
         Recipe(
             name=row.name,
             summary=f"a small vgg11 on {row.num_images:,} images of {row.data}, until they are used up",
             make=partial(population, row),
-        )
-        for row in ROWS
-    ),
-    *(
-        Recipe(
-            name=f"{row.name}-long",
-            summary=f"one small vgg11 on these images, trained {MEMBERS} times as long",
-            make=partial(one_network, row),
-        )
-        for row in ROWS
-    ),
-    *(
-        Recipe(
-            name=f"{row.name}-batch",
-            summary=f"one small vgg11 on these images, with batches {MEMBERS} times as large",
-            make=partial(large_batch, row),
-        )
-        for row in ROWS
-    ),
+        ),
+        batch_lr=row.batch_lr,
+    )
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from papa.lab.config import AverageConfig, Config, DataConfig, ModelConfig, TrainConfig, TrajectoryConfig
+from papa.lab.recipes.controls import with_controls
 from papa.lab.recipes.recipe import Recipe
 from papa.lab.recipes.small_data import MEMBERS, MERGES
 
 EPOCHS = 100
+BATCH_LR = 0.1
+"""The learning rate of one network with batches as large as those of all members together."""
 NAMES = {
     "breast-cancer": "the 569 rows of scikit-learn's breast cancer table",
     "wine": "the 178 rows of scikit-learn's wine table",
@@ -24,7 +26,7 @@ def population(name: str, budget: str) -> Config:
         members=2 if budget == "smoke" else MEMBERS,
         data=DataConfig(name=name, validation=0.15, test_share=0.25),
         model=ModelConfig(name="mlp", width=64, dropout=0.2),
-        train=TrainConfig(epochs=epochs, batch_size=32, lr=0.05, weight_decay=1e-3),
+        train=TrainConfig(epochs=epochs, batch_size=16, lr=0.05, weight_decay=1e-3),
         average=AverageConfig(
             half_life=0.015, every_steps=5, every_epochs=epochs / MERGES, keep_best_soup=True, ensemble="probabilities"
         ),
@@ -32,17 +34,10 @@ def population(name: str, budget: str) -> Config:
     )
 
 
-def one_network(name: str, budget: str) -> Config:
-    """The compute of the population spent on one network; its best epoch by validation is early stopping."""
-    config = population(name, budget)
-    train = replace(config.train, epochs=config.train.epochs * MEMBERS)
-    return replace(config, method="independent", members=1, train=train)
-
-
-RECIPES = (
-    *(Recipe(f"{name}-mlp", f"perceptrons on {words}", partial(population, name)) for name, words in NAMES.items()),
-    *(
-        Recipe(f"{name}-mlp-long", f"one perceptron on {words}, {MEMBERS} times as long", partial(one_network, name))
-        for name, words in NAMES.items()
-    ),
+RECIPES = tuple(
+    recipe
+    for name, words in NAMES.items()
+    for recipe in with_controls(
+        Recipe(f"{name}-mlp", f"perceptrons on {words}", partial(population, name)), batch_lr=BATCH_LR
+    )
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, GPTConfig, ModelConfig, TrainConfig
+from papa.lab.recipes.controls import with_controls
 from papa.lab.recipes.recipe import Recipe, fast_precision
 
 SHARE = 0.1
@@ -81,6 +82,8 @@ full = partial(
 
 RECIPES = (
     Recipe("text-gpt-tiny", "small transformers on a text (--data.root FILE), a minute", tiny),
-    Recipe("text-gpt-mini", "transformers that use a short text up, 15 minutes of one core", mini),
+    *with_controls(
+        Recipe("text-gpt-mini", "transformers that use a short text up, 15 minutes of one core", mini), batch_lr=3e-3
+    ),
     Recipe("text-gpt", "transformers of 10 million parameters on a text, for a GPU", full),
 )

@@ -57,7 +57,8 @@ class Kind:
             )
         ]
         if tuning:
-            tables.append(Table(title="Options of a single network", commands=tuple(tuning), render=tuned_options))
+            # They run first, since the recipe has what they find.
+            tables.insert(0, Table(title="Options of a single network", commands=tuple(tuning), render=tuned_options))
         return Study(name=self.recipe, title=self.title, tables=tuple(tables))
 
 

@@ -105,8 +105,8 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
         study = next((study for study in studies if study.name == match[1]), None)
         if study is None:
             raise RunError(f"{path.name} needs {match[0]}, and there is no study of that name: correct the text")
-        found = list(read_records(study.tables[0].commands, records).values())
-        commands = "```console\n" + "\n".join(study.tables[0].commands) + "\n```"
+        found = list(read_records(study.tables[-1].commands, records).values())
+        commands = "```console\n" + "\n".join(study.tables[-1].commands) + "\n```"
         return "\n\n".join([commands, controls(found) if found else "Not run yet."])
 
     text = TABLE_IN_PROSE.sub(fill_table, path.read_text(encoding="utf-8").strip())

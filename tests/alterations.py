@@ -26,6 +26,7 @@ from papa.errors import PapaError
 from papa.files import open_all, open_weights, soup_files
 from papa.lab.config import Config
 from papa.lab.data.cache import cache_folder
+from papa.lab.data.table import SKLEARN
 from papa.lab.domains import load_domain
 from papa.lab.models.weights import read_state_dict
 from papa.lab.recipes import RECIPES, find
@@ -250,6 +251,6 @@ def kinds() -> dict[str, Callable[[Path], Readable]]:
         "run directory": run_directory,
     }
     recipes = {recipe.config("smoke").data.name: name for name, recipe in RECIPES.items()}
-    for name in (recipes[data] for data in recipes if data != "digits"):  # which come with scikit-learn
+    for name in (recipes[data] for data in recipes if data not in ("digits", *SKLEARN)):  # which come with scikit-learn
         found[f"data of {name}"] = lambda folder, name=name: data_set(name, folder)  # type: ignore[misc]
     return found

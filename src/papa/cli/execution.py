@@ -5,6 +5,7 @@ What imports torch is imported last: help, wrong options and the first line of o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -137,13 +138,14 @@ def run_title(config: Config) -> str:
 
 def announce(configs: Sequence[Config], path: Path) -> None:
     """Say on standard error what will be trained, before the seconds that it takes to load PyTorch."""
-    if not is_main_process():
+    if not configs or not is_main_process():
         return
     first, methods = configs[0], ", ".join(dict.fromkeys(config.method for config in configs))
     runs = f"training ({methods})" if len(configs) == 1 else f"{len(configs)} runs ({methods}), each"
     networks = f"{first.members} {first.model.name} network{'s' if first.members > 1 else ''}"
     text = f"papa: {runs} of {networks} on {first.data.name}, {first.train.epochs} epochs, to {path}"
-    print(printable(text), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that is gone is no reason to stop
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def is_main_process() -> bool:

@@ -101,7 +101,7 @@ def _follow(path: Path, value: Any, key: str) -> tuple[Any, list[str]]:
 
 def _usual_place(path: Path, value: Any) -> tuple[Mapping[str, Any], list[str]]:
     if not isinstance(value, Mapping):
-        kind = value.name if isinstance(value, Stub) else type(value).__name__
+        kind = value.name if isinstance(value, Stub) else type(value).__name__.removeprefix("Stored")
         raise SoupError(f"{path} holds a {kind}, expected a state dict: save its state dict alone")
     present = [name for name in STATE_KEYS if has_tensors(value.get(name))]
     if present:

@@ -23,7 +23,17 @@ from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.recipes.rules import rule_for
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
-from papa.rules import Elastic, Gossip, GradientWeightedPush, Lookahead, OuterStep, PushPull, Shuffle, SparseAverage
+from papa.rules import (
+    AdaptivePush,
+    Elastic,
+    Gossip,
+    GradientWeightedPush,
+    Lookahead,
+    OuterStep,
+    PushPull,
+    Shuffle,
+    SparseAverage,
+)
 from papa.training import Align, AveragingOptions, Length, Repair, TrajectoryAverage
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)
@@ -49,6 +59,7 @@ def test_every_method_has_its_rule() -> None:
         "noloco": Gossip,
         "dppf": PushPull,
         "grawa": GradientWeightedPush,
+        "papa-auto": AdaptivePush,
     }
 
 
@@ -170,7 +181,9 @@ def test_options_of_merging_reach_the_training() -> None:
 def test_recipes_say_where_members_are_repaired() -> None:
     batches = {name: recipe.config().average.repair for name, recipe in RECIPES.items()}
     for name, number in batches.items():
-        assert number == (0 if name.startswith(("digits", "imagenet", "optdigits", "text")) else 5), name
+        assert number == (
+            0 if name.startswith(("digits", "imagenet", "optdigits", "text", "breast-cancer", "wine", "table")) else 5
+        ), name
 
 
 @pytest.mark.parametrize("name", ["effnetv2s", "eva02", "convit"])

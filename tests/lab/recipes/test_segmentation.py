@@ -139,7 +139,7 @@ def test_a_network_learns_what_pixels_show(root: Path) -> None:
 
 def test_a_mistyped_data_set_finds_tiles_too(root: Path) -> None:
     config = small_config(root)
-    with pytest.raises(ConfigError, match=r"--data.name is tile: did you mean tiles\?.*folder, tiles, vaihingen"):
+    with pytest.raises(ConfigError, match=r"--data.name is tile: did you mean tiles\?.*images, tiles, vaihingen"):
         build(replace(config, data=replace(config.data, name="tile")))
 
 

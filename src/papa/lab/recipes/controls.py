@@ -9,7 +9,7 @@ from papa.lab.recipes.recipe import Recipe
 
 
 def one_network(recipe: Recipe, budget: str) -> Config:
-    """One network, trained as many times longer as there are members. Its best epoch by validation is early stopping."""
+    """One network, trained as many times longer as there are members."""
     config = recipe.config(budget)
     train = config.train
     longer = replace(train, epochs=train.epochs * config.members, warmup_epochs=train.warmup_epochs * config.members)

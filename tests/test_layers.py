@@ -57,7 +57,7 @@ LIBRARY = [
 """The modules of `papa`, from the foundation up: each imports only from modules before it, or from its own package."""
 
 LAB = [
-    *("signals", "costs", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
+    *("signals", "costs", "config_checks", "config", "data", "models", "augment", "tasks", "result", "runs", "report"),
     *("listing", "probes", "analysis", "selection", "outcome"),
     *("domains", "recipes", "sampling", "scoring", "recorder", "launch", "launch_many", "reproduce"),
 ]

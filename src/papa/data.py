@@ -122,7 +122,7 @@ class Examples:
 
 
 class LoaderBatches:
-    """The batches of a `DataLoader` with a sampler of its own or an iterable dataset, drawn anew for each member.
+    """The batches of a `DataLoader` with a sampler of its own or an iterable dataset, drawn again for each member.
 
     Args:
         loader: the loader; its random numbers are a function of the seed that `epoch` is given.

@@ -123,7 +123,7 @@ def group_of_process(*, exchange: str = "exact") -> DistributedGroup:
 
 
 def report_soup(path: str | os.PathLike[str]) -> None:
-    """Tell `papa each`, if it started this process, where the members wrote their soup."""
+    """Report to `papa each`, if it started this process, where the members wrote their soup."""
     if WEIGHTS in os.environ:
         Path(os.environ[WEIGHTS], SOUP).write_text(os.fspath(path))
 
@@ -156,7 +156,7 @@ def connect_members(
     Args:
         member: the index of this process's member.
         num_members: the number of members.
-        address: host and port of the store that processes meet at; that of member 0, which runs it.
+        address: host and port of the store that processes connect to; that of member 0, which runs it.
         session: the same for all members, and new after a restart.
         exchange: how weights travel; see `papa.group.EXCHANGES`.
         data_group: the processes that train this member, where there are several: each is connected with those of the
@@ -191,7 +191,7 @@ def open_group(store: Store, rank: int, num_ranks: int, *, hostname: str, name: 
         store: shared by these processes alone.
         rank: of this process.
         num_ranks: the number of processes.
-        hostname: where they meet; on one machine they use the loopback interface, whatever its name resolves to.
+        hostname: where they connect; on one machine they use the loopback interface, whatever its name resolves to.
         name: of this group, among those over the same store.
     """
     prefixed = PrefixStore(name, store)

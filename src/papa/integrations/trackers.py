@@ -27,7 +27,7 @@ from papa.training import Callback, EpochRecord, Training
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told about the run that it tracks."""
+    """What a tracker knows about the run that it tracks."""
 
     project: str | None = None
     """Of W&B and trackio; the experiment of MLflow. None for that of the tool's environment variable, or `papa`."""

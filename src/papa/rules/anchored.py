@@ -209,7 +209,7 @@ class Gossip(Rule):
 
         m_j <- momentum m_j + lr (mean of the pair - z_j),   z_j <- z_j + m_j,   w_j <- z_j
 
-    Each member has its own anchor `z_j`, which starts at its weights, and its own momentum. Pairs are drawn anew each
+    Each member has its own anchor `z_j`, which starts at its weights, and its own momentum. Pairs are drawn again each
     time; with an odd number of members one is alone. Members come together through changing partners. Each sends
     its weights only.
 

@@ -1,4 +1,4 @@
-"""The interface of averaging rules, and what they are told."""
+"""The interface of averaging rules, and the context they are given."""
 
 from __future__ import annotations
 

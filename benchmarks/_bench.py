@@ -117,13 +117,17 @@ class Parts:
         return wrapper
 
 
-def peak_extra_megabytes(run: Callable[[], object]) -> float:
+def peak_extra_megabytes(run: Callable[[], object], *, maps_files: bool = False) -> float:
     """The peak memory use during `run` above that before it, in MB (10^6 bytes).
 
     The larger of two measurements: what torch allocated, and on Linux the resident memory of the process, which
     includes a fragmented heap.
+
+    Args:
+        run: what to measure.
+        maps_files: do not count what torch allocated, since files that are mapped into memory would count as a whole.
     """
-    return max(_peak_allocated_bytes(run), _peak_resident_bytes(run)) / 1e6
+    return max(0 if maps_files else _peak_allocated_bytes(run), _peak_resident_bytes(run)) / 1e6
 
 
 def _peak_allocated_bytes(run: Callable[[], object]) -> int:

@@ -28,6 +28,8 @@ class Kind:
     """Seeds that no other run uses."""
     tuning_options: str = ""
     """More validation data for that."""
+    batch_rates: tuple[float, ...] = ()
+    """Learning rates that were tried for one network with larger batches."""
 
     def command(self, recipe: str, methods: str, seeds: str, out: str, *options: str) -> str:
         """A command at the recipe's own setting."""
@@ -49,6 +51,13 @@ class Kind:
             )
             for name, tried in self.tuned.items()
         ]
+        batch_tuning = [
+            self.command(
+                *(f"{self.recipe}-batch", "independent", self.tuning_seeds, f"tune/{self.recipe}-batch-{rate:g}"),
+                *(self.tuning_options, f"--train.lr {rate:g}"),
+            )
+            for rate in self.batch_rates
+        ]
         tables = [
             Table(
                 title="Populations, and one network with as much compute",
@@ -56,10 +65,14 @@ class Kind:
                 render=both(side_by_side),
             )
         ]
-        if tuning:
-            # They run first, since the recipe has what they find.
-            tables.insert(0, Table(title="Options of a single network", commands=tuple(tuning), render=tuned_options))
-        return Study(name=self.recipe, title=self.title, tables=tuple(tables))
+        # They run first, since the recipes have what they find.
+        searches = {"Options of a single network": tuning, "The learning rate of larger batches": batch_tuning}
+        found = [
+            Table(title=title, commands=tuple(commands), render=tuned_options)
+            for title, commands in searches.items()
+            if commands
+        ]
+        return Study(name=self.recipe, title=self.title, tables=(*found, *tables))
 
 
 KINDS = (
@@ -72,19 +85,17 @@ KINDS = (
         },
         tuning_options="--data.max-train 2800 --data.validation 0.35714",
     ),
-    *(
-        Kind(
-            recipe=f"{name}-mlp",
-            title=title,
-            seeds=",".join(map(str, range(1, 11))),
-            tuned={
-                f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
-                for rate in (0.01, 0.05)
-                for dropout in (0.0, 0.2, 0.5)
-            },
-            tuning_seeds="11,12,13,14,15",
-        )
-        for name, title in (("breast-cancer", "The breast cancer table"), ("wine", "The wine table"))
+    Kind(
+        recipe="breast-cancer-mlp",
+        title="The breast cancer table",
+        seeds=",".join(map(str, range(1, 11))),
+        tuned={
+            f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
+            for rate in (0.01, 0.05)
+            for dropout in (0.0, 0.2, 0.5)
+        },
+        tuning_seeds="11,12,13,14,15",
+        batch_rates=(0.01, 0.02, 0.04),
     ),
 )
 EVIDENCE = tuple(kind.study for kind in KINDS)

@@ -10,7 +10,7 @@ from papa.lab.recipes.recipe import Recipe
 from papa.lab.recipes.small_data import MEMBERS, MERGES
 
 EPOCHS = 100
-BATCH_LR = 0.1
+BATCH_LR = 0.02
 """The learning rate of one network with batches as large as those of all members together."""
 NAMES = {
     "breast-cancer": "the 569 rows of scikit-learn's breast cancer table",
@@ -25,8 +25,8 @@ def population(name: str, budget: str) -> Config:
     return Config(
         members=2 if budget == "smoke" else MEMBERS,
         data=DataConfig(name=name, validation=0.15, test_share=0.25),
-        model=ModelConfig(name="mlp", width=64, dropout=0.2),
-        train=TrainConfig(epochs=epochs, batch_size=16, lr=0.05, weight_decay=1e-3),
+        model=ModelConfig(name="mlp", width=64, dropout=0.5),
+        train=TrainConfig(epochs=epochs, batch_size=16, lr=0.01, min_lr=1e-4, weight_decay=1e-3),
         average=AverageConfig(
             half_life=0.015, every_steps=5, every_epochs=epochs / MERGES, keep_best_soup=True, ensemble="probabilities"
         ),

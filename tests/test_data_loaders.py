@@ -86,5 +86,11 @@ def test_a_function_gives_each_member_a_dataset() -> None:
 def test_wrong_uses() -> None:
     with pytest.raises(DataError, match=r"members is 0, expected the number of members, their indices"):
         loaders(NUMBERS, members=0)
+    with pytest.raises(DataError, match=r"dataset is a DataLoader, expected a dataset: pass loader.dataset"):
+        loaders(DataLoader(NUMBERS), members=2)
+    with pytest.raises(DataError, match=r"the data has \d+ examples, expected at least batch_size \(1000\)"):
+        loaders(NUMBERS, members=2, batch_size=1000)
+    with pytest.raises(DataError, match=r"generator is set for each member: give a seed instead"):
+        loaders(NUMBERS, members=2, batch_size=2, generator=torch.Generator())
     with pytest.raises(DataError, match=r"Counting is read in its own order, got a sampler too"):
         loaders(Counting(0), members=2, sampler=lambda generator: WeightedRandomSampler([1.0], 1))

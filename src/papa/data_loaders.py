@@ -46,6 +46,10 @@ def loaders(
         drop_last: leave out the last incomplete batch, so that all batches have one size.
         options: further options of `DataLoader`: `num_workers`, `collate_fn`, `pin_memory` and so on.
     """
+    if isinstance(dataset, DataLoader):
+        raise DataError("dataset is a DataLoader, expected a dataset: pass loader.dataset, and the loader's options")
+    if "generator" in options:
+        raise DataError("generator is set for each member: give a seed instead")
     makes_datasets = callable(dataset) and not hasattr(dataset, "__getitem__")
     found = []
     for member in _indices(members):
@@ -54,6 +58,11 @@ def loaders(
         is_iterable = isinstance(own, IterableDataset)
         if is_iterable and sampler is not None:
             raise DataError(f"{type(own).__name__} is read in its own order, got a sampler too: leave out the sampler")
+        if drop_last and not is_iterable and len(own) < batch_size:
+            raise DataError(
+                f"the data has {len(own)} examples, expected at least batch_size ({batch_size}), since incomplete "
+                "batches are left out: make batches smaller, or set drop_last=False"
+            )
         order: dict[str, Any] = {"sampler": sampler(generator)} if sampler is not None else {"shuffle": shuffle}
         found.append(
             DataLoader(

@@ -100,6 +100,14 @@ def test_what_may_be_several_networks_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(SoupError, match=r"has 2 equal parts besides 1 other tensors, members\.0 to members\.1, which"):
         open_weights(tmp_path / "more.pt")
     assert len(open_all([tmp_path / "more.pt"], key="members.*")) == 2
+    torch.save({"state_dict": {"scale": torch.ones(1), **wrapper.state_dict()}}, tmp_path / "nested.pt")
+    with pytest.raises(SoupError, match=r"set the key to 'state_dict\.members\.\*' .* or to 'state_dict\.' for all"):
+        open_weights(tmp_path / "nested.pt")
+    assert len(open_all([tmp_path / "nested.pt"], key="state_dict.members.*")) == 2
+    assert len(open_weights(tmp_path / "nested.pt", key="state_dict.").tensors) == 9
+    torch.save({"parts": [wrapper.state_dict()], "rng": torch.get_rng_state()}, tmp_path / "own.pt")
+    with pytest.raises(SoupError, match=r"has no weights in rng, expected tensors of floating-point numbers"):
+        open_weights(tmp_path / "own.pt")
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
     torch.save(encoder.state_dict(), tmp_path / "layers.pt")
     assert len(open_weights(tmp_path / "layers.pt").tensors) == len(encoder.state_dict())

@@ -59,8 +59,9 @@ def find_networks(path: Path, value: Any, key: str | None) -> tuple[list[Network
     """
     notes: list[str] = []
     rest: list[str] = []
+    place = "" if key in (None, ".") else f"{key}."
     if key is None:
-        value, notes = _usual_place(path, value)
+        value, notes, place = _usual_place(path, value)
     else:
         value, rest = _follow(path, value, key)
         if isinstance(value, list | tuple):
@@ -74,7 +75,13 @@ def find_networks(path: Path, value: Any, key: str | None) -> tuple[list[Network
         return [Network(tensors)], notes
     if rest:
         return _below(path, tensors, rest), notes
-    return _split(path, tensors, notes), notes
+    dtypes = {info_of(tensor).dtype for tensor in tensors.values()}
+    if tensors and not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        raise SoupError(
+            f"{path} has no weights in {_listing(tensors)}, expected tensors of floating-point numbers: set the key to "
+            "the place of the state dict"
+        )
+    return _split(path, tensors, notes, place), notes
 
 
 def tensors_in(path: Path, value: Any) -> dict[str, Any]:
@@ -99,7 +106,8 @@ def _follow(path: Path, value: Any, key: str) -> tuple[Any, list[str]]:
     return value, parts
 
 
-def _usual_place(path: Path, value: Any) -> tuple[Mapping[str, Any], list[str]]:
+def _usual_place(path: Path, value: Any) -> tuple[Mapping[str, Any], list[str], str]:
+    """The state dict in a file, notes if there was a choice, and the beginning of a key to it."""
     if not isinstance(value, Mapping):
         kind = value.name if isinstance(value, Stub) else type(value).__name__.removeprefix("Stored")
         raise SoupError(f"{path} holds a {kind}, expected a state dict: save its state dict alone")
@@ -107,13 +115,13 @@ def _usual_place(path: Path, value: Any) -> tuple[Mapping[str, Any], list[str]]:
     if present:
         others = [name for name in value if name != present[0] and has_tensors(value[name])]
         note = f"used '{present[0]}', the file also has {', '.join(map(str, others))}: set the key to choose"
-        return value[present[0]], [note] if others else []
+        return value[present[0]], [note] if others else [], f"{present[0]}."
     if not has_tensors(value):
         raise SoupError(
             f"{path} has no state dict: expected tensors, or one under {', '.join(STATE_KEYS)}; it has "
             f"{_listing(value)}: set the key to the place of the state dict"
         )
-    return value, []
+    return value, [], ""
 
 
 def _tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, Any]:
@@ -142,8 +150,8 @@ def _below(path: Path, tensors: dict[str, T], parts: list[str]) -> list[Network[
     return [Network(found)]
 
 
-def _split(path: Path, tensors: dict[str, T], notes: list[str]) -> list[Network[T]]:
-    """All tensors as one network, or as several if a wrapper holds them."""
+def _split(path: Path, tensors: dict[str, T], notes: list[str], place: str) -> list[Network[T]]:
+    """All tensors as one network, or as several if a wrapper holds them; `place` is the beginning of a key to them."""
     found = re.match(r"((?:[^.]+\.)*?)0\.", next(iter(tensors), "")) or next(
         filter(None, map(MEMBER_NAME.match, tensors)), None
     )
@@ -164,8 +172,8 @@ def _split(path: Path, tensors: dict[str, T], notes: list[str]) -> list[Network[
     others = f" besides {len(tensors) - len(inside)} other tensors" if len(inside) < len(tensors) else ""
     raise SoupError(
         f"{path} has {len(groups)} equal parts{others}, {start}0 to {start}{len(groups) - 1}, which may be "
-        f"networks or the layers of one: set the key to '{start}*' for each as a member, to '{start}0' for one, or to "
-        "'.' for all as one network"
+        f"networks or the layers of one: set the key to '{place}{start}*' for each as a member, to '{place}{start}0' "
+        f"for one, or to '{place or '.'}' for all as one network"
     )
 
 

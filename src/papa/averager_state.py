@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ PendingState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 """The unfinished averaging of one member: named tensors, and numbers."""
 
 
-class AveragerState:
+class AveragerState(ABC):
     """What an averager must save to continue exactly, and how it continues."""
 
     population: Population
@@ -34,11 +35,11 @@ class AveragerState:
     _pending: DelayedPush | DelayedStep | None
     _nonfinite_at_start: tuple[NonFiniteMember, ...]
 
-    def _mask(self, context: AveragingContext) -> Mask | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _mask(self, context: AveragingContext) -> Mask | None: ...
 
-    def _delayed_step(self, wait: Any, started: int, due: int, mask: Mask | None) -> DelayedStep:
-        raise NotImplementedError
+    @abstractmethod
+    def _delayed_step(self, wait: Any, started: int, due: int, mask: Mask | None) -> DelayedStep: ...
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to continue exactly."""

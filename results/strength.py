@@ -341,7 +341,7 @@ AUTO = "self-set"
 
 def jobs() -> list[tuple[Setting, str, dict[str, Rule]]]:
     """Settings, names of records and rules: the fixed strengths of a setting, and the one that sets itself."""
-    rules: dict[str, dict[str, Rule]] = {"": fixed_rules(), "-auto": {AUTO: AdaptivePush()}}
+    rules: dict[str, dict[str, Rule]] = {"": fixed_rules(), "-auto": {AUTO: AdaptivePush(check_every=50)}}
     return [(setting, f"{setting.name}{end}", chosen) for setting in HELD_OUT for end, chosen in rules.items()]
 
 

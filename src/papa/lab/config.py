@@ -290,7 +290,7 @@ class CouplingConfig:
     """Steps between averagings: 5 (papa-auto, lookahead), 1 (sparta, wash), 10 (easgd), 500 (diloco), 50 (noloco), 4
     (dppf), 32 (grawa)."""
     check_every: int | None = option(None, at_least=1)
-    """papa-auto: steps between comparisons of the average with its members; 50."""
+    """papa-auto: steps between comparisons of the average with its members; 60."""
     share: float | None = option(None, at_least=0)
     """sparta, wash: the share of weights at a time; 0.005, 0.001."""
     depth: str = option("decreasing", known=DEPTHS)

@@ -57,7 +57,7 @@ class AdaptivePush(Rule):
     _: KW_ONLY
     half_life_steps: float = 20.0
     every_steps: int = 5
-    check_every: int = 50
+    check_every: int = 60
     growth: float = 0.2
     scale_by_lr: bool = False
 

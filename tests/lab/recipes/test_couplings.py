@@ -29,7 +29,7 @@ from papa.training import Length
 LENGTH = Length(num_steps=1000, steps_per_epoch=100)
 
 PUBLISHED: dict[str, Rule] = {
-    "papa-auto": AdaptivePush(every_steps=5, check_every=50),
+    "papa-auto": AdaptivePush(every_steps=5, check_every=60),
     "sparta": SparseAverage(share=0.005, seed=1, every_steps=1),
     "wash": Shuffle(share=0.001, depth="decreasing", seed=1, every_steps=1),
     "easgd": Elastic(moving_rate=0.9, every_steps=10),

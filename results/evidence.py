@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from results.controls import both
 from results.study import Study, Table
-from results.tables import side_by_side, tuned_options
+from results.tables import side_by_side, tuned_options, tuned_strengths
 
 METHODS = "independent,papa,papa-all,papa-2"
 
@@ -30,6 +30,8 @@ class Kind:
     """More validation data for that."""
     batch_rates: tuple[float, ...] = ()
     """Learning rates that were tried for one network with larger batches."""
+    half_lives: tuple[float, ...] = ()
+    """Half-lives of the push that were tried, as shares of training."""
 
     def command(self, recipe: str, methods: str, seeds: str, out: str, *options: str) -> str:
         """A command at the recipe's own setting."""
@@ -58,6 +60,13 @@ class Kind:
             )
             for rate in self.batch_rates
         ]
+        strengths = [
+            self.command(
+                *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.recipe}-half-life-{share:g}"),
+                *(self.tuning_options, f"--average.half-life {share:g}"),
+            )
+            for share in self.half_lives
+        ]
         tables = [
             Table(
                 title="Populations, and one network with as much compute",
@@ -66,12 +75,12 @@ class Kind:
             )
         ]
         # They run first, since the recipes have what they find.
-        searches = {"Options of a single network": tuning, "The learning rate of larger batches": batch_tuning}
-        found = [
-            Table(title=title, commands=tuple(commands), render=tuned_options)
-            for title, commands in searches.items()
-            if commands
-        ]
+        searches = (
+            ("Options of a single network", tuning, tuned_options),
+            ("The learning rate of larger batches", batch_tuning, tuned_options),
+            ("The strength of the push", strengths, tuned_strengths),
+        )
+        found = [Table(title=title, commands=tuple(some), render=render) for title, some, render in searches if some]
         return Study(name=self.recipe, title=self.title, tables=(*found, *tables))
 
 
@@ -81,9 +90,20 @@ KINDS = (
         title="CIFAR-10 with 2,000 images",
         tuned={
             f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.1, 2e-3), (0.02, 2e-3), (0.05, 5e-3), (0.1, 5e-4))
+            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 2e-3))
         },
         tuning_options="--data.max-train 2800 --data.validation 0.35714",
+        half_lives=(0.005, 0.015, 0.05),
+    ),
+    Kind(
+        recipe="fashion-mnist-1k",
+        title="Fashion-MNIST with 1,000 images",
+        tuned={
+            f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.1, 2e-3))
+        },
+        tuning_options="--data.max-train 1900 --data.validation 0.526316",
+        half_lives=(0.002, 0.005, 0.015),
     ),
     Kind(
         recipe="breast-cancer-mlp",

@@ -286,6 +286,28 @@ def tuned_options(records: Sequence[Record]) -> str:
     return markdown((*named, "mean on validation data", "mean on test data", "training loss at the end"), rows)
 
 
+def tuned_strengths(records: Sequence[Record]) -> str:
+    """Scores for each half-life of the push that was tried, best average soup on validation data first."""
+    metric = metric_of(records)
+    groups: dict[float, list[Record]] = {}
+    for record in records:
+        groups.setdefault(_share(record), []).append(record)
+
+    def mean(runs: Sequence[Record], part: str, key: str) -> float:
+        return fmean(run[part][key] for run in runs)
+
+    ordered = sorted(
+        groups.items(), key=lambda one: mean(one[1], "validation", "average_soup"), reverse=metric.higher_is_better
+    )
+    columns = (("validation", "average_soup"), ("validation", "mean"), ("test", "average_soup"), ("test", "mean"))
+    rows = [
+        (f"{100 * share:g}%", *(f"{mean(runs, *column):.{metric.digits}f}" for column in columns))
+        for share, runs in ordered
+    ]
+    heads = (f"{KEYS[key]} on {part} data" for part, key in columns)
+    return markdown(("half-life, share of training", *heads), rows)
+
+
 def of_common_seeds(records: Sequence[Record]) -> list[Record]:
     """The runs with a seed that all settings among them have."""
     seeds = [{record["seed"] for _, record in group} for group in runs_by_setting(records).values()]

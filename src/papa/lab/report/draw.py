@@ -132,7 +132,7 @@ def draw_on(figure: Figure, plot: AnyPlot, title: str | None = None) -> None:
 
 
 def _draw_lines(axes: Axes, plot: LinePlot) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axes.set_title(_clean(plot.y_label), loc="left", fontsize=10, color=LIGHT["quiet"])
     axes.grid(axis="y")
@@ -140,8 +140,14 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
     inside = [line for line in plot.lines if not (plot.hides_far and _is_far(line, plot))] or list(plot.lines)
     low, high = _limits([y for line in inside for y in _heights(line)] + [0.0] * plot.has_zero)
     xs = [x for line in plot.lines for x, _ in line.points]
-    axes.set(xlim=_limits(xs, 0.01), ylim=(low, high))
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS, integer=all(x == round(x) for x in xs)))
+    axes.set_ylim(low, high)
+    if plot.is_log:
+        axes.set(xscale="log", xlim=(min(xs) / 1.3, max(xs) * 1.3))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(_limits(xs, 0.01))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS, integer=all(x == round(x) for x in xs)))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:.6g}")
@@ -151,6 +157,10 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
         # Lines of the same color, as there are in comparisons of many methods, differ in their dashes.
         same = sum(other.color == line.color for other in plot.lines[:place] if not line.is_member)
         _draw_line(axes, line, DASHES[same % len(DASHES)])
+    if plot.names_points:
+        for line in labelled:
+            axes.annotate(_shortened(line.name), line.points[-1], (4, 4), textcoords="offset points", fontsize=8)
+        return
     shown = labelled[:MAX_LABELS]
     wanted = [min(1.0, max(0.0, (line.points[-1][1] - low) / (high - low))) for line in shown]
     for line, height in zip(shown, _apart(wanted, LABEL_GAP), strict=True):

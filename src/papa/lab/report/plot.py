@@ -53,6 +53,10 @@ class LinePlot(Plot):
     """Whether to draw the line y = 0."""
     hides_far: bool = False
     """Whether a line that stays far below all others, such as a collapsed soup, is only named at the edge."""
+    is_log: bool = False
+    """Whether the x axis is logarithmic."""
+    names_points: bool = False
+    """Whether names stand at the points instead of beside the axes."""
 
     @property
     def alt(self) -> str:

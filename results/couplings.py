@@ -1,0 +1,226 @@
+"""Every coupling on the same task: what the soup reaches, how far members are apart, and what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from papa.lab.config import ModelConfig
+from papa.lab.models import make_model
+from papa.lab.report.draw import SERIES_COLORS
+from papa.lab.report.metric import metric_of
+from papa.lab.report.plot import Line, LinePlot
+from papa.lab.report.table import gap_text, mean_gap_closed
+from results.study import Study, Table
+from results.tables import Record, markdown, mean_text, score
+
+RECIPE = "fashion-mnist-1k"
+SETTING = "--parallel 2 --data.root DATA"
+VALIDATION = "--data.max-train 1900 --data.validation 0.526316"
+"""900 images for training, as in all runs, and 1,000 to choose by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupling:
+    """A method, and the values of its own option that were tried."""
+
+    method: str
+    option: str = ""
+    """As typed."""
+    tried: tuple[float, ...] = ()
+    chosen: float | None = None
+    """The one with the best average soup on validation data."""
+    exchanges: Callable[[float, int], float]
+    """How often all weights are exchanged in a training, there and back: from the option and the number of steps."""
+
+    def command(self, value: float | None, seeds: str, out: str, *more: str) -> str:
+        """The method with a value of its option."""
+        own = "" if value is None else f"--{self.option} {value:g}"
+        words = ("papa compare", RECIPE, "--methods", self.method, "--seeds", seeds, own, *more, SETTING)
+        return " ".join(filter(None, (*words, "--out", f"runs/small/couplings/{out}")))
+
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """Every value on validation data, with a seed that the comparison does not use."""
+        return tuple(self.command(value, "11", f"tune/{self.method}-{value:g}", VALIDATION) for value in self.tried)
+
+    @property
+    def comparison(self) -> str:
+        """Three seeds with the chosen value."""
+        return self.command(self.chosen, "1,2,3", self.method)
+
+
+NUM_MEMBERS = 4
+STEPS_PER_EPOCH = 14
+COUPLINGS = (
+    Coupling(
+        method="papa", option="average.half-life", tried=(0.005, 0.015, 0.05), chosen=0.015,
+        exchanges=lambda value, steps: steps / 5,
+    ),
+    Coupling(method="papa-auto", exchanges=lambda value, steps: steps / 5),
+    Coupling(
+        method="papa-all", option="average.every-epochs", tried=(1, 3, 10), chosen=3,
+        exchanges=lambda value, steps: steps / STEPS_PER_EPOCH / value,
+    ),
+    Coupling(
+        method="papa-2", option="average.every-epochs", tried=(1, 3, 10), chosen=3,
+        exchanges=lambda value, steps: steps / STEPS_PER_EPOCH / value,
+    ),
+    Coupling(
+        method="sparta", option="coupling.share", tried=(0.005, 0.015, 0.05), chosen=0.015,
+        exchanges=lambda value, steps: steps * value,
+    ),
+    Coupling(
+        method="wash", option="coupling.share", tried=(0.001, 0.005, 0.025), chosen=0.005,
+        exchanges=lambda value, steps: steps * value / 2,
+    ),
+    Coupling(
+        method="easgd", option="coupling.rate", tried=(0.1, 0.3, 0.9), chosen=0.3,
+        exchanges=lambda value, steps: steps / 10 * (1 + 1 / NUM_MEMBERS),
+    ),
+    Coupling(
+        method="lookahead", option="coupling.every-steps", tried=(5, 20, 80), chosen=20,
+        exchanges=lambda value, steps: steps / value * (1 + 1 / NUM_MEMBERS),
+    ),
+    Coupling(
+        method="diloco", option="coupling.every-steps", tried=(20, 100, 500), chosen=100,
+        exchanges=lambda value, steps: steps / value * (1 + 2 / NUM_MEMBERS),
+    ),
+    Coupling(
+        method="noloco", option="coupling.every-steps", tried=(10, 50, 250), chosen=50,
+        exchanges=lambda value, steps: steps / value,
+    ),
+    Coupling(
+        method="dppf", option="coupling.spread", tried=(0.5, 2, 5), chosen=2,
+        exchanges=lambda value, steps: steps * 1.5 / 4,
+    ),
+    Coupling(
+        method="grawa", option="coupling.every-steps", tried=(8, 32, 128), chosen=32,
+        exchanges=lambda value, steps: steps / value,
+    ),
+)  # fmt: skip
+BY_METHOD = {coupling.method: coupling for coupling in COUPLINGS}
+INDEPENDENT = f"papa compare {RECIPE} --methods independent --seeds 1,2,3 {SETTING} --out runs/small/couplings/none"
+
+
+def trials(records: Sequence[Record]) -> str:
+    """The average soup on validation data for each value that was tried, the chosen one in bold."""
+    digits = metric_of(records).digits
+    rows = []
+    for coupling in COUPLINGS:
+        cells = []
+        for value in coupling.tried:
+            names = [command for command in coupling.trials if command.endswith(f"/{coupling.method}-{value:g}")]
+            found = [record for record in records if _value(record, coupling) == value] if names else []
+            text = f"{value:g}: {mean_text([validation_soup(record) for record in found], digits)}"
+            cells.append(f"**{text}**" if value == coupling.chosen else text)
+        if cells:
+            rows.append((coupling.method, f"`--{coupling.option}`", *cells))
+    return markdown(("method", "its option", "", "", ""), rows)
+
+
+def validation_soup(record: Record) -> float | None:
+    """The average soup's score on validation data."""
+    value: float | None = record["validation"]["average_soup"]
+    return value
+
+
+def best_tried(records: Sequence[Record], coupling: Coupling) -> float | None:
+    """The tried value with the best average soup on validation data; None while trials are missing."""
+    found = {
+        value: fmean(scores)
+        for value in coupling.tried
+        if (scores := [score for record in records if _value(record, coupling) == value
+                       if (score := validation_soup(record)) is not None])
+    }  # fmt: skip
+    if len(found) < len(coupling.tried) or not found:
+        return None
+    return (max if metric_of(records).higher_is_better else min)(found, key=lambda value: found[value])
+
+
+def _value(record: Record, coupling: Coupling) -> float | None:
+    """The value of a method's own option in a run of it; None for a run of another method."""
+    if record["method"] != coupling.method or not coupling.option:
+        return None
+    group, name = coupling.option.replace("-", "_").split(".")
+    value: float | None = record["config"][group][name]
+    return value
+
+
+def megabytes(coupling: Coupling, record: Record) -> float:
+    """What a process with one member sends in a training, if each member has its own."""
+    options = ModelConfig(**record["config"]["model"])
+    model = make_model(options.name, num_classes=10, in_channels=1, image_size=32, width=options.width)
+    numbers = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
+    steps = record["epochs"][-1]["step"]
+    exchanges = coupling.exchanges(_value(record, coupling) or 0.0, steps)
+    return exchanges * 2 * (1 - 1 / NUM_MEMBERS) * numbers * 4 / 1e6
+
+
+def by_method(records: Sequence[Record]) -> Mapping[str, list[Record]]:
+    """The runs of each method, best average soup first."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["method"], []).append(record)
+    return dict(sorted(groups.items(), key=lambda group: -fmean(_soups(group[1]))))
+
+
+def _soups(records: Sequence[Record]) -> list[float]:
+    return [value for record in records if (value := score("average_soup")(record)) is not None] or [0.0]
+
+
+def comparison(records: Sequence[Record]) -> str:
+    """One row for each coupling, best average soup first."""
+    rows = []
+    for method, runs in by_method(records).items():
+        coupling = BY_METHOD.get(method)
+        sent = "0" if coupling is None else f"{megabytes(coupling, runs[0]):.3g}"
+        value = None if coupling is None else _value(runs[0], coupling)
+        own = "" if value is None or coupling is None else f"{coupling.option.split('.')[1]} {value:g}"
+        cells = (mean_text([score(key)(run) for run in runs]) for key in ("mean", "ensemble", "average_soup"))
+        spread = mean_text([run["epochs"][-1]["distance"] for run in runs])
+        gap = gap_text(mean_gap_closed(runs, records)) if method != "independent" else ""
+        rows.append((method, own, *cells, gap, spread, sent))
+    head = (
+        *("method", "its option", "mean of members", "ensemble", "average soup", "gap to the ensemble closed"),
+        *("distance to the mean at the end", "megabytes sent"),
+    )
+    return markdown(head, rows)
+
+
+def picture(records: Sequence[Record]) -> LinePlot:
+    """The average soup against what is sent."""
+    found = {method: runs for method, runs in by_method(records).items() if method in BY_METHOD}
+    places = {method: (megabytes(BY_METHOD[method], runs[0]), fmean(_soups(runs))) for method, runs in found.items()}
+    return LinePlot(
+        name="couplings",
+        title="What a coupling sends, and what its soup reaches",
+        caption="Means over three seeds. Further left: less is sent; higher: a better network.",
+        x_label="megabytes sent by a member in the whole training",
+        y_label="average soup, test accuracy, %",
+        lines=[
+            Line(method, [place], color=SERIES_COLORS[index % len(SERIES_COLORS)])
+            for index, (method, place) in enumerate(places.items())
+        ],
+        is_log=True,
+        names_points=True,
+    )
+
+
+COMPARED = Study(
+    name="couplings",
+    title="Every coupling on the same task",
+    tables=(
+        Table(
+            title="The option of each method",
+            commands=tuple(command for coupling in COUPLINGS for command in coupling.trials),
+            render=trials,
+        ),
+        Table(
+            title="Fashion-MNIST with 1,000 images",
+            commands=(INDEPENDENT, *(coupling.comparison for coupling in COUPLINGS)),
+            render=comparison,
+        ),
+    ),
+)

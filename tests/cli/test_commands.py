@@ -105,6 +105,19 @@ def test_compare_skips_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "papa, seed 2" in (tmp_path / "report.html").read_text()
 
 
+def test_one_network_trained_longer_is_a_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "digits", *SHORT, "--methods", "longer,papa", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert "longer" in capsys.readouterr().out
+    result = json.loads((tmp_path / "longer-seed1" / "result.json").read_text())
+    assert (result["method"], result["config"]["members"], result["config"]["train"]["epochs"]) == ("longer", 1, 2)
+    one = ["run", "digits", *SHORT, "--members", "1", "--method", "independent", "--train.epochs", "2"]
+    assert main([*one, "--out", str(tmp_path / "one")]) == 0
+    assert json.loads((tmp_path / "one" / "result.json").read_text())["test"] == result["test"]
+    again = ["run", "digits", *SHORT, "--method", "longer", "--out", str(tmp_path / "longer-seed1"), "--resume"]
+    assert main(again) == 0
+
+
 def test_parallel_runs_give_the_same_result_as_sequential_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from papa.cli.recipe_argument import take_recipe
 from papa.cli.run import print_details
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
-from papa.lab.config import METHODS, Config
+from papa.lab.config import METHODS, Config, settled
 from papa.lab.recipes import Recipe
 from papa.lab.report.page import compare_page
 from papa.lab.report.table import compare_rows, paper_rows, with_gap_closed
@@ -36,6 +36,7 @@ A run that fails does not stop the others; it is named at the end.
 examples:
   papa compare digits
   papa compare digits --seeds 1,2,3
+  papa compare digits --methods longer,papa          (longer: one network with the compute of all members)
   papa compare digits --methods independent,papa --members 10 --out runs/ten
   papa compare optdigits-logistic --methods independent,papa-all --seeds 1,2,3 --parallel 2 --data.root ~/data
 """
@@ -88,7 +89,7 @@ def jobs_of(options: CompareOptions, out: Path) -> list[tuple[Config, Path]]:
     methods = split_names("--methods", options.methods, list(METHODS))
     seeds = split_numbers("--seeds", options.seeds)
     return [
-        (replace(options.config, method=method, seed=seed), out / f"{method}-seed{seed}")
+        (settled(replace(options.config, method=method, seed=seed)), out / f"{method}-seed{seed}")
         for method in methods
         for seed in seeds
     ]

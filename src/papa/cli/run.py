@@ -15,7 +15,7 @@ from papa.cli.recipe_argument import take_budget, take_recipe, take_value
 from papa.cli.status import event_text
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.config import Config, flat
+from papa.lab.config import NEVER_AVERAGED, Config, flat, settled
 from papa.lab.recipes import RECIPES, Recipe
 from papa.lab.recipes.change import changed
 from papa.lab.report.metric import is_soup_far_worse
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
     if options.overwrite and options.resume:
         raise ConfigError("--overwrite removes the run that --resume would continue: give one of them")
-    config = options.config.check()
+    config = settled(options.config).check()
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume and not is_from_file:
         config = config_to_resume(config, recipe, rest, path)
@@ -119,6 +119,8 @@ def config_to_resume(config: Config, recipe: Recipe, arguments: Sequence[str], p
         if is_main_process():
             print(f"nothing to resume in {path}: starting a new run")
         return config
+    if config.method == "longer":  # whose number of epochs follows from the arguments
+        return config
     defaults = dict(flat(recipe.config().to_json()))
     budget_config = recipe.config(take_budget(arguments)[0])
     changes = {key: value for key, value in flat(budget_config.to_json()) if value != defaults[key]}
@@ -152,7 +154,7 @@ def print_details(results: Sequence[dict[str, Any]]) -> None:
         print()
         print_table(head, details)
     for result in results:
-        if result["method"] != "independent" and not result["num_averagings"]:
+        if result["method"] not in NEVER_AVERAGED and not result["num_averagings"]:
             print(f"{result['method']}, seed {result['seed']}: training ended before the first averaging was due")
         if is_soup_far_worse(result):
             print(

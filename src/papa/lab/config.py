@@ -6,7 +6,7 @@ import dataclasses
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
@@ -14,6 +14,7 @@ from papa.lab.config_checks import problems_of
 
 METHODS = {
     "independent": "never average: the baseline",
+    "longer": "one network, trained as many times longer as there are members: the control",
     "papa": "push members toward the mean every few steps",
     "papa-auto": "push members toward the mean with a strength that sets itself",
     "papa-all": "replace members by the mean of all every few epochs",
@@ -31,6 +32,8 @@ METHODS = {
     "dppf": "pull and push members to a set distance from the mean",
     "grawa": "push members toward a mean weighted by inverse gradient norms",
 }
+NEVER_AVERAGED = ("independent", "longer")
+"""Methods without averaging."""
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "restarts", "multistep", "constant")
 TRAJECTORIES = ("none", "swa", "ema")
@@ -403,6 +406,21 @@ class Config:
         return config
 
 
+def settled(config: Config) -> Config:
+    """A config as it is run: of `longer`, one network with the epochs of all members.
+
+    Example:
+        >>> config = settled(Config(method="longer", members=5, train=TrainConfig(epochs=20)))
+        >>> config.members, config.train.epochs, settled(config) == config
+        (1, 100, True)
+    """
+    if config.method != "longer":
+        return config
+    train, times = config.train, config.members
+    longer = replace(train, epochs=train.epochs * times, warmup_epochs=train.warmup_epochs * times)
+    return replace(config, members=1, train=longer)
+
+
 def idle_options(method: str) -> frozenset[str]:
     """The options of averaging, by their dotted names, that a method does not use.
 
@@ -413,7 +431,7 @@ def idle_options(method: str) -> frozenset[str]:
         True
     """
     pushes = frozenset[str]() if method == "papa" else PUSH_OPTIONS
-    merges = MERGE_OPTIONS if method in ("papa", "independent", *COUPLING_OPTIONS) else frozenset[str]()
+    merges = MERGE_OPTIONS if method in ("papa", *NEVER_AVERAGED, *COUPLING_OPTIONS) else frozenset[str]()
     used = COUPLING_OPTIONS.get(method, ())
     couplings = {f"coupling.{entry.name}" for entry in dataclasses.fields(CouplingConfig) if entry.name not in used}
     return pushes | merges | couplings

@@ -21,7 +21,7 @@ from papa._version import __version__
 from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
 from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
-from papa.lab.config import Config, flat, idle_options, option_of
+from papa.lab.config import Config, flat, idle_options, option_of, settled
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
 from papa.lab.outcome import finalize_run
@@ -92,6 +92,7 @@ def execute(spec: RunSpec, *, stop: StopFlag | None = None) -> dict[str, Any]:
 
     A caller that handles signals gives the flag that it sets as `stop`.
     """
+    spec = replace(spec, config=settled(spec.config))
     if rank_of_torchrun() is not None:
         return _execute_under_torchrun(spec, stop)
     spec.check()

@@ -44,6 +44,7 @@ def test_every_method_has_its_rule() -> None:
     kinds = {method: type(rule_for(Config(method=method), LENGTH, scorer)) for method in METHODS}
     assert kinds == {
         "independent": Independent,
+        "longer": Independent,
         "papa": Push,
         "papa-all": MergeAll,
         "papa-2": MergePairs,

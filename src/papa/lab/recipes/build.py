@@ -15,7 +15,7 @@ from papa import schedules
 from papa.distillation import distillation, match_probabilities
 from papa.group import Group, LocalGroup
 from papa.health import OnNonFinite
-from papa.lab.config import Config
+from papa.lab.config import NEVER_AVERAGED, Config
 from papa.lab.domains import Domain, load_domain
 from papa.lab.models.head import FrozenBody
 from papa.lab.probes import MergeProbes
@@ -107,7 +107,7 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
 def repair_for(config: Config) -> Repair | None:
     """How members are repaired after merges. Independent members are never merged: their soups are repaired."""
     average = config.average
-    own = average.repair_soups if config.method == "independent" else None
+    own = average.repair_soups if config.method in NEVER_AVERAGED else None
     num_batches = average.repair if own is None else own
     if not num_batches:
         return None
@@ -134,7 +134,7 @@ def align_for(config: Config) -> Align | None:
 def mutation_for(config: Config, training: Training) -> Mutation | None:
     """The noise that members get after averaging, if any."""
     average = config.average
-    if not average.mutation or config.method == "independent":
+    if not average.mutation or config.method in NEVER_AVERAGED:
         return None
     every_steps = training.steps_in(average.mutation_every_epochs) if config.method == "papa" else None
     return Mutation(average.mutation, seed=config.seed, every_steps=every_steps)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from papa.lab.config import Config
+from papa.lab.config import Config, settled
 from papa.lab.recipes.recipe import Recipe
 
 
 def one_network(recipe: Recipe, budget: str) -> Config:
     """One network, trained as many times longer as there are members."""
-    config = recipe.config(budget)
-    train = config.train
-    longer = replace(train, epochs=train.epochs * config.members, warmup_epochs=train.warmup_epochs * config.members)
-    return replace(config, method="independent", members=1, train=longer)
+    return replace(settled(replace(recipe.config(budget), method="longer")), method="independent")
 
 
 def large_batch(recipe: Recipe, lr: float, budget: str) -> Config:

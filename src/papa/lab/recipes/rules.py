@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from papa.lab.config import Config
+from papa.lab.config import NEVER_AVERAGED, Config
 from papa.lab.recipes.couplings import COUPLINGS, coupling_for
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
@@ -44,7 +44,7 @@ def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = No
 PAPER_ALPHA = 0.99
 
 MERGES: dict[str, Callable[[Config], Callable[..., Rule]]] = {
-    "independent": lambda config: Independent,
+    **dict.fromkeys(NEVER_AVERAGED, lambda config: Independent),
     "papa-all": lambda config: MergeAll,
     "papa-2": lambda config: partial(MergePairs, seed=config.seed),
     "pair-75": lambda config: partial(MergePairs, share=0.75, seed=config.seed),

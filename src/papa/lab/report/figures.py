@@ -7,6 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from papa.lab.config import NEVER_AVERAGED
 from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.metric import Metric, metric_of
 from papa.lab.report.plot import AnyPlot, DotPlot, Line, LinePlot, Point, points
@@ -27,7 +28,7 @@ def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
     metric = metric_of([result])
     return {
         "training": [*_training(epochs, metric), *_around_averagings(averagings)],
-        "strength": strength_figures(epochs, averagings, metric) if result["method"] != "independent" else [],
+        "strength": strength_figures(epochs, averagings, metric) if result["method"] not in NEVER_AVERAGED else [],
         "merges": _merges(merges, metric),
         "greedy": _greedy(result, metric),
         "similarity": _similarity(result),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from papa.lab.config import WITH_STRENGTH, flat
+from papa.lab.config import NEVER_AVERAGED, WITH_STRENGTH, flat
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
     validation = result.get("validation") or {}  # of a run that is not finished
     soup = validation.get("average_soup")
     members = [score for score in validation.get("members", ()) if score is not None]
-    if result.get("method") == "independent" or soup is None or not members:
+    if result.get("method") in NEVER_AVERAGED or soup is None or not members:
         return False
     from papa.soup import is_far_worse  # imports torch, which listings do without
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from papa._version import __version__
-from papa.lab.config import METHODS, flat
+from papa.lab.config import METHODS, NEVER_AVERAGED, flat
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
 from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
 from papa.lab.report.metric import advice_on_epoch, is_soup_far_worse, metric_of
@@ -203,7 +203,7 @@ def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
     for event in events:
         if event["event"] == "checkpoint-failed":
             found.append(f"Step {text(event.get('step'))}: writing a checkpoint failed: {text(event.get('error'))}.")
-    if result.get("num_averagings") == 0 and result["method"] != "independent":
+    if result.get("num_averagings") == 0 and result["method"] not in NEVER_AVERAGED:
         found.append("Training ended before the first averaging: these members were never averaged.")
     if is_soup_far_worse(result):
         found.append(

@@ -43,7 +43,7 @@ class Control:
 
     label: str
     role: str
-    """Whose runs: `independent`, `papa` and so on for populations, `long` or `batch` for one network."""
+    """Whose runs: `independent`, `papa` and so on for populations; `long`, `batch` or `distilled` for one network."""
     of: Score
     num_networks: str = "1"
     """The number of networks at inference; `p` for all members."""
@@ -56,6 +56,7 @@ CONTROLS = (
     Control(label="one network, p times longer", role="long", of=score("mean")),
     Control(label="... with early stopping", role="long", of=best_epoch),
     Control(label="... with weights averaged over time (EMA)", role="long", of=along_trajectory("mean")),
+    Control(label="one network, distilled from the ensemble of p", role="distilled", of=score("mean")),
     Control(label="one network, batches p times larger", role="batch", of=score("mean")),
     Control(label="PAPA-2, average soup", role="papa-2", of=score("average_soup")),
     Control(label="PAPA-all, average soup", role="papa-all", of=score("average_soup")),
@@ -70,6 +71,8 @@ def role_of(record: Record) -> str:
     for role in ("long", "batch"):
         if record["recipe"].endswith(f"-{role}"):
             return role
+    if record["config"]["train"].get("teacher"):
+        return "distilled"
     return str(record["method"])
 
 

@@ -208,7 +208,7 @@ def picture(records: Sequence[Record]) -> LinePlot:
     )
 
 
-COMPARED = Study(
+STUDY = Study(
     name="couplings",
     title="Every coupling on the same task",
     tables=(

@@ -28,6 +28,9 @@ class Kind:
     """Seeds that no other run uses."""
     tuning_options: str = ""
     """More validation data for that."""
+    tuning_members: int = 2
+    has_distilled: bool = False
+    """Whether a network is also distilled from each ensemble of independent networks."""
     batch_rates: tuple[float, ...] = ()
     """Learning rates that were tried for one network with larger batches."""
     half_lives: tuple[float, ...] = ()
@@ -49,7 +52,7 @@ class Kind:
         tuning = [
             self.command(
                 *(self.recipe, "independent", self.tuning_seeds, f"tune/{self.recipe}-{name}"),
-                *("--members 2", self.tuning_options, tried),
+                *(f"--members {self.tuning_members}", self.tuning_options, tried),
             )
             for name, tried in self.tuned.items()
         ]
@@ -60,6 +63,14 @@ class Kind:
             )
             for rate in self.batch_rates
         ]
+        if self.has_distilled:
+            one += [
+                self.command(
+                    *(self.recipe, "independent", seed, f"{self.recipe}-distilled", "--members 1"),
+                    f"--train.teacher runs/small/{self.recipe}/independent-seed{seed}",
+                )
+                for seed in self.seeds.split(",")
+            ]
         strengths = [
             self.command(
                 *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.recipe}-half-life-{share:g}"),
@@ -118,4 +129,16 @@ KINDS = (
         batch_rates=(0.01, 0.02, 0.04),
     ),
 )
-EVIDENCE = tuple(kind.study for kind in KINDS)
+TEXT = Kind(
+    recipe="text-gpt-mini",
+    title="Paradise Lost",
+    root="DATA/text/paradise-lost.txt",
+    tuned={
+        f"{dropout:g}-{decay:g}": f"--gpt.dropout {dropout:g} --train.weight-decay {decay:g}"
+        for dropout, decay in ((0.0, 0.1), (0.1, 0.1), (0.2, 0.1), (0.1, 0.5))
+    },
+    tuning_members=1,
+    half_lives=(0.005, 0.03, 0.1),
+    has_distilled=True,
+)
+EVIDENCE = tuple(kind.study for kind in (*KINDS, TEXT))

@@ -10,19 +10,21 @@ from pathlib import Path
 from papa.cli import main as papa
 from papa.errors import PapaError, RunError, did_you_mean
 from papa.lab.report.draw import standalone_svg
+from papa.lab.report.plot import AnyPlot
 from papa.lab.runs import read_run
 from papa.storage import is_run, write_atomically
 from results.page import detail_page, headline_plot, readme_with_headline, results_page
-from results.record import FOLDER, record_of, runs_of, write_record
-from results.studies import PAGES, STUDIES
+from results.record import FOLDER, read_records, record_of, runs_of, write_record
+from results.studies import PAGES, PICTURES, STUDIES
 from results.study import Study
 
 ROOT = Path(__file__).parent.parent
-PICTURE = ROOT / "docs/assets/members-to-soup.svg"
+ASSETS = ROOT / "docs/assets"
+PICTURE = ASSETS / "members-to-soup.svg"
 USAGE = """usage: python -m results.make collect [RUNS]   write a record of every finished run below RUNS (runs)
        python -m results.make run DATA [STUDY ...]   run all commands of these studies (all); the same again continues
        python -m results.make write            write RESULTS.md, docs/results/, the README's first table and its figure
-       python -m results.make picture          write only the figure, docs/assets/members-to-soup.svg
+       python -m results.make pictures         write only the figures in docs/assets/
 """
 
 
@@ -37,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
             return run(data, names)
         case ["write"]:
             return write()
-        case ["picture"]:
-            return write_picture()
+        case ["pictures"]:
+            return write_pictures()
         case _:
             print(USAGE, end="", file=sys.stderr)
             return 2
@@ -77,20 +79,25 @@ def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDI
 
 
 def write() -> int:
-    """Write RESULTS.md, the README's block and the figure."""
+    """Write RESULTS.md, the pages of details, the README's block and the figures."""
     pages = {"RESULTS.md": results_page(), "README.md": readme_with_headline((ROOT / "README.md").read_text())}
     pages |= {f"docs/results/{name}.md": detail_page(name) for name in PAGES}
     for name, page in pages.items():
         write_atomically(ROOT / name, page)
         print(f"wrote {name}")
-    return write_picture()
+    return write_pictures()
 
 
-def write_picture() -> int:
-    """Write the README's figure."""
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(PICTURE, standalone_svg(headline_plot()))
-    print(f"wrote {PICTURE.relative_to(ROOT)}")
+def write_pictures() -> int:
+    """Write the README's figure, and those of studies that were run."""
+    plots: dict[Path, AnyPlot] = {PICTURE: headline_plot()}
+    for name, (table, draw) in PICTURES.items():
+        if records := read_records(table.all_commands):
+            plots[ASSETS / f"{name}.svg"] = draw(list(records.values()))
+    ASSETS.mkdir(parents=True, exist_ok=True)
+    for path, plot in plots.items():
+        write_atomically(path, standalone_svg(plot))
+        print(f"wrote {path.relative_to(ROOT)}")
     return 0
 
 

@@ -54,7 +54,7 @@ def gain(records: Sequence[Record]) -> Difference | None:
 
 
 def shares(records: Sequence[Record]) -> list[float]:
-    """The share of the gap from one network to the ensemble that PAPA's soup closes, by seed."""
+    """The share of the gap from one network to the ensemble that PAPA's soup closes, in percent, by seed."""
     populations = [*of_role(records, "independent"), *of_role(records, "papa")]
     seeds = dict.fromkeys(record["seed"] for record in of_role(records, "papa"))
     found = []
@@ -114,7 +114,7 @@ def picture_of_shares(records: Sequence[Record]) -> LinePlot:
         caption="100% is the ensemble of 4 independent networks, 0% one of them. Areas: one standard deviation.",
         x_label="epochs over the data",
         y_label="share, %",
-        lines=_lines(records, lambda runs: [100 * share for share in shares(runs)]),
+        lines=_lines(records, shares),
         has_zero=True,
         is_log=True,
     )
@@ -135,7 +135,7 @@ def _lines(records: Sequence[Record], values_of: Callable[[Sequence[Record]], Se
     ]
 
 
-PAYS = Study(
+STUDY = Study(
     name="pays",
     title="Where averaging stops paying",
     tables=(

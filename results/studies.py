@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from papa.lab.report.plot import LinePlot
+from results import couplings, pays
 from results.evidence import EVIDENCE
 from results.short import LONG_CIFAR10, MAIN_CIFAR10, SHORT
-from results.study import Study
+from results.study import Study, Table
+from results.tables import Record
 
-PAGES: dict[str, tuple[Study, ...]] = {"data-limited": EVIDENCE, "short": SHORT}
+PAGES: dict[str, tuple[Study, ...]] = {
+    "data-limited": (*EVIDENCE, pays.STUDY),
+    "couplings": (couplings.STUDY,),
+    "short": SHORT,
+}
 """The pages in `docs/results/`, and their studies."""
 STUDIES = tuple(study for studies in PAGES.values() for study in studies)
 HEADLINE = "CIFAR-10, VGG-11", MAIN_CIFAR10, LONG_CIFAR10
 """The title of the README's table, the command of its populations, and that of one network trained longer."""
+PICTURES: dict[str, tuple[Table, Callable[[Sequence[Record]], LinePlot]]] = {
+    "where-it-pays": (pays.STUDY.tables[-1], pays.picture_of_gains),
+    "gap-closed": (pays.STUDY.tables[-1], pays.picture_of_shares),
+    "couplings": (couplings.STUDY.tables[-1], couplings.picture),
+}
+"""Figures in `docs/assets/`: the table whose runs they show, and how they are made of these."""

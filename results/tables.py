@@ -258,8 +258,13 @@ def rates(records: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
-TUNED = {"learning rate": "train.lr", "weight decay": "train.weight_decay", "dropout": "model.dropout"}
-"""Options that are tuned for single networks, in words."""
+TUNED = {
+    "learning rate": "train.lr",
+    "weight decay": "train.weight_decay",
+    "dropout": "model.dropout",
+    "transformer's dropout": "gpt.dropout",
+}
+"""Options that are tuned for single networks, in words; a table has those that differ."""
 
 
 def tuned_options(records: Sequence[Record]) -> str:
@@ -269,6 +274,7 @@ def tuned_options(records: Sequence[Record]) -> str:
     for record in records:
         options = dict(flat(record["config"]))
         groups.setdefault(tuple(options.get(key) for key in TUNED.values()), []).append(record)
+    named = [place for place in range(len(TUNED)) if len({values[place] for values in groups}) > 1]
 
     def mean(runs: Sequence[Record], part: str) -> float:
         return fmean(run[part]["mean"] for run in runs)
@@ -276,14 +282,14 @@ def tuned_options(records: Sequence[Record]) -> str:
     ordered = sorted(groups.items(), key=lambda group: mean(group[1], "validation"), reverse=metric.higher_is_better)
     rows = [
         (
-            *(f"{value:g}" for value in values if value is not None),
+            *(f"{values[place]:g}" for place in named),
             *(f"{mean(runs, part):.{metric.digits}f}" for part in ("validation", "test")),
             f"{fmean(run['epochs'][-1]['loss'] for run in runs):.3f}",
         )
         for values, runs in ordered
     ]
-    named = [name for name, value in zip(TUNED, ordered[0][0], strict=True) if value is not None]
-    return markdown((*named, "mean on validation data", "mean on test data", "training loss at the end"), rows)
+    heads = (list(TUNED)[place] for place in named)
+    return markdown((*heads, "mean on validation data", "mean on test data", "training loss at the end"), rows)
 
 
 def tuned_strengths(records: Sequence[Record]) -> str:

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papa.errors import RunError
-from papa.lab.config import Config
+from papa.lab.config import METHODS, Config
 from papa.lab.recipes import find
+from papa.lab.report.draw import standalone_svg
 from papa.rules import HALF_LIFE
-from results import tables
+from results import couplings, pays, tables
 from results.controls import controls, verdicts
 from results.evidence import EVIDENCE
 from results.page import detail_page, prose_of, readme_with_headline
@@ -26,7 +27,7 @@ from results.short import MAIN_CIFAR10, SHORT
 from results.studies import PAGES, STUDIES
 from results.tables import Difference, paired
 
-SOUPS = {"independent": 10.0, "papa": 57.0, "papa-all": 56.0, "papa-2": 55.0}
+SOUPS = dict.fromkeys(METHODS, 50.0) | {"independent": 10.0, "papa": 57.0, "papa-all": 56.0, "papa-2": 55.0}
 
 
 def invented(config: Config) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def invented(config: Config) -> dict[str, Any]:
         "environment": {"papa": "1.2.3", "torch": "9.8.7", "python": "3.12", "device": "cpu", "processors": 2},
         "best_soup": {"epoch": 3, "validation": {"score": 60.0}, "test": {"score": 57.5 + seed}},
         "trajectory": {"test": {"mean": 56.5 + seed, "average_soup": 58.5 + seed}},
-        "epochs": [{"epoch": config.train.epochs, "step": steps, "loss": 0.01}],
+        "epochs": [{"epoch": config.train.epochs, "step": steps, "loss": 0.01, "distance": 2.5}],
     }
 
 
@@ -92,7 +93,7 @@ def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(recor
         for table in study.tables:
             section = page.split(f"## {study.title}\n")[1].split(f"### {table.title}\n")[1].split("\n##")[0]
             assert all(command in section for command in table.commands)
-            assert ("\nSeeds 1" if study in EVIDENCE else "\nBudget mini; seeds 1") in section
+            assert ("\nBudget mini; seeds 1" if study in SHORT else "\nSeeds 1") in section
             assert "papa 1.2.3; PyTorch 9.8.7; Python 3.12; device cpu." in section
             assert "\n|---|" in section
 
@@ -231,8 +232,58 @@ def test_the_search_for_options_has_the_best_on_validation_data_first(records: P
     runs[2] = {**runs[2], "validation": {**runs[2]["validation"], "mean": 77.0}}
     first = tables.tuned_options(runs).splitlines()[2]
     assert first.startswith(
-        f"| {runs[2]['config']['train']['lr']:g} | {runs[2]['config']['train']['weight_decay']:g} | 0 | 77.00"
+        f"| {runs[2]['config']['train']['lr']:g} | {runs[2]['config']['train']['weight_decay']:g} | 77.00"
     )
+
+
+def test_the_search_for_the_strength_has_the_best_soup_on_validation_data_first(records: Path) -> None:
+    runs = list(
+        read_records([command for command in EVIDENCE[0].commands if "half-life-" in command], records).values()
+    )
+    assert [line.split(" | ")[0] for line in tables.tuned_strengths(runs).splitlines()[2:]] == [
+        *("| 0.5%", "| 1.5%", "| 5%")
+    ]
+
+
+def test_where_averaging_pays_has_a_row_and_two_points_for_each_size_and_length(records: Path) -> None:
+    runs = list(read_records(pays.STUDY.commands, records).values())
+    rows = rows_of(pays.table(runs), "1,000")
+    assert [row[1] for row in rows] == [f"{epochs}" for epochs in pays.EPOCHS[1_000]]
+    soup, longer = 57.0 - find(pays.RECIPE).config().average.half_life, 54.0
+    assert rows[0][-2:] == [f"{soup - longer:.2f} (0.00)", f"{100 * (soup - longer) / 4:.0f}%"]
+    for plot, height in ((pays.picture_of_gains(runs), 3.0), (pays.picture_of_shares(runs), 75.0)):
+        assert [line.name for line in plot.lines] == ["1,000 images", "4,000 images"]
+        assert [x for x, _ in plot.lines[0].points] == list(pays.EPOCHS[1_000])
+        assert {round(y) for line in plot.lines for _, y in line.points} == {height}
+        assert "<svg" in standalone_svg(plot)
+
+
+def test_couplings_are_compared_with_what_they_send(records: Path) -> None:
+    runs = list(read_records(couplings.STUDY.tables[-1].commands, records).values())
+    rows = [line.split(" | ") for line in couplings.comparison(runs).splitlines()[2:]]
+    assert {row[0].strip("| ") for row in rows} == {"independent", *couplings.BY_METHOD}
+    assert rows[0][0] == "| papa"
+    sparta, push = (next(record for record in runs if record["method"] == name) for name in ("sparta", "papa"))
+    ratio = couplings.megabytes(couplings.BY_METHOD["sparta"], sparta) / couplings.megabytes(
+        couplings.BY_METHOD["papa"], push
+    )
+    assert ratio == pytest.approx(couplings.BY_METHOD["sparta"].chosen * 5)
+    assert "<svg" in standalone_svg(couplings.picture(runs))
+
+
+def test_the_chosen_options_of_couplings_are_the_best_on_validation_data() -> None:
+    runs = list(read_records(couplings.STUDY.tables[0].commands).values())
+    for coupling in couplings.COUPLINGS:
+        assert couplings.best_tried(runs, coupling) in (None, coupling.chosen), coupling.method
+
+
+def test_a_coupling_is_chosen_by_the_soup_on_validation_data(records: Path) -> None:
+    coupling = couplings.BY_METHOD["sparta"]
+    runs = [dict(record) for record in read_records(coupling.trials, records).values()]
+    runs[2] = {**runs[2], "validation": {**runs[2]["validation"], "average_soup": 99.0}}
+    assert couplings.best_tried(runs, coupling) == coupling.tried[2]
+    assert couplings.best_tried(runs[:2], coupling) is None
+    assert "99.00" in couplings.trials(runs)
 
 
 def test_tables_in_prose_come_from_records(records: Path, tmp_path: Path) -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, GPTConfig, ModelConfig, TrainConfig
+from papa.lab.config import (
+    AverageConfig,
+    Config,
+    DataConfig,
+    DiversityConfig,
+    GPTConfig,
+    ModelConfig,
+    TrainConfig,
+    TrajectoryConfig,
+)
 from papa.lab.recipes.controls import with_controls
 from papa.lab.recipes.recipe import Recipe, fast_precision
 
@@ -34,8 +43,11 @@ def gpt(budget: str, *, data: DataConfig, network: GPTConfig, epochs: int, batch
             clip_norm=1.0,
             precision=fast_precision(),
         ),
-        average=AverageConfig(half_life=0.005, every_steps=5, every_epochs=epochs / 20, ensemble="probabilities"),
+        average=AverageConfig(
+            half_life=0.005, every_steps=5, every_epochs=epochs / 20, ensemble="probabilities", keep_best_soup=True
+        ),
         diversity=DiversityConfig(grid="none"),
+        trajectory=TrajectoryConfig(kind="ema", decay=0.999),
     )
     if budget != "smoke":
         return config

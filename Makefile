@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: help demo test lint types unit audit docs results format bench soak soak-async rows clean
 
 help:
-	@echo "make demo    train four small populations on handwritten digits and compare them (about a minute)"
+	@echo "make demo    compare populations with one longer training, on 150 handwritten digits (about a minute)"
 	@echo "make test    lint, type check and all tests"
 	@echo "make audit   look the installed packages up in the database of known vulnerabilities"
 	@echo "make docs    build the documentation into build/site; a warning is an error"
@@ -33,8 +33,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 demo: $(VENV)/.installed
-	@echo "papa: comparing four ways to train a population on scikit-learn's handwritten digits"
-	@$(BIN)/papa compare digits --out runs/demo --overwrite
+	@echo "papa: four ways to use the same compute on 150 of scikit-learn's handwritten digits, three seeds each"
+	@$(BIN)/papa compare digits-150 --methods independent,longer,papa,papa-all --seeds 1,2,3 --out runs/demo --overwrite
 
 test: lint types unit
 

@@ -101,7 +101,7 @@ KINDS = (
         title="CIFAR-10 with 2,000 images",
         tuned={
             f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 2e-3))
+            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 2e-3))
         },
         tuning_options="--data.max-train 2800 --data.validation 0.35714",
         half_lives=(0.005, 0.015, 0.05),

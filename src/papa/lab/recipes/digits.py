@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, ModelConfig, TrainConfig
 from papa.lab.recipes.recipe import Recipe
 
@@ -18,6 +20,19 @@ def digits(budget: str) -> Config:
     )
 
 
+def few_digits(budget: str) -> Config:
+    """Four networks on 120 images and 30 for validation, trained until one network learns nothing more from them."""
+    config = digits(budget)
+    return replace(
+        config,
+        members=4,
+        data=replace(config.data, max_train=150, validation=0.2),
+        train=replace(config.train, epochs=1 if budget == "smoke" else 60, batch_size=32),
+        diversity=DiversityConfig(grid="none"),
+    )
+
+
 RECIPES = (
     Recipe("digits", "scikit-learn's handwritten digits, a small convolutional network, seconds on a CPU", digits),
+    Recipe("digits-150", "the same on 150 images, until they are used up", few_digits),
 )

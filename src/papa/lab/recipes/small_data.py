@@ -27,6 +27,7 @@ class _Row:
     image_size: int | None = None
     width: int = 8
     epochs: int
+    weight_decay: float = 5e-4
     batch_lr: float = 0.1
     """The learning rate of one network with batches as large as those of all members together."""
 
@@ -36,7 +37,7 @@ class _Row:
 
 
 ROWS = (
-    _Row(data="cifar10", num_images=2_000, epochs=200),
+    _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01),
     _Row(data="cifar100", num_images=5_000, epochs=120),
     _Row(data="fashion-mnist", num_images=1_000, image_size=32, width=4, epochs=200),
 )
@@ -48,7 +49,7 @@ def population(row: _Row, budget: str) -> Config:
         members=MEMBERS,
         data=DataConfig(name=row.data, max_train=row.num_images, validation=0.1, image_size=row.image_size),
         model=ModelConfig(name="vgg11", width=row.width),
-        train=TrainConfig(epochs=row.epochs, lr=0.05, weight_decay=5e-4, channels_last=True),
+        train=TrainConfig(epochs=row.epochs, lr=0.05, weight_decay=row.weight_decay, channels_last=True),
         average=AverageConfig(
             half_life=0.015, every_steps=5, every_epochs=row.epochs / MERGES, repair=5, keep_best_soup=True
         ),

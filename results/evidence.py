@@ -43,6 +43,11 @@ class Kind:
         return " ".join(filter(None, (*words, *place)))
 
     @property
+    def main_command(self) -> str:
+        """Populations at the recipe's own setting."""
+        return self.command(self.recipe, METHODS, self.seeds, self.recipe)
+
+    @property
     def study(self) -> Study:
         """Controls and populations, and the search for the learning rate and weight decay of a single network."""
         one = [
@@ -81,7 +86,7 @@ class Kind:
         tables = [
             Table(
                 title="Populations, and one network with as much compute",
-                commands=(self.command(self.recipe, METHODS, self.seeds, self.recipe), *one),
+                commands=(self.main_command, *one),
                 render=both(side_by_side),
             )
         ]
@@ -95,6 +100,16 @@ class Kind:
         return Study(name=self.recipe, title=self.title, tables=(*found, *tables))
 
 
+FASHION = Kind(
+    recipe="fashion-mnist-1k",
+    title="Fashion-MNIST with 1,000 images",
+    tuned={
+        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+        for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.1, 2e-3))
+    },
+    tuning_options="--data.max-train 1900 --data.validation 0.526316",
+    half_lives=(0.002, 0.005, 0.015),
+)
 KINDS = (
     Kind(
         recipe="cifar10-2k",
@@ -106,16 +121,7 @@ KINDS = (
         tuning_options="--data.max-train 2800 --data.validation 0.35714",
         half_lives=(0.005, 0.015, 0.05),
     ),
-    Kind(
-        recipe="fashion-mnist-1k",
-        title="Fashion-MNIST with 1,000 images",
-        tuned={
-            f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.1, 2e-3))
-        },
-        tuning_options="--data.max-train 1900 --data.validation 0.526316",
-        half_lives=(0.002, 0.005, 0.015),
-    ),
+    FASHION,
     Kind(
         recipe="breast-cancer-mlp",
         title="The breast cancer table",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from papa.lab.report.plot import LinePlot
-from results import couplings, pays
+from results import claims, couplings, pays
 from results.evidence import EVIDENCE
 from results.short import LONG_CIFAR10, MAIN_CIFAR10, SHORT
 from results.study import Study, Table
 from results.tables import Record
 
 PAGES: dict[str, tuple[Study, ...]] = {
-    "data-limited": (*EVIDENCE, pays.STUDY),
+    "data-limited": (*EVIDENCE, claims.STUDY, pays.STUDY),
     "couplings": (couplings.STUDY,),
     "short": SHORT,
 }

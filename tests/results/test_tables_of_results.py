@@ -18,7 +18,7 @@ from papa.lab.config import METHODS, Config
 from papa.lab.recipes import find
 from papa.lab.report.draw import standalone_svg
 from papa.rules import HALF_LIFE
-from results import couplings, pays, tables
+from results import claims, couplings, pays, tables
 from results.controls import controls, verdicts
 from results.evidence import EVIDENCE
 from results.page import detail_page, prose_of, readme_with_headline
@@ -256,6 +256,20 @@ def test_where_averaging_pays_has_a_row_and_two_points_for_each_size_and_length(
         assert [x for x, _ in plot.lines[0].points] == list(pays.EPOCHS[1_000])
         assert {round(y) for line in plot.lines for _, y in line.points} == {height}
         assert "<svg" in standalone_svg(plot)
+
+
+def test_claims_have_scores_difference_and_verdict(records: Path) -> None:
+    table = claims.STUDY.tables[0]
+    runs = list(read_records(table.all_commands, records).values())
+    rows = [line.strip("| ").split(" | ") for line in claims.claims(runs).splitlines()[2:]]
+    assert len(rows) == len(claims.CLAIMS)
+    by_words = {row[1]: row for row in rows}
+    assert by_words["PAPA, PAPA-all"][-2:] == ["1.00 (0.00)", "**shows**"]
+    assert by_words["8 members, 2 members"][-2:] == ["0.00 (0.00)", "cannot be told"]
+    own = list(read_records([claims.EIGHT.command], records).values())
+    assert {record["config"]["members"] for record in claims.EIGHT.of(runs)} == {8}
+    assert claims.EIGHT.of(runs) == own
+    assert "not run yet" in claims.claims(own)
 
 
 def test_couplings_are_compared_with_what_they_send(records: Path) -> None:

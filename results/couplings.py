@@ -152,7 +152,7 @@ def megabytes(coupling: Coupling, record: Record) -> float:
     """What a process with one member sends in a training, if each member has its own."""
     options = ModelConfig(**record["config"]["model"])
     model = make_model(options.name, num_classes=10, in_channels=1, image_size=32, width=options.width)
-    numbers = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
+    numbers: int = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
     steps: int = record["epochs"][-1]["step"]
     exchanges = coupling.exchanges(_value(record, coupling) or 0.0, steps)
     return exchanges * 2 * (1 - 1 / NUM_MEMBERS) * numbers * 4 / 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: one that is left to the end would keep a single process busy."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of garbage collections what was imported and collected: it stays, and searching it takes long."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

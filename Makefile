@@ -36,7 +36,9 @@ demo: $(VENV)/.installed
 	@echo "papa: four ways to use the same compute on 150 of scikit-learn's handwritten digits, three seeds each"
 	@$(BIN)/papa compare digits-150 --methods independent,longer,papa,papa-all --seeds 1,2,3 --out runs/demo --overwrite
 
-test: lint types unit
+# The type checker uses one processor, and would leave the others idle.
+test: lint
+	@$(MAKE) --no-print-directory --jobs 2 types unit
 
 lint: $(VENV)/.installed-dev
 	@echo "papa: lint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-
-from papa.lab.report.plot import AnyPlot
 
 # Tests say `from helpers import ...`, whatever pytest's import mode.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+def pytest_collection_finish() -> None:
+    """Leave out of garbage collections what was imported and collected: it stays, and searching it takes long."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
@@ -69,20 +74,12 @@ def _forked_workers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _plots_drawn_once() -> Iterator[None]:
-    """Draw equal plots once: many tests repeat a run to compare its numbers, and drawing takes longer than training."""
-    from papa.lab.report import draw, page
-
-    drawn: dict[str, str] = {}
-
-    def svg(plot: AnyPlot) -> str:
-        key = repr(plot)
-        if key not in drawn:
-            drawn[key] = draw.svg(plot)
-        return drawn[key]
+def _plots_drawn_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Draw plots of the same form once, except in `tests/lab/report`."""
+    import plot_forms
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "svg", svg)
+        patch.setenv(plot_forms.FOLDER, str(tmp_path_factory.mktemp("drawings")))
         yield
 
 

@@ -336,6 +336,11 @@ def set_torchrun_variables(group: SharedMemoryGroup) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
+def execute_under_torchrun(group: SharedMemoryGroup, config: Config, path: Path) -> None:
+    set_torchrun_variables(group)
+    execute(config, path)
+
+
 def config_time(run: Path) -> int | None:
     """The time of the config file, which a new run writes and a resumed run keeps."""
     config = run / "config.json"
@@ -406,9 +411,11 @@ def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
     return {name: message_of(call) for name, call in calls.items()}
 
 
-def lose_rank_1(how: str) -> None:
-    """Two ranks push; rank 1 exits or hangs, and rank 0 prints the error it gets and the class of its cause."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3 if how == "hangs" else 300))
+def lose_rank_1(how: str, rank: int, rendezvous: str, said: Path) -> None:
+    """Two ranks push; rank 1 exits or hangs, and rank 0 writes the error it gets and the class of its cause."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = datetime.timedelta(seconds=3 if how == "hangs" else 300)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2, timeout=timeout)
     population = Population([nn.Linear(300, 300)], dist.group.WORLD)
     averager = Averager(population, Push(alpha=0.9, every_steps=1))
     for _ in range(3):
@@ -419,8 +426,7 @@ def lose_rank_1(how: str) -> None:
     try:
         averager.step()
     except LostError as error:
-        sys.stdout.write(f"LostError: {error} (cause: {type(error.__cause__).__name__})")
-    sys.stdout.flush()
+        said.write_text(f"LostError: {error} (cause: {type(error.__cause__).__name__})")
     os._exit(0)
 
 

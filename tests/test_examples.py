@@ -17,6 +17,8 @@ from torch import nn
 import papa
 from papa.lab.models import make_model
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
 
 def test_a_torchvision_network() -> None:
     models = pytest.importorskip("torchvision.models")
@@ -74,10 +76,10 @@ def test_a_transformer() -> None:
     assert torch.isfinite(torch.tensor(papa.evaluate(ensemble, [(tokens, tags)]).loss))
 
 
-def rename(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).parents[1] / "examples" / "rename_weights.py"
-    command = [sys.executable, str(script), str(source), "resnet10t", str(target)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def rename(source: Path, target: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rename_weights.py", str(source), "resnet10t", str(target)])
+        runpy.run_path(str(EXAMPLES / "rename_weights.py"), run_name="__main__")
 
 
 def test_renaming_weights(tmp_path: Path) -> None:
@@ -86,18 +88,14 @@ def test_renaming_weights(tmp_path: Path) -> None:
     foreign = {f"{number}.{name.rpartition('.')[2]}": value for number, (name, value) in enumerate(original.items())}
     foreign["0.weight"] = foreign["0.weight"].contiguous(memory_format=torch.channels_last)
     torch.save(foreign, tmp_path / "original.pth")
-    assert rename(tmp_path / "original.pth", tmp_path / "ours.safetensors").returncode == 0
+    rename(tmp_path / "original.pth", tmp_path / "ours.safetensors")
     net = make_model("timm:resnet10t", num_classes=1000, image_size=64, weights=tmp_path / "ours.safetensors")
     assert all(torch.equal(tensor, original[name]) for name, tensor in net.state_dict().items())
 
     torch.save({**foreign, "0.weight": torch.zeros(3)}, tmp_path / "original.pth")
-    refused = rename(tmp_path / "original.pth", tmp_path / "none.safetensors")
-    assert refused.returncode == 1
-    assert "nothing written" in refused.stderr
+    with pytest.raises(SystemExit, match=r"0.weight \(3,\) is not .*: the networks differ, nothing written"):
+        rename(tmp_path / "original.pth", tmp_path / "none.safetensors")
     assert not (tmp_path / "none.safetensors").exists()
-
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")

@@ -19,10 +19,12 @@ import pytest
 from safetensors.torch import load_file
 
 import distributed_jobs
+import fork_server
 import group_jobs
 import papa
 from helpers import execute
 from machines import Machines
+from papa.cli import main
 from papa.errors import ConfigError
 from papa.group import rank_of_torchrun, start_workers
 from papa.lab.config import Config
@@ -263,14 +265,21 @@ def test_a_script_that_ends_during_a_push_does_not_wait_forever() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_lost_rank_raises_on_the_others(how: str) -> None:
-    ranks = start_two_ranks(f"lose_rank_1({how!r})")
+def test_a_lost_rank_raises_on_the_others(how: str, tmp_path: Path) -> None:
+    rendezvous, said = f"file://{tmp_path}/rendezvous", tmp_path / "said"
+    context = fork_server.context()
+    ranks = [
+        context.Process(target=distributed_jobs.lose_rank_1, args=(how, rank, rendezvous, said)) for rank in range(2)
+    ]
     try:
-        output = ranks[0].communicate(timeout=TIMEOUT)[0]
+        for process in ranks:
+            process.start()
+        ranks[0].join(timeout=TIMEOUT)
     finally:
         for process in ranks:
             process.kill()
-            process.communicate()
+            process.join()
+    output = said.read_text()
     assert "LostError: rank 0 lost the connection to the other processes while" in output
     assert "one of them failed, was killed or cannot be reached" in output
     assert "(cause: RuntimeError)" in output
@@ -293,15 +302,16 @@ def test_an_invalid_rank_raises() -> None:
         rank_of_torchrun(environment)
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT / "src")}
-        command = [sys.executable, "-m", "papa", "run", "digits", "--out", str(tmp_path / "run")]
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    assert found.returncode == 2
-    assert f"port {port} is in use: choose another with torchrun --master-port" in found.stderr
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert main(["run", "digits", "--out", str(tmp_path / "run")]) == 2
+    assert f"port {port} is in use: choose another with torchrun --master-port" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import distributed_jobs
 from helpers import assert_same_bits, assert_same_run, execute, killed_after, networks_of
 from papa.cli import main
 from papa.data import Data, as_data, split_parts
 from papa.errors import ConfigError, DataError, RunError
+from papa.group import start_workers
 from papa.lab.config import Config
 from papa.lab.data.text import Windows, load_text, read_text
 from papa.lab.data.tokens import BytePairs, Bytes, Characters, Tokenizer, make_tokenizer, read_tokenizer
@@ -249,13 +251,8 @@ def test_a_run_resumes_on_two_processes_to_the_same_bits(tmp_path: Path, text_fi
 
 
 def test_two_ranks_of_torchrun_end_with_the_same_bits(tmp_path: Path, text_file: Path, whole: Path) -> None:
-    config, environment = config_for(text_file), {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = str(ROOT / "src")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "papa"]
-    command += ["run", "text-gpt-mini", "--budget", "smoke", "--data.root", str(text_file), "--data.context", "16"]
-    command += ["--data.max-train", str(config.data.max_train), "--data.max-test", "300", "--train.batch-size", "8"]
-    found = subprocess.run([*command, "--out", str(tmp_path / "run")], env=environment, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    config = config_for(text_file)
+    start_workers(distributed_jobs.execute_under_torchrun, 2, config.members, config, tmp_path / "run")
     assert_same_bits(networks_of(tmp_path / "run"), networks_of(whole))
 
 

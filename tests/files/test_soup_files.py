@@ -180,7 +180,7 @@ def test_overwriting_leaves_nothing_of_the_old_output(tmp_path: Path) -> None:
     files = save_all([{"a": torch.randn(300), "b": torch.randn(300)}], tmp_path / "..")
     out = tmp_path / "soup.safetensors"
     papa.soup_files(files, out, max_shard_size="1KB")
-    with pytest.raises(SoupError, match="exists: choose another output, or allow to overwrite it"):
+    with pytest.raises(SoupError, match="exists: choose another output, or pass overwrite=True to replace it"):
         papa.soup_files(files, out)
     papa.soup_files(files, out, overwrite=True)
     assert names_in(tmp_path) == {"soup.safetensors", "soup.safetensors.json"}

@@ -145,7 +145,10 @@ class RunDirectory:
             raise RunError(f"{self.path} holds {', '.join(existing)}, but no run of papa: choose another directory")
         if not overwrite:
             state = "a finished run" if self.is_finished else "an unfinished run"
-            raise RunError(f"{self.path} already holds {state}: choose another directory, resume it, or overwrite it")
+            go_on = "" if self.is_finished else "resume=True to continue it, or "
+            raise RunError(
+                f"{self.path} already holds {state}: choose another directory, or pass {go_on}overwrite=True to replace it"
+            )
 
     def make_directories(self) -> None:
         with file_errors(self.path, "make the directory"):

@@ -33,9 +33,9 @@ def numbers(batches: Iterable[Any]) -> list[int]:
     return [int(number) for (batch,) in batches for number in batch]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_continues_with_the_next_batch(num_workers: int) -> None:
-    options: dict[str, Any] = {"members": 2, "batch_size": 4, "num_workers": num_workers}
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_state_continues_with_the_next_batch(workers: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"members": 2, "batch_size": 4, **workers}
     whole = orders(loaders(NUMBERS, **options), num_epochs=3)
     found = loaders(NUMBERS, **options)
     given: list[list[int]] = [[], []]

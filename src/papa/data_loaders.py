@@ -83,8 +83,8 @@ def loaders(
 class MemberLoader(DataLoader[Any]):
     """The `DataLoader` of one member, as `loaders` makes it: it continues where it was saved.
 
-    A state that is saved within an epoch continues there, with the next batch; one of an `IterableDataset`, which has no
-    positions, with the next epoch.
+    A state that is saved within an epoch continues there, with the next batch; one of an `IterableDataset`, which has
+    no positions, with the next epoch. What workers draw continues too, unless they are persistent.
     """
 
     _start: Tensor | None = None
@@ -96,6 +96,8 @@ class MemberLoader(DataLoader[Any]):
         """The batches of an epoch, which begins when the first one is asked for."""
         num_skipped = self._num_batches if self._start is None else 0
         self._start, self._num_batches = self.generator.get_state(), num_skipped
+        if self.persistent_workers and self._iterator is not None:  # a new iterator would draw the seed of its workers
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         iterator = super().__iter__()
         for _ in range(num_skipped):
             # Workers draw random numbers for each example. Without workers, examples draw from the global generators,

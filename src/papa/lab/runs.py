@@ -147,7 +147,8 @@ class RunDirectory:
             state = "a finished run" if self.is_finished else "an unfinished run"
             go_on = "" if self.is_finished else "resume=True to continue it, or "
             raise RunError(
-                f"{self.path} already holds {state}: choose another directory, or pass {go_on}overwrite=True to replace it"
+                f"{self.path} already holds {state}: choose another directory, or pass {go_on}overwrite=True to "
+                "replace it"
             )
 
     def make_directories(self) -> None:

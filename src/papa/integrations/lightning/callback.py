@@ -44,10 +44,11 @@ class PopulationAveraging(Callback):
 
     - it begins when fitting begins, and counts optimizer steps, so accumulated batches do not count;
     - validation sees the average soup, and after training the module is the average soup;
-    - checkpoints hold what is needed to continue exactly, with the random state, and with the orders of `papa.loaders`
-      (other loaders that shuffle begin their orders again, and a warning says so). One that is written right after validation, or at the end,
-      has the soup as its `state_dict` and this member's weights as `current_model_state`; any other has this member's
-      weights only, since a soup needs all processes;
+    - checkpoints hold what is needed to continue exactly, with the random state and with the orders of `papa.loaders`.
+      Other loaders that shuffle begin their orders again, and a warning says so;
+    - a checkpoint that is written right after validation, or at the end, has the soup as its `state_dict` and this
+      member's weights as `current_model_state`; any other has this member's weights only, since a soup needs all
+      processes;
     - `papa/distance_before` and `papa/distance_after` are logged: the members' mean distance to their mean around the
       last averaging.
 

@@ -121,8 +121,8 @@ class PopulationModule(LightningModule):
         for name in sorted(found.keys() | expected.keys()):
             if found.get(name) != expected.get(name):
                 raise ConfigError(
-                    f"the soup of {checkpoint} has {_shape(found, name)}, the module has {_shape(expected, name)}: pass "
-                    "a module of the same architecture as the members"
+                    f"the soup of {checkpoint} has {_shape(found, name)}, the module has {_shape(expected, name)}: "
+                    "pass a module of the same architecture as the members"
                 )
         module.load_state_dict({name: weights.read(name) for name in weights.tensors})
         return module

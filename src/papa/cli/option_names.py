@@ -61,8 +61,11 @@ def complete_names(arguments: Sequence[str], kind: type[Any], *, prog: str = "pa
             continue
         found.append(_completed(argument, list(types), prog))
         name, equals, value = found[-1].partition("=")
-        if equals or position + 1 < len(arguments):
-            _check_number(name, value if equals else arguments[position + 1], types.get(name.replace("_", "-")))
+        following = arguments[position + 1 : position + 2]
+        if not equals and following and not following[0].startswith("--"):
+            equals, (value,) = "=", following
+        if equals:
+            _check_number(name, value, types.get(name.replace("_", "-")))
     return found
 
 

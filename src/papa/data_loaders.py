@@ -98,7 +98,7 @@ class MemberLoader(DataLoader[Any]):
         self._start, self._num_batches = self.generator.get_state(), num_skipped
         if self.persistent_workers and self._iterator is not None:  # a new iterator would draw the seed of its workers
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        iterator = super().__iter__()
+        iterator: Any = super().__iter__()
         for _ in range(num_skipped):
             # Workers draw random numbers for each example. Without workers, examples draw from the global generators,
             # which the checkpoint restores by itself: so none may be read.

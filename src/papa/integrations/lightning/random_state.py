@@ -13,7 +13,8 @@ from papa.streams import accelerators_in_use
 
 def random_state() -> dict[str, Any]:
     """The state of the global generators of torch, Python and NumPy: tensors, numbers and strings."""
-    name, words, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    name, words, *rest = state
     return {
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in accelerators_in_use()],

@@ -99,9 +99,10 @@ class PopulationModule(LightningModule):
 
     def configure_callbacks(self) -> Sequence[PopulationAveraging]:
         """The callback that averages the members. The trainer asks for it first, so its options are checked here."""
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            _check_trainer(self.trainer)
-        return [] if self._averaging in self.trainer.callbacks else [self._averaging]
+        trainer: Any = self.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_trainer(trainer)
+        return [] if self._averaging in trainer.callbacks else [self._averaging]
 
     @staticmethod
     def load_soup(checkpoint: str | os.PathLike[str], module: AnyModule) -> AnyModule:

@@ -22,7 +22,7 @@ SCORES = ("mean", "min", "max", "ensemble", "average_soup", "greedy_soup")
 def find(name: str) -> Recipe:
     """A recipe by its name, or a `ConfigError` with the closest matches."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.7)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError(f"there is no recipe {name}: {hint}`papa ls` lists all {len(RECIPES)}")
     return RECIPES[name]

@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 from papa import Averager, Averaging, MergeAll, PapaWarning, Population, Push, average_soup, averaging, join
 from papa.errors import ConfigError, MixingError
 from papa.group import LocalGroup
-from papa.joining import unwrapped
+from papa.joining import Joined, unwrapped
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = (INPUTS[:, 0] > 0).long()
@@ -200,6 +200,25 @@ def test_state_continues_where_it_was() -> None:
     resumed.load_state_dict(joined.state_dict())
     assert torch.equal(loop(twins, theirs, 6), loop(nets, optimizers, 6))
     assert resumed.averager.num_steps_taken == 16
+
+
+def test_a_training_that_is_far_shorter_than_planned_is_warned_of_once() -> None:
+    def train(num_steps: int, planned: int) -> Joined:
+        nets = make_members()
+        joined = averaging(nets, optimizers := make_optimizers(nets), Push(half_life=0.01), num_steps=planned)
+        loop(nets, optimizers, num_steps)
+        return joined
+
+    joined = train(50, 101)
+    message = r"ended after 50 of num_steps = 101, .*a half-life, .*weaker than asked for. Pass the number of optimizer"
+    with pytest.warns(PapaWarning, match=message):
+        joined.close()
+    joined.close()
+    train(50, 100).close()
+    train(12, 100).close()  # a trial
+    train(50, 101).close(early=True)
+    with pytest.raises(KeyboardInterrupt), train(50, 101):
+        raise KeyboardInterrupt
 
 
 def test_closed_members_are_left_alone_and_forgotten() -> None:

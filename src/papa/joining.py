@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from papa.asynchronous import AsyncAverager
 from papa.averager import Averager
 from papa.averaging_report import Averaging, MergeHook
+from papa.diagnostics import MIN_STEPS
 from papa.errors import MixingError, PapaWarning
 from papa.group import PUBLISHED, WEIGHTS, group_of_environment, published_of_environment
 from papa.health import OnNonFinite
@@ -31,6 +33,9 @@ from papa.rules import Rule
 from papa.saved_soups import member_state
 from papa.soup import average_soup
 from papa.storage import save_network
+
+MIN_SHARE = 0.5
+"""Trainings that end before this share of `num_steps` were not as long as planned."""
 
 
 def averaging(
@@ -183,7 +188,7 @@ class Joined:
             raise MixingError("there is no optimizer, expected one for each member: their steps are what is counted")
         self._counts = dict.fromkeys(self._optimizers, 0)
         self._at_end: Callable[[], object] | None = None
-        self._has_checked = self._has_warned = False
+        self._has_checked = self._has_warned = self._has_warned_of_length = False
         self._handles = [one.register_step_post_hook(lambda one, *_: self._count(one)) for one in self._optimizers]
         _count_skipped_steps()
         for optimizer in self._optimizers:
@@ -260,15 +265,39 @@ class Joined:
     def call_at_end(self, function: Callable[[], object]) -> None:
         """Call a function after the last of `num_steps`, or else when the process ends."""
         self._at_end = function
-        atexit.register(self._end)
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if not hasattr(sys, "last_value"):  # no error has ended the process
+            self._check_length()
+        self._end()
 
     def _end(self) -> None:
         function, self._at_end = self._at_end, None
         if function is not None:
             function()
 
-    def close(self) -> None:
-        """Remove the hooks: the optimizers' steps are no longer counted."""
+    def _check_length(self) -> None:
+        """Warn, once, if training was far shorter than `num_steps`."""
+        taken, planned = self.averager.num_steps_taken, self.averager.num_steps
+        if planned is not None and MIN_STEPS <= taken < MIN_SHARE * planned and not self._has_warned_of_length:
+            self._has_warned_of_length = True
+            warnings.warn(
+                f"training ended after {taken} of num_steps = {planned}, and what is a share of training, such as a "
+                "half-life, was set for that length: averaging was weaker than asked for. Pass the number of optimizer "
+                "steps of a member; batches whose gradients are accumulated count as one step",
+                PapaWarning,
+                stacklevel=3,
+            )
+
+    def close(self, *, early: bool = False) -> None:
+        """Remove the hooks: the optimizers' steps are no longer counted.
+
+        Args:
+            early: training was stopped before its end, so that far fewer steps than `num_steps` are no mistake.
+        """
+        if not early:
+            self._check_length()
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
@@ -278,7 +307,7 @@ class Joined:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.close(early=error[0] is not None)
 
     def __repr__(self) -> str:
         return f"Joined({self.averager!r})"

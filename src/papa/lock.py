@@ -26,6 +26,7 @@ class Lock:
         self.path = path
         self._lock = FileLock(path.with_name(f"{path.name}.flock"), timeout=0)
         self._made: list[Path] = []
+        self._is_ours = False
 
     @property
     def seems_held(self) -> bool:
@@ -38,23 +39,29 @@ class Lock:
     def __enter__(self) -> Lock:
         directory = self.path.parent
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
-        with file_errors(directory, "make the directory"):
-            directory.mkdir(parents=True, exist_ok=True)
-        is_supported = True
         try:
-            self._lock.acquire()
+            with file_errors(directory, "make the directory"):
+                directory.mkdir(parents=True, exist_ok=True)
+            self._check_holder(self._acquire())
+            with file_errors(directory, "lock"):
+                self._is_ours = True
+                write_file(self.path, [json_text({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
+            return self
         except Timeout as error:
             raise RunError(f"{self._in_use_by(*self._holder())}: wait until it ends, or stop it") from error
-        except OSError:  # the file system has no locks, or cannot be written, which shows below
-            is_supported = False
-        try:
-            self._check_holder(is_supported)
-            with file_errors(directory, "lock"):
-                write_file(self.path, [json_text({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
-        except BaseException:
+        except BaseException:  # also a signal, which must not leave an empty directory
             self._release()
             raise
-        return self
+
+    def _acquire(self) -> bool:
+        """Take the lock; False if the file system has none, or cannot be written, which shows later."""
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise
+        except OSError:
+            return False
+        return True
 
     def _check_holder(self, is_supported: bool) -> None:
         host, pid = self._holder()
@@ -80,14 +87,17 @@ class Lock:
         return f"{self.path.parent} is in use by {holder}"
 
     def _release(self) -> None:
-        _release(self._lock)
+        if self._is_ours:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        if self._is_ours or self._lock.is_locked:  # else it may be another's
+            _release(self._lock)
+        self._is_ours = False
         for path in self._made:
             with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self.path.unlink()
         self._release()
 
 

@@ -126,15 +126,14 @@ def test_parallel_runs_give_the_same_result_as_sequential_ones(
     one = capsys.readouterr().out
     assert main([*arguments, "--out", str(tmp_path / "two"), "--parallel", "2"]) == 0
     assert capsys.readouterr().out == one.replace(str(tmp_path / "one"), str(tmp_path / "two"))
-    with pytest.raises(SystemExit):
-        main(["run", "digits", "--parallel", "2"])
+    assert main(["run", "digits", "--parallel", "2"]) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["rnu"], "there is no command rnu: did you mean run?"),
-        (["run", "digit"], "there is no recipe digit: did you mean digits?"),
+        (["run", "digit"], "there is no recipe digit: did you mean digits? `papa ls` lists all"),
         (["run"], "a recipe is missing"),
         (["run", "--members", "3"], "the recipe comes first, found --members"),
         (["run", "digits", "--method", "papa-al"], "did you mean papa-all?"),
@@ -194,10 +193,8 @@ def test_resume_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["run", "digits", "--train.epoch", "3"])
-    assert caught.value.code == 2
-    assert "--train.epochs" in capsys.readouterr().err
+    assert main(["run", "digits", "--train.epoch", "3"]) == 2
+    assert "did you mean --train.epochs?" in capsys.readouterr().err
 
 
 def test_a_comparison_continues_with_options_that_its_runs_do_not_use(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ def test_whole_names_stay_as_they_are(name: str) -> None:
         ("--alpha=0.9", "there is no option --alpha: did you mean --average.alpha or --coupling.alpha?"),
         ("--epochz", "there is no option --epochz: did you mean --train.epochs?"),
         ("--life", "there is no option --life: did you mean --average.half-life?"),
+        ("--epoch", "there is no option --epoch: did you mean --train.epochs?"),
+        ("--train.epoch", "there is no option --train.epoch: did you mean --train.epochs?"),
+        ("--warm", "there is no option --warm: did you mean --train.warmup-epochs?"),
     ],
 )
 def test_other_endings_are_suggested(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +80,23 @@ def test_other_endings_are_suggested(argument: str, message: str, capsys: pytest
     assert str(caught.value) == message
     assert main(["run", "digits", argument, "1"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_like_no_option_and_what_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["run", "digits", "--foo", "3"], "there is no option --foo: papa run digits --help lists all"),
+        (["soup", "--foo", "a", "b"], "there is no option --foo: papa soup --help lists all"),
+        (["run", "digits", "--epochs", "two"], "--train.epochs is two, expected a whole number"),
+        (["run", "digits", "--half-life=short"], "--average.half-life is short, expected a number"),
+        (["each", "--members=x", "--", "true"], "--members is x, expected a whole number"),
+    ):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == f"papa: {message}\n"
+
+
+def test_numbers_of_all_kinds_are_understood() -> None:
+    given = ["--average.half-life", "None", "--train.lr=1e-3", "--seed", "-1"]
+    assert complete_names(given, Config) == given
 
 
 def test_messages_name_options_as_they_are_typed() -> None:

@@ -180,7 +180,7 @@ def test_overwriting_leaves_nothing_of_the_old_output(tmp_path: Path) -> None:
     files = save_all([{"a": torch.randn(300), "b": torch.randn(300)}], tmp_path / "..")
     out = tmp_path / "soup.safetensors"
     papa.soup_files(files, out, max_shard_size="1KB")
-    with pytest.raises(SoupError, match="exists: choose another output, or allow to overwrite it"):
+    with pytest.raises(SoupError, match="exists: choose another output, or pass overwrite=True to replace it"):
         papa.soup_files(files, out)
     papa.soup_files(files, out, overwrite=True)
     assert names_in(tmp_path) == {"soup.safetensors", "soup.safetensors.json"}
@@ -437,3 +437,19 @@ def test_a_file_with_nan_is_named(tmp_path: Path) -> None:
         papa.soup_files([one, other, bad], tmp_path / "soup.safetensors")
     assert not (tmp_path / "soup.safetensors").exists()
     papa.soup_files([one, other, bad], tmp_path / "soup.safetensors", weights=[0.5, 0.5, 0])  # left out
+
+
+def test_a_record_may_name_networks_instead_of_temporary_files(tmp_path: Path) -> None:
+    """Then equal networks give equal files, to the last byte."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        paths = [folder / "0.safetensors", folder / "1.safetensors"]
+        for member, path in enumerate(paths):
+            save_file({"w": torch.full((3,), float(member)), "b": torch.ones(2)}, path)
+        papa.soup_files(paths, f"{folder}.safetensors", names=["member 0", "member 1"])
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    sidecar = (tmp_path / "a.safetensors.json").read_text()
+    assert '"path": "member 1"' in sidecar
+    assert str(tmp_path) not in sidecar
+    with pytest.raises(ConfigError, match="there are 1 names, expected one for each of 2 networks"):
+        papa.soup_files(paths, tmp_path / "c.safetensors", names=["x"])

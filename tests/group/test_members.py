@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def test_members_are_averaged_restarted_and_leave_the_soup(
     assert "[0] 5 averagings, 2 members" in shown.out
     assert "[1] 5 averagings, 2 members" in shown.out
     assert f"one network: {soup}" in shown.out
+    record = json.loads(Path(f"{soup}.json").read_text())
+    assert [file["path"] for file in record["files"]] == ["member 0", "member 1"], "no temporary paths"
     members = [torch.load(tmp_path / f"{member}.pt", weights_only=True) for member in range(2)]
     found, expected = load_file(soup), papa.average_soup(members)
     assert found.keys() == expected.keys()

@@ -168,6 +168,72 @@ def test_a_module_of_members_is_resumed_exactly(plain: Any, tmp_path: Path) -> N
     assert_equal(found, papa.average_soup(members))
 
 
+class Noise(Net):
+    """Draws random numbers of its own in training."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(F.dropout(inputs, 0.5, self.training))
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning")
+@pytest.mark.parametrize(
+    ("trainer_options", "every", "names"),
+    [
+        ({}, {}, ["epoch=0-step=4", "epoch=1-step=8"]),
+        ({"limit_train_batches": 3}, {}, ["epoch=0-step=3"]),
+        ({}, {"every_n_train_steps": 1}, ["epoch=0-step=2", "epoch=0-step=4", "epoch=1-step=5"]),
+    ],
+)
+def test_shuffled_loaders_of_papa_and_what_networks_draw_are_resumed_exactly(
+    trainer_options: dict[str, Any], every: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    """At the end of an epoch, also if the trainer makes it shorter, and within one."""
+
+    def trained(**resumed: Any) -> dict[str, Any]:
+        module = PopulationModule([Noise(seed) for seed in range(2)], RULE)
+        loaders = papa.loaders(DATA, members=2, batch_size=20)
+        trainer = make_trainer(tmp_path, ModelCheckpoint(save_top_k=-1, **every), **trainer_options)
+        trainer.fit(module, loaders, VALIDATION, **resumed)
+        assert trainer.current_epoch == NUM_EPOCHS
+        return module.state_dict()
+
+    expected = trained()
+    for name in names:
+        (saved,) = tmp_path.rglob(f"{name}.ckpt")
+        assert_equal(trained(ckpt_path=saved), expected)
+
+
+def test_orders_that_begin_again_after_a_resume_are_warned_of(tmp_path: Path) -> None:
+    def trained(**resumed: Any) -> None:
+        loaders = [DataLoader(DATA, batch_size=20, shuffle=True) for _ in range(2)]
+        make_trainer(tmp_path, ModelCheckpoint(save_top_k=-1)).fit(make_population(), loaders, VALIDATION, **resumed)
+
+    trained()
+    (first,) = tmp_path.rglob("epoch=0-*.ckpt")
+    with pytest.warns(papa.PapaWarning, match=r"with a RandomSampler, whose state is not in .*papa.loaders"):
+        trained(ckpt_path=first)
+    own = papa.loaders(DATA, members=2, batch_size=20)
+    with pytest.raises(DataError, match=r"has the orders of 0 loaders of papa.loaders, the trainer has 2: pass the sa"):
+        make_trainer(tmp_path).fit(make_population(), own, VALIDATION, ckpt_path=first)
+
+
+def test_the_soup_of_a_checkpoint(tmp_path: Path) -> None:
+    module = make_population()
+    make_trainer(tmp_path).fit(module, [loader(0), loader(1)], VALIDATION)
+    (last,) = tmp_path.rglob("*.ckpt")
+    assert_equal(PopulationModule.load_soup(last, Net(7)).state_dict(), module.soup.state_dict())
+    with pytest.raises(ConfigError, match=r"soup of .* has no 'bias', the module has 'bias' of shape \(2,\): pass a"):
+        PopulationModule.load_soup(last, nn.Linear(4, 2))
+
+
+def test_a_trainer_is_used_again_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, trainer = make_population(), make_trainer(tmp_path, max_epochs=1)
+    with caplog.at_level("INFO"):
+        trainer.fit(module, [loader(0), loader(1)], VALIDATION)
+        trainer.test(module, VALIDATION, verbose=False)
+    assert "override" not in caplog.text
+
+
 def fit_member(
     path: Path, net: Net, member: int, group: Any, rule: papa.Rule = RULE, **options: Any
 ) -> tuple[Net, pl.Trainer]:
@@ -252,6 +318,11 @@ def test_wrong_uses_are_named(tmp_path: Path) -> None:
         PopulationModule([], RULE)
     with pytest.raises(ConfigError, match=r"member 0 is a Linear, expected a lightning.pytorch.LightningModule"):
         PopulationModule([nn.Linear(1, 1)], RULE)  # type: ignore[list-item]
+    for name, value in (("accumulate_grad_batches", 4), ("gradient_clip_val", 0.5)):
+        with pytest.raises(
+            ConfigError, match=rf"the trainer has {name}={value}.*PopulationModule\(members, rule, {name}"
+        ):
+            fit(tmp_path, make_population(), [loader(0), loader(1)], **{name: value})
     with pytest.raises(ConfigError, match="accumulate_grad_batches is 0, expected at least 1"):
         PopulationModule([Net(0)], RULE, accumulate_grad_batches=0)
 

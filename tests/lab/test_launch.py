@@ -328,7 +328,7 @@ def test_a_run_that_is_killed_while_it_is_overwritten_can_be_resumed(
     monkeypatch.setattr(RunDirectory, "make_directories", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         execute(small_config(), run.path, workers=1, overwrite=True)
-    assert [run.holds_run, run.is_finished, run.metrics.exists()] == [True, False, False]
+    assert [run.holds_run, run.is_finished, run.metrics.read_text()] == [True, False, ""]
 
 
 def test_a_signal_while_data_is_read_ends_the_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def parse_options(
 
     An option is understood by the ending of its name too, if only one option ends so: `--epochs` is `--train.epochs`.
     """
-    known = complete_names(arguments, kind)
+    known = complete_names(arguments, kind, prog=prog)
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     options: Options = tyro.cli(kind, prog=prog, description=description, args=known, **defaults)
     return options

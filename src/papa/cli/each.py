@@ -6,7 +6,7 @@ import contextlib
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -78,8 +78,8 @@ def _run(options: EachOptions, command: Sequence[str]) -> int:
             on_line=_printer(options.members),
             on_event=_report,
         )
-        files = [Path(directory) / f"{member}.safetensors" for member in range(options.members)]
-        if code == 0 and all(file.exists() for file in files):
+        files = {member: Path(directory) / f"{member}.safetensors" for member in range(options.members)}
+        if code == 0 and all(file.exists() for file in files.values()):
             _write_soup(files, options.out)
         elif code == 0 and (Path(directory) / SOUP).exists():
             print(f"one network: {(Path(directory) / SOUP).read_text()}")
@@ -111,7 +111,7 @@ def _run_asynchronously(options: EachOptions, command: Sequence[str]) -> int:
             missing = sorted(set(range(options.members)) - whole.keys())
             if missing:
                 _report(f"the soup is without member {', '.join(map(str, missing))}")
-            _write_soup(list(whole.values()), options.out)
+            _write_soup(whole, options.out)
         else:
             _report("members did not call papa.join, so there is no soup")
     return code
@@ -129,11 +129,12 @@ def _directory(options: EachOptions) -> Iterator[Path]:
         yield Path(directory)
 
 
-def _write_soup(files: Sequence[Path], soup: Path) -> None:
+def _write_soup(files: Mapping[int, Path], soup: Path) -> None:
+    """Write the soup of files by member, which may be temporary: so its record names members only."""
     from papa.files import soup_files
 
     soup.parent.mkdir(parents=True, exist_ok=True)
-    soup_files(files, soup, overwrite=True)
+    soup_files(list(files.values()), soup, overwrite=True, names=[f"member {member}" for member in files])
     print(f"one network: {soup}")
 
 

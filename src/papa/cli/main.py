@@ -107,7 +107,7 @@ def _as_typed(message: str) -> str:
     """A message that names parameters of the library as the options that set them."""
     from papa.lab.config import Config
 
-    return as_typed(message, list(option_names(Config)))
+    return as_typed(message, [*option_names(Config), "--overwrite", "--resume"])
 
 
 def _discard_output() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from papa.errors import ConfigError
-from papa.lab.recipes import BUDGETS, RECIPES, Recipe, find
+from papa.lab.recipes import BUDGETS, Recipe, find
 
 
 def take_recipe(arguments: Sequence[str], usage: str) -> tuple[Recipe, list[str]]:
     """The recipe, which is the first argument, and the remaining arguments; an error shows the usage."""
     if not arguments:
-        raise ConfigError(f"a recipe is missing, known: {', '.join(RECIPES)}\n{usage}".rstrip())
+        raise ConfigError(f"a recipe is missing: `papa ls` lists all\n{usage}".rstrip())
     name, *rest = arguments
     if name.startswith("-"):
         raise ConfigError(f"the recipe comes first, found {name}\n{usage}".rstrip())

@@ -70,7 +70,7 @@ class Output:
         """Refuse to replace an existing output, unless `overwrite`, and make the directory for a new one."""
         existing = [path for path in (self.file, self.index, *self.existing_shards, *self.extras) if path.exists()]
         if existing and not overwrite:
-            raise SoupError(f"{existing[0]} exists: choose another output, or allow to overwrite it")
+            raise SoupError(f"{existing[0]} exists: choose another output, or pass overwrite=True to replace it")
         self.clean_up()
         self._made_parent = not self.file.parent.exists()
         with file_errors(self.file.parent, "make the directory", error=SoupError):

@@ -66,6 +66,7 @@ def soup_files(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     full_digests: bool = False,
+    names: Sequence[str] | None = None,
     on_progress: OnProgress | None = None,
     on_score: OnScore | None = None,
 ) -> FileSoup:
@@ -117,6 +118,7 @@ def soup_files(
         max_shard_size: write several files and an index if the soup is larger, in bytes or such as "5GB".
         overwrite: replace an existing output.
         full_digests: record the SHA-256 of every byte of the inputs, also of large files.
+        names: what the record and messages call each network, where files are temporary; None for their paths.
         on_progress: called with the number of bytes written and the total.
         on_score: called with the files of a candidate and its score.
 
@@ -131,6 +133,11 @@ def soup_files(
     steps = SoupSteps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
     _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, method=method, steps=steps)
     files = _open_checked(paths, key)
+    if names is not None:
+        if len(names) != len(files):
+            raise ConfigError(f"there are {len(names)} names, expected one for each of {len(files)} networks")
+        for file, name in zip(files, names, strict=True):
+            file.path = Path(name)
     writing = Writing(max_bytes=max_bytes, overwrite=overwrite, full_digests=full_digests, on_progress=on_progress)
     if any(map(is_adapter, files)):
         if greedy or learned or method is not None or steps != SoupSteps() or evaluation_context is not None:

@@ -97,7 +97,7 @@ class PopulationAveraging:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.joined.close()
+        self.joined.close(early=error[0] is not None)
 
 
 def _joined(

@@ -156,7 +156,7 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
 
     def _close(self) -> None:
         if self.joined is not None:
-            self.joined.close()
+            self.joined.close(early=True)  # the length is the Trainer's own: if it ends before, it was asked to
         self.joined = None
 
 

@@ -101,11 +101,11 @@ class RunDirectory:
         """
         self._check_links()
         is_new = not self.holds_run
-        if is_new:
-            if torchrun is not None:
-                write_json(self.torchrun, torchrun)
-            write_json(self.config, dict(config))
         try:
+            if is_new:
+                if torchrun is not None:
+                    write_json(self.torchrun, torchrun)
+                write_json(self.config, dict(config))
             yield
         except StoppedError:
             raise
@@ -133,8 +133,8 @@ class RunDirectory:
         with file_errors(self.path, "make the directory"):
             self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.config, dict(config))
+        write_atomically(self.metrics, "")  # from here on, `reserved` keeps the config
         self.make_directories()
-        write_atomically(self.metrics, "")
 
     def check_free(self, *, overwrite: bool = False) -> None:
         """Raise unless a run may begin here: there is none, or it may be overwritten. Nothing is changed."""
@@ -145,7 +145,11 @@ class RunDirectory:
             raise RunError(f"{self.path} holds {', '.join(existing)}, but no run of papa: choose another directory")
         if not overwrite:
             state = "a finished run" if self.is_finished else "an unfinished run"
-            raise RunError(f"{self.path} already holds {state}: choose another directory, resume it, or overwrite it")
+            go_on = "" if self.is_finished else "resume=True to continue it, or "
+            raise RunError(
+                f"{self.path} already holds {state}: choose another directory, or pass {go_on}overwrite=True to "
+                "replace it"
+            )
 
     def make_directories(self) -> None:
         with file_errors(self.path, "make the directory"):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, SequentialSampler
 
 from papa.averaging_report import Averaging
-from papa.errors import ConfigError
+from papa.data_loaders import MemberLoader
+from papa.errors import ConfigError, DataError, PapaWarning
 from papa.group import Group, as_group, check_wrappers, group_of_environment
+from papa.integrations.lightning.random_state import random_state, set_random_state_
 from papa.integrations.lightning.strategy import MemberPerRank
 from papa.joining import Joined, join
 from papa.layout import named_tensors
@@ -24,6 +29,9 @@ with importing():
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.trainer.states import TrainerFn
 
+ORDERS = "papa_loaders"
+"""The key of the positions of `papa.loaders` in a checkpoint. Lightning saves them too, but does not load them if the
+number of steps was asked for before."""
 OWN = "current_model_state"
 """The key of a member's own weights in a checkpoint that has the soup as its `state_dict`; as of `WeightAveraging`."""
 
@@ -36,9 +44,11 @@ class PopulationAveraging(Callback):
 
     - it begins when fitting begins, and counts optimizer steps, so accumulated batches do not count;
     - validation sees the average soup, and after training the module is the average soup;
-    - checkpoints hold what is needed to continue exactly. One that is written right after validation, or at the end,
-      has the soup as its `state_dict` and this member's weights as `current_model_state`; any other has this member's
-      weights only, since a soup needs all processes;
+    - checkpoints hold what is needed to continue exactly, with the random state and with the orders of `papa.loaders`.
+      Other loaders that shuffle begin their orders again, and a warning says so;
+    - a checkpoint that is written right after validation, or at the end, has the soup as its `state_dict` and this
+      member's weights as `current_model_state`; any other has this member's weights only, since a soup needs all
+      processes;
     - `papa/distance_before` and `papa/distance_after` are logged: the members' mean distance to their mean around the
       last averaging.
 
@@ -58,6 +68,10 @@ class PopulationAveraging(Callback):
         self.joined: Joined | None = None
         """The population and its averager, once fitting has begun."""
         self._state: dict[str, Any] = {}
+        self._random: dict[str, Any] | None = None
+        """The random state to continue from, until the first batch."""
+        self._orders: list[dict[str, Any]] = []
+        """The positions of `papa.loaders` to continue from."""
         self._other: dict[str, Tensor] | None = None
         """The soup while the module holds the member's own weights, and the other way round; None if there is none."""
         self._holds_soup = False
@@ -67,7 +81,7 @@ class PopulationAveraging(Callback):
         if stage == "fit":
             self._check(trainer)
             self._drop_other()
-            self._state = {}
+            self._state, self._random, self._orders = {}, None, []
 
     def _check(self, trainer: Trainer) -> None:
         if self.group is None and trainer.world_size > 1:
@@ -98,9 +112,36 @@ class PopulationAveraging(Callback):
             check_wrappers([trainer.strategy.model], group)
         return join(pl_module, trainer.optimizers, self.rule, num_steps=num_steps, group=group, **self.options)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue from the orders and the random state of a checkpoint."""
+        if self._random is not None:
+            _check_orders(trainer)
+            found = _member_loaders(trainer)
+            if len(found) != len(self._orders):
+                raise DataError(
+                    f"the checkpoint has the orders of {len(self._orders)} loaders of papa.loaders, the trainer has "
+                    f"{len(found)}: pass the same loaders as when it was saved"
+                )
+            for loader, order in zip(found, self._orders, strict=True):
+                loader.load_state_dict(order)
+        self._restore_random()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same, if there was no batch yet: the trainer may have drawn numbers for its loaders."""
+        self._restore_random()
+
+    def _restore_random(self) -> None:
+        if self._random is not None:
+            set_random_state_(self._random)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forget a soup that this step makes outdated."""
+        """Forget a soup that this step makes outdated, and end the epoch of loaders at the trainer's limit of it."""
+        self._random = None
         self._drop_other()
+        if trainer.is_last_batch:
+            for loader in _member_loaders(trainer):
+                if loader.state_dict()["num_batches"]:
+                    loader.end_epoch()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -129,27 +170,34 @@ class PopulationAveraging(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop averaging."""
-        if stage == "fit" and self.joined is not None:
-            self._state = self.joined.state_dict()
-            self.joined.close()
+        if stage == "fit":
+            self._stop(early=trainer.should_stop)  # as `EarlyStopping` asks for
+
+    def _stop(self, *, early: bool) -> None:
+        if self.joined is not None:
+            self._state = self.state_dict()
+            self.joined.close(early=early)
             self.joined = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop averaging, with the member's own weights in the module."""
         if self._holds_soup and self.joined is not None:
             self._swap(pl_module)
+        self._stop(early=True)
         self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue exactly, besides the module and its optimizers."""
-        return self._state if self.joined is None else self.joined.state_dict()
+        return self._state if self.joined is None else {**self.joined.state_dict(), "random": random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a `state_dict` when fitting begins."""
         self._state = dict(state_dict)
+        self._random = self._state.pop("random", None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the soup as the module, and the member's own weights beside it, where both are known."""
+        checkpoint[ORDERS] = [loader.state_dict() for loader in _member_loaders(trainer)]
         if self._other is None:
             return
         held = checkpoint["state_dict"]
@@ -158,8 +206,10 @@ class PopulationAveraging(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue fitting from the member's own weights; anything else uses the soup."""
-        if trainer.state.fn == TrainerFn.FITTING and OWN in checkpoint:
-            pl_module.load_state_dict(checkpoint[OWN], strict=pl_module.strict_loading)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._orders = checkpoint.get(ORDERS, [])
+            if OWN in checkpoint:
+                pl_module.load_state_dict(checkpoint[OWN], strict=pl_module.strict_loading)
 
     @torch.no_grad()
     def _swap(self, pl_module: LightningModule) -> None:
@@ -179,6 +229,26 @@ def distances(averaging: Averaging) -> dict[str, float]:
     """The members' mean distance to their mean around an averaging, as far as it was measured, by the name in logs."""
     found = {"before": averaging.distances_before, "after": averaging.distances_after}
     return {f"papa/distance_{name}": sum(each) / len(each) for name, each in found.items() if each is not None}
+
+
+def _member_loaders(trainer: Trainer) -> list[MemberLoader]:
+    return [loader for loader in tree_leaves(trainer.train_dataloader) if isinstance(loader, MemberLoader)]
+
+
+def _check_orders(trainer: Trainer) -> None:
+    """Warn of loaders whose orders begin again after a resume."""
+    for loader in tree_leaves(trainer.train_dataloader):
+        sampler = loader.sampler if isinstance(loader, DataLoader) else None
+        is_exact = hasattr(loader, "load_state_dict") or hasattr(sampler, "set_epoch")
+        if sampler is not None and not is_exact and not isinstance(sampler, SequentialSampler):
+            warnings.warn(
+                f"a training loader draws its order with a {type(sampler).__name__}, whose state is not in the "
+                "checkpoint: training continues with other batches than one without a break. Make the loader with "
+                "papa.loaders, or give it a sampler with set_epoch",
+                PapaWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def check_directories(trainer: Trainer, group: Group) -> None:

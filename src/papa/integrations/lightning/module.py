@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa.errors import ConfigError, DataError
+from papa.files import open_weights
 from papa.integrations.lightning.callback import PopulationAveraging
 from papa.joining import Joined, averaging
 from papa.layout import named_tensors
@@ -22,8 +24,10 @@ from papa.rules import Rule
 with importing():
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
+    from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 NOT_CALLED = (
     *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "backward"),
     *("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step"),
@@ -94,8 +98,35 @@ class PopulationModule(LightningModule):
         self.validate_members = validate_members
 
     def configure_callbacks(self) -> Sequence[PopulationAveraging]:
-        """The callback that averages the members."""
-        return [self._averaging]
+        """The callback that averages the members. The trainer asks for it first, so its options are checked here."""
+        trainer: Any = self.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_trainer(trainer)
+        return [] if self._averaging in trainer.callbacks else [self._averaging]
+
+    @staticmethod
+    def load_soup(checkpoint: str | os.PathLike[str], module: AnyModule) -> AnyModule:
+        """Load the soup of a checkpoint of a `PopulationModule` into a module as its members are, and return it.
+
+        ```text
+        net = PopulationModule.load_soup("last.ckpt", LitModel())
+        ```
+
+        Args:
+            checkpoint: the file that the trainer wrote. Only its tensors are read.
+            module: what to load it into; its weights are replaced.
+        """
+        weights = open_weights(checkpoint, key="state_dict.soup")
+        found = {name: info.shape for name, info in weights.tensors.items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise ConfigError(
+                    f"the soup of {checkpoint} has {_shape(found, name)}, the module has {_shape(expected, name)}: "
+                    "pass a module of the same architecture as the members"
+                )
+        module.load_state_dict({name: weights.read(name) for name in weights.tensors})
+        return module
 
     def configure_optimizers(self) -> Any:
         """The optimizer and the schedules of each member."""
@@ -266,9 +297,25 @@ class AveragesMembers(PopulationAveraging):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Update the soup, whose tensors the checkpoint refers to."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         assert isinstance(pl_module, PopulationModule)
         if self.joined is not None:
             pl_module.fill_soup_(self.joined.soup_tensors())
+
+
+def _shape(shapes: Mapping[str, Sequence[int]], name: str) -> str:
+    return f"'{name}' of shape {tuple(shapes[name])}" if name in shapes else f"no '{name}'"
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Raise for options of the trainer that Lightning would refuse without saying what to do."""
+    given = {"accumulate_grad_batches": trainer.accumulate_grad_batches, "gradient_clip_val": trainer.gradient_clip_val}
+    for name, usual in (("accumulate_grad_batches", 1), ("gradient_clip_val", 0)):
+        if given[name] not in (None, usual):
+            raise ConfigError(
+                f"the trainer has {name}={given[name]}, which is for a module that it optimizes itself: pass it to the "
+                f"module instead, as in PopulationModule(members, rule, {name}={given[name]})"
+            )
 
 
 def _call_with(step: Callable[..., Any], *arguments: Any) -> Any:

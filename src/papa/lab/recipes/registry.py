@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from papa.errors import ConfigError, did_you_mean
+import difflib
+
+from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.recipes import digits, images, paper, small_data, tabular, text
 from papa.lab.recipes.change import changed
@@ -18,9 +20,11 @@ SCORES = ("mean", "min", "max", "ensemble", "average_soup", "greedy_soup")
 
 
 def find(name: str) -> Recipe:
-    """A recipe by its name, or a `ConfigError` with the closest match."""
+    """A recipe by its name, or a `ConfigError` with the closest matches."""
     if name not in RECIPES:
-        raise ConfigError(f"there is no recipe {name}: {did_you_mean(name, RECIPES)}")
+        near = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.7)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"there is no recipe {name}: {hint}`papa ls` lists all {len(RECIPES)}")
     return RECIPES[name]
 
 

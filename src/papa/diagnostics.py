@@ -43,12 +43,7 @@ NEAR_COPY = 0.1
 class Diagnostics:
     """Watches a population during its first steps and averagings; every mistake is warned of once.
 
-    Args:
-        population: the members.
-        rule: how they are averaged.
-        optimizers: the members' optimizers, as far as the averager knows them.
-        num_steps: the steps of the whole training; None if not known.
-        watch_batches: compare the first batches of members, by hooks on their forward passes.
+    With `watch_batches`, the first batches of members are compared, by hooks on their forward passes.
     """
 
     def __init__(
@@ -108,11 +103,7 @@ class Diagnostics:
             self._check_strength(self._num_steps, "a training")
 
     def on_step(self, *, uses_optimizers: bool) -> None:
-        """Called first in every step of the averager.
-
-        Args:
-            uses_optimizers: whether the learning rate is read from the optimizers.
-        """
+        """Called first in every step of the averager, with whether it reads the learning rate from the optimizers."""
         self._num_steps += 1
         if self._num_steps == NUM_STEPS_COMPARED:
             self._compare_steps()

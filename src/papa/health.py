@@ -84,11 +84,9 @@ class HealthCheck:
     ) -> tuple[NonFiniteMember, ...]:
         """Find non-finite members and apply the policy; the weights of healthy members are not touched.
 
-        Args:
-            step: for the record.
-            measured: what was measured of the refreshed members, if it was.
-            lr_ratio: must be the same in all processes, which is checked in the same exchange.
-            chosen: check only these columns of the local rows, if no others are about to be averaged.
+        `measured` is what was measured of the refreshed members, if it was. The learning rate's ratio must be the same
+        in all processes, which is checked in the same exchange. With `chosen`, only these columns of the local rows are
+        checked, as no others are about to be averaged.
         """
         population = self.population
         if chosen is not None:

@@ -23,14 +23,7 @@ from papa.rules import AveragingContext, Look, Probe, Rule
 def observed(
     population: Population, rule: Rule, context: AveragingContext, distances: tuple[float, ...] | None = None
 ) -> AveragingContext:
-    """The context with what the rule looks at. All processes must call it.
-
-    Args:
-        population: the members.
-        rule: says what it looks at.
-        context: of this averaging.
-        distances: the members' distances to the mean, if they are known.
-    """
+    """The context with what the rule looks at. All processes must call it."""
     looks = rule.looks_at(context)
     if not looks:
         return context

@@ -65,12 +65,7 @@ class Group(Protocol):
     ) -> Tensor:
         """Zeroed memory for the rows of the local members, or of all members where memory is shared.
 
-        Args:
-            num_local: the number of local members.
-            num_columns: the length of a row.
-            dtype: of the numbers.
-            device: where the local members are.
-            single: one row for the whole population instead, which belongs to the first member's process.
+        With `single`, one row for the whole population instead, which belongs to the first member's process.
         """
         ...
 
@@ -79,12 +74,9 @@ class Group(Protocol):
         return 0
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
-        """`rows <- matrix @ rows` over the members of all processes.
+        """`rows <- matrix @ rows` over the members of all processes, each of which has a row in the matrix.
 
-        Args:
-            rows: as allocated.
-            matrix: one row for each member of the whole population.
-            synchronised: all processes have synchronised since rows last changed, so no barrier is needed first.
+        `synchronised`: all processes have synchronised since rows last changed, so no barrier is needed first.
         """
         ...
 
@@ -126,12 +118,7 @@ class Group(Protocol):
         return lambda: None
 
     def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
-        """Apply an update to one row for each member that was not allocated here; for few columns.
-
-        Args:
-            rows: those of the local members.
-            update: gets the rows of all members.
-        """
+        """Apply an update of all members' rows where the local ones were not allocated here; for few columns."""
         everyone = torch.stack(self.all_gather(list(rows)))
         update([everyone], 0)
         members = self.members(len(rows))
@@ -144,10 +131,7 @@ class Group(Protocol):
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start to compute a weighted mean of all members' rows, and return a function that waits for it.
 
-        Args:
-            rows: as allocated.
-            snapshot: a copy of the local rows, which must not change until the mean is there.
-            weights: one for each member, as in `combine`.
+        The snapshot is a copy of the local rows, which must not change until the mean is there.
         """
         mean = self.combine(rows, weights)
         return lambda: mean

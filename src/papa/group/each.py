@@ -32,14 +32,7 @@ OnLine = Callable[[int, str], object]
 
 
 class Members:
-    """The processes of all members, from their start to their end.
-
-    Args:
-        command: run once for each member; `{member}` and `{members}` stand for its index and their number.
-        num_members: the number of members.
-        variables: further environment variables.
-        on_line: called with each line of output.
-    """
+    """The processes of all members, from their start to their end; arguments are as for `run_each`."""
 
     def __init__(
         self, command: Sequence[str], num_members: int, *, variables: Mapping[str, str], on_line: OnLine
@@ -178,15 +171,8 @@ def run_asynchronously(
 ) -> tuple[int, list[int]]:
     """Run a command once for each member, where no member needs the others.
 
-    A member that fails is started again alone, while the others go on.
-
-    Args:
-        command: as for `run_each`.
-        num_members: the number of members.
-        num_restarts: how often each member may be started again.
-        variables: further environment variables for the members, such as where they publish.
-        on_line: called with each member's lines of output.
-        on_event: called with sentences about what happens.
+    A member that fails is started again alone, `num_restarts` times at most, while the others go on. Other arguments
+    are as for `run_each`.
 
     Returns:
         The exit code of all, which is that of the first member that failed for good, and all members that did.

@@ -93,11 +93,8 @@ class RunDirectory:
     def reserved(self, config: Mapping[str, Any], *, torchrun: Mapping[str, Any] | None = None) -> Iterator[None]:
         """Write the config of a new run at once, so that a run that is killed before it trains can be resumed.
 
-        Nothing is left of a run that ends in an error before it trains. Without effect where a run exists.
-
-        Args:
-            config: its config.
-            torchrun: which torchrun started it, if any; without it, restarted processes would not continue the run.
+        Nothing is left of a run that ends in an error before it trains. Without effect where a run exists. `torchrun`
+        says which torchrun started it, if any; without it, restarted processes would not continue the run.
         """
         self._check_links()
         is_new = not self.holds_run

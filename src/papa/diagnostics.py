@@ -182,7 +182,8 @@ class Diagnostics:
 
     def _check_copies(self) -> None:
         """Warn of optimizers that keep copies or averages of the weights, which averaging does not reach."""
-        parameters = [p for group in _groups(self.optimizers) for p in group["params"] if p.dim() > 1]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        parameters = [p for group in groups for p in group["params"] if p.dim() > 1]
         if not parameters:
             return
         largest = max(parameters, key=torch.numel)
@@ -272,10 +273,6 @@ class FindSchedule:
             found.is_found = "initial_lr" in first or rates.setdefault(id(optimizer), rate) != rate
 
         weakref.finalize(self, register_optimizer_step_post_hook(hook).remove).atexit = False
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _are_alike(first: Tensor, second: Tensor) -> bool:

@@ -51,11 +51,7 @@ def _checked_probe(rule: Rule, looks: tuple[Look, ...]) -> Probe:
             f"{name} has {probe!r} as its probe, expected a function from a network to a number, such as its loss on "
             "a batch of validation data"
         )
-    return probe or _nothing
-
-
-def _nothing(network: nn.Module) -> float:
-    return math.nan
+    return probe or (lambda network: math.nan)
 
 
 def _of_members(population: Population, measure: Callable[[int], float]) -> tuple[float, ...]:

@@ -65,17 +65,11 @@ class MergeElite(Rule):
 
     With `p` members and `c` children for each, the candidates are the `cp` children and their `p` parents. The best
     `elite * p` of them by validation loss survive; the others are drawn at random from the rest. A parent that survives
-    keeps its place.
+    keeps its place. In a tournament, parents of children are drawn with probability proportional to `1/loss`.
 
-    Args:
-        losses: from rows of weights (one for each candidate) and the candidates' numbers to their validation losses.
-            Numbers below `cp` are children; number `cp + i` is parent `i`.
-        survivors: called before the members are mixed, with the number of the child that each member becomes; None for
-            a parent that survives.
-        tournament: draw the children's parents with probability proportional to `1/loss`, else uniformly.
-        children_per_member: the number of children made for each member.
-        elite: the share of the population that survives by its loss.
-        seed: of the random stream.
+    `losses` maps rows of weights (one for each candidate) and the candidates' numbers to their validation losses.
+    Numbers below `cp` are children; number `cp + i` is parent `i`. `survivors` is called before the members are mixed,
+    with the number of the child that each member becomes; None for a parent that survives.
     """
 
     losses: Callable[[Tensor, Sequence[int]], Sequence[float]]

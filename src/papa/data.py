@@ -36,11 +36,9 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """The number of examples."""
-        ...
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """Inputs and targets of the examples at these indices."""
-        ...
 
 
 @runtime_checkable
@@ -49,7 +47,6 @@ class Streaming(Source, Protocol):
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Inputs and targets for each batch of indices in turn; see `stream_batches`."""
-        ...
 
 
 class Arrays:

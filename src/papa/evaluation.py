@@ -35,15 +35,12 @@ class Counting(Protocol):
 
     def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The counts of one batch."""
-        ...
 
     def score(self, counts: Tensor) -> float:
         """The score of the summed counts."""
-        ...
 
     def details(self, counts: Tensor) -> dict[str, float]:
         """Further results by name, such as the score of each class."""
-        ...
 
 
 Metric: TypeAlias = Callable[[Tensor, Any], Tensor] | Counting

@@ -42,23 +42,18 @@ class Group(Protocol):
 
     def local_range(self, size: int) -> range:
         """The indices of the members that this process holds in a population of `size`."""
-        ...
 
     def members(self, num_local: int) -> range:
         """The indices, within the whole population, of the `num_local` local members."""
-        ...
 
     def size(self, num_local: int) -> int:
         """The number of members of the whole population."""
-        ...
 
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
         """Raise a `MemberError` that names the first rank and fact that differ from those of the first rank."""
-        ...
 
     def local_device(self, device: torch.device) -> torch.device:
         """The device that this process trains on when the run trains on `device`."""
-        ...
 
     def allocate(
         self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
@@ -67,7 +62,6 @@ class Group(Protocol):
 
         With `single`, one row for the whole population instead, which belongs to the first member's process.
         """
-        ...
 
     def first_row(self, num_local: int, device: torch.device) -> int:
         """The index of the first local member's row in what `allocate` returns."""
@@ -78,7 +72,6 @@ class Group(Protocol):
 
         `synchronised`: all processes have synchronised since rows last changed, so no barrier is needed first.
         """
-        ...
 
     def update_(
         self,
@@ -100,7 +93,6 @@ class Group(Protocol):
             chosen: the chosen columns of the local rows, if they were read already; may be changed.
             synchronised: as for `mix_`.
         """
-        ...
 
     def begin_update(
         self,
@@ -126,7 +118,6 @@ class Group(Protocol):
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The weighted sum of all members' rows, in `out` or a new row; members of weight 0 are not read."""
-        ...
 
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start to compute a weighted mean of all members' rows, and return a function that waits for it.
@@ -141,11 +132,9 @@ class Group(Protocol):
 
         On the device of the rows if one process has all of them, otherwise on the CPU.
         """
-        ...
 
     def broadcast_(self, columns: Tensor) -> None:
         """Copy the values of data rank 0 to all processes that train the same member."""
-        return
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """The sum of `values` over the processes that hold shards of the same member."""
@@ -157,19 +146,15 @@ class Group(Protocol):
 
     def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
         """Restore what `last_means` returned."""
-        return
 
     def all_gather(self, values: list[T]) -> list[T]:
         """The values of all processes in rank order, which is member order for one value per local member."""
-        ...
 
     def all_max(self, *values: float) -> tuple[float, ...]:
         """The maximum of each value over all processes; much cheaper than `all_gather`."""
-        ...
 
     def barrier(self) -> None:
         """Return when all processes have called this."""
-        ...
 
 
 class LocalGroup(Group):

@@ -16,16 +16,7 @@ from papa.errors import RunError, StoppedError
 from papa.lab.config import METHODS
 from papa.lab.result import checked_result, fold_merges, parsed_event
 from papa.lock import Lock
-from papa.storage import (
-    file_errors,
-    is_run,
-    json_text,
-    matches,
-    read_file,
-    read_object,
-    write_atomically,
-    write_json,
-)
+from papa.storage import file_errors, is_run, json_text, matches, read_file, read_object, write_atomically, write_json
 
 if TYPE_CHECKING:
     from torch import nn

@@ -288,11 +288,7 @@ def _are_arrays(data: Any) -> bool:
 
 
 def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source]:
-    """Split off a share for validation; the split depends on the seed alone.
-
-    Returns:
-        The part for training and the part for validation.
-    """
+    """The part for training and a share split off for validation; the split depends on the seed alone."""
     num_held_out = round(len(source) * share)
     if not 0 < num_held_out < len(source):
         raise DataError(

@@ -127,16 +127,11 @@ def run_each(
 ) -> int:
     """Run a command once for each member, connected by papa alone, and return the exit code of all.
 
-    If a member fails, the others cannot go on without it: all are ended, and started again while there are restarts
-    left. So the command should continue from its last checkpoint.
+    If a member fails, the others cannot go on without it: all are ended, and started again, `num_restarts` times at
+    most. So the command should continue from its last checkpoint. In it, `{member}` and `{members}` are filled in.
 
-    Args:
-        command: a program and its arguments, in which `{member}` and `{members}` are filled in.
-        num_members: the number of members.
-        num_restarts: how often all members may be started again.
-        variables: further environment variables for the members.
-        on_line: called with each member's lines of output.
-        on_event: called with sentences about what happens.
+    `variables` are further environment variables for the members. `on_line` is called with each member's lines of
+    output, `on_event` with sentences about what happens.
     """
     _check(command, num_members, num_restarts)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

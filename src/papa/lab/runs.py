@@ -172,8 +172,7 @@ class RunDirectory:
     def log(self, event: Mapping[str, Any]) -> str | None:
         """Add one line to the metrics; a line that cannot be written is kept and written with a later one.
 
-        Returns:
-            The reason why it was not written, if any.
+        Returns the reason why it was not written, if any.
         """
         self._unwritten += (json_text(event) + "\n").encode()
         try:

@@ -19,9 +19,10 @@ from papa.errors import MixingError
 from papa.population import Population
 from papa.repair import repair_toward_members
 from papa.rules import AveragingContext, Rule
-from papa.soup import After, greedy_soup
+from papa.soup import After
 from papa.streams import stream
 from papa.training import Training
+from papa.training.outcome import greedy_soup_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,12 +184,7 @@ class CandidateScorer:
 
     def greedy_members(self) -> tuple[int, ...]:
         """The members of the greedy soup now."""
-        validation = self.training.data.validation
-        return greedy_soup(
-            self.training.population,
-            lambda network: self.training.evaluate([network], validation)[0][0],
-            higher_is_better=self.training.task.higher_is_better,
-        ).members
+        return greedy_soup_of(self.training).members
 
     def candidate_losses(self, rows: Tensor, candidates: Sequence[int]) -> list[float]:
         """The losses of the networks that rows of weights would make; each process scores its share."""
@@ -199,7 +195,7 @@ class CandidateScorer:
             tensors = population._combined(row)
             if number in mine:
                 network = self._make_child(tensors, row, candidate, repair)
-                losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
+                losses.append(self.training.score(network).loss)
         return group.all_gather(losses)
 
     def survivors(self, children: Sequence[int | None]) -> None:

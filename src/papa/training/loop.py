@@ -360,7 +360,7 @@ class Training:
 
     def _epoch_scores(self, source: Source, soup: nn.Module) -> EpochScores:
         members, ensemble = self.evaluate_population(source)
-        return EpochScores(members, ensemble, self.evaluate([soup], source)[0][0])
+        return EpochScores(members, ensemble, self.score(soup, source))
 
     def evaluate_population(
         self, source: Source, population: Population | None = None
@@ -373,6 +373,10 @@ class Training:
         nothing = Evaluation(math.nan, math.nan)
         scores = [nothing if member in population.dropped else found for member, found in enumerate(members)]
         return scores, ensemble
+
+    def score(self, network: nn.Module, source: Source | None = None) -> Evaluation:
+        """Score one network on a source, by default the validation data."""
+        return self.evaluate([network], self.data.validation if source is None else source)[0][0]
 
     def evaluate(
         self,

@@ -180,10 +180,11 @@ def check_row(weights: Tensor, *, subject: str, signed: bool = False) -> None:
 
 
 def check_extended(matrix: Tensor, points: Tensor) -> Tensor:
-    """A matrix of members and extra rows, or a `MixingError`; weights may be negative. Some rows are points.
+    """A matrix of members and extra rows, or a `MixingError`; weights may be negative.
 
-    With a 1 for every point and a 0 for every difference of points, `A u = u`: if all members and anchors were shifted
-    by the same vector, so would be the result, and momenta would not change.
+    `points` says which rows are points, not differences of points. With a 1 for every point and a 0 for every
+    difference, `A u = u`: if all members and anchors were shifted by the same vector, so would be the result, and
+    momenta would not change.
     """
     if matrix.shape != (len(points), len(points)):
         raise MixingError(

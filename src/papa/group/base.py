@@ -135,6 +135,7 @@ class Group(Protocol):
 
     def broadcast_(self, columns: Tensor) -> None:
         """Copy the values of data rank 0 to all processes that train the same member."""
+        return
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """The sum of `values` over the processes that hold shards of the same member."""
@@ -146,6 +147,7 @@ class Group(Protocol):
 
     def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
         """Restore what `last_means` returned."""
+        return
 
     def all_gather(self, values: list[T]) -> list[T]:
         """The values of all processes in rank order, which is member order for one value per local member."""

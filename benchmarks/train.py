@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from _bench import Parts, Result, finish, parser, positive
 from papa.data import Arrays, Data
 from papa.group import Group, start_workers
-from papa.lab.augment.policy import DEFAULT_GRID, draw_policies
+from papa.lab.augment.policy import GRIDS, draw_policies
 from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.models import make_model
 from papa.lab.recipes.recipe import fast_precision
@@ -80,7 +80,7 @@ def train_papa(group: Group, rule: Rule, num_steps: int) -> tuple[float, dict[st
     watch = Stopwatch(num_steps)
     source = Arrays(*images())
     source.batch = watch.parts.timed("data", source.batch)  # type: ignore[method-assign]
-    policies = draw_policies(DEFAULT_GRID, NUM_MEMBERS, seed=1)
+    policies = draw_policies(GRIDS["default"], NUM_MEMBERS, seed=1)
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = sgd(model)

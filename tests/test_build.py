@@ -47,7 +47,8 @@ def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
     (tmp_path / "wheel").write_bytes(first)
     with zipfile.ZipFile(tmp_path / "wheel") as wheel:
         names = {name for name in wheel.namelist() if name.startswith("papa/")}
-    assert {"papa/__init__.py", "papa/py.typed", "papa/lab/report/templates/run.html.j2"} <= names
+    data = {"papa/lab/report/templates/run.html.j2", "papa/lab/recipes/tables/ablation1.csv"}
+    assert {"papa/__init__.py", "papa/py.typed", *data} <= names
 
 
 PACKAGE = {"name": "a", "version": "1.0", "vulns": []}

@@ -63,17 +63,12 @@ def advice_from_scores(
 ) -> str | None:
     """What to do about the strength, from scores on the same data; None if nothing is wrong.
 
-    Scores of few examples are noisy, so the average counts as worse only if it is worse than every member.
+    Scores of few examples are noisy, so the average counts as worse only if it is worse than every member. The scores
+    of dropped members are NaN; `spread` is that of `Diagnosis`, if it is known.
 
     Example:
         >>> advice_from_scores([91.0, 90.5], 72.0)
         'the average is worse than its members: push more strongly'
-
-    Args:
-        members: each member's score; NaN for dropped members.
-        average: the score of their average.
-        spread: see `Diagnosis.spread`, if it is known.
-        higher_is_better: whether a higher score is better.
     """
     sign = 1.0 if higher_is_better else -1.0
     scores = [sign * score for score in members if not math.isnan(score)]

@@ -30,14 +30,7 @@ class _Attribute(NamedTuple):
 
 
 class BoundMember:
-    """One module with its averaged tensors in one row per dtype.
-
-    Args:
-        model: the module; its tensors are moved into the rows.
-        layout: the columns of each tensor.
-        rows: the member's row of the matrix of each dtype.
-        member: the member's index in the whole population, for error messages.
-    """
+    """One module with its averaged tensors in one row per dtype, into which they are moved; `member` is for errors."""
 
     def __init__(self, model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor], member: int) -> None:
         self._member = member

@@ -118,15 +118,9 @@ def product(gradients: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> f
 def learned_weights(
     slope: Slope, size: int, num_batches: int, *, active: Sequence[int] | None = None, num_epochs: int, lr: float
 ) -> LearnedWeights:
-    """Minimise a loss over weights that are non-negative and sum to 1.
+    """Minimise a loss over weights that are non-negative and sum to 1, by Adam.
 
-    Args:
-        slope: the loss of a soup and its derivatives.
-        size: the number of weights.
-        num_batches: of the data.
-        active: the members that may have a weight; None for all.
-        num_epochs: passes over the batches.
-        lr: of Adam.
+    `slope` gives the loss and its derivatives. Only `active` members may have a weight; None for all.
     """
     if num_batches < 1:
         raise SoupError("a learned soup needs held-out data, got no batch")

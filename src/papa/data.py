@@ -36,11 +36,9 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """The number of examples."""
-        ...
 
     def batch(self, indices: Tensor) -> tuple[Inputs, Tensor]:
         """Inputs and targets of the examples at these indices."""
-        ...
 
 
 @runtime_checkable
@@ -49,7 +47,6 @@ class Streaming(Source, Protocol):
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Inputs and targets for each batch of indices in turn; see `stream_batches`."""
-        ...
 
 
 class Arrays:
@@ -82,10 +79,8 @@ class Arrays:
 class Examples:
     """A map-style `torch.utils.data.Dataset`, read one example at a time.
 
-    Args:
-        dataset: the examples.
-        collate: from a list of examples to a batch.
-        options: of the `DataLoader` that reads training batches, such as `num_workers`; without workers there is none.
+    `options` are those of the `DataLoader` that reads training batches, such as `num_workers`; without workers there is
+    none.
     """
 
     def __init__(
@@ -124,9 +119,7 @@ class Examples:
 class LoaderBatches:
     """The batches of a `DataLoader` with a sampler of its own or an iterable dataset, drawn again for each member.
 
-    Args:
-        loader: the loader; its random numbers are a function of the seed that `epoch` is given.
-        limit: read at most this many batches of an epoch.
+    Its random numbers are a function of the seed that `epoch` is given. At most `limit` batches of an epoch are read.
     """
 
     def __init__(self, loader: DataLoader[Any], limit: int | None = None) -> None:
@@ -295,11 +288,7 @@ def _are_arrays(data: Any) -> bool:
 
 
 def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source]:
-    """Split off a share for validation; the split depends on the seed alone.
-
-    Returns:
-        The part for training and the part for validation.
-    """
+    """The part for training and a share split off for validation; the split depends on the seed alone."""
     num_held_out = round(len(source) * share)
     if not 0 < num_held_out < len(source):
         raise DataError(
@@ -332,16 +321,13 @@ def stream_batches(
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """Training batches in turn, from the source's `stream` if it has one, otherwise from its `batch`.
 
+    Indices are read lazily, a few batches ahead. The random numbers of a streaming source for batch `n` depend on
+    `seed` and `n` alone; the first batch is number `start`.
+
     Example:
         >>> source = Arrays(torch.arange(6), torch.zeros(6))
         >>> [inputs.tolist() for inputs, _ in stream_batches(source, torch.tensor([[5, 0], [2, 1]]), seed=1)]
         [[5, 0], [2, 1]]
-
-    Args:
-        source: the examples.
-        index_batches: the indices of each batch; read lazily, a few batches ahead.
-        seed: the seed of a streaming source; its random numbers for batch `n` depend on `seed` and `n` alone.
-        start: the index of the first batch, to continue an earlier stream.
     """
     if isinstance(source, Streaming):
         return source.stream(index_batches, seed=seed, start=start)
@@ -358,14 +344,7 @@ def as_any_source(data: Any, batch_size: int) -> Source:
 
 
 def as_data(data: Any, validation: Any, *, seed: int, batch_size: int = 64) -> Data:
-    """Convert data as `papa.train` takes it.
-
-    Args:
-        data: see `papa.train`.
-        validation: the share to hold out for validation, or data of its own; not used if `data` is a `Data`.
-        seed: of the split.
-        batch_size: for iterable datasets.
-    """
+    """Convert data and validation data as `papa.train` takes them; the batch size is for iterable datasets."""
 
     def convert(part: Any) -> Source:
         return as_any_source(part, batch_size)

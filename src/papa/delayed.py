@@ -27,13 +27,9 @@ MemberPush: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 class DelayedPush:
     """A push that was started and has not been applied yet.
 
-    Args:
-        keep: `a`, the share of itself each member keeps.
-        due: the step after which the push is applied.
-        rows: a copy of the rows of the local members at the start, by dtype.
-        wait: waits for the mean of all rows at the start; None if `rows` are the corrections already.
-        strides: the memory order of the tensors in these rows.
-        bytes_before: the number of bytes the group had sent at the start.
+    `rows` are a copy of those of the local members at the start, whose tensors have the memory order `strides`. `wait`
+    waits for the mean of all rows at the start; None if `rows` are the corrections already. `bytes_before` is what the
+    group had sent at the start.
     """
 
     def __init__(

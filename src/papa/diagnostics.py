@@ -43,12 +43,7 @@ NEAR_COPY = 0.1
 class Diagnostics:
     """Watches a population during its first steps and averagings; every mistake is warned of once.
 
-    Args:
-        population: the members.
-        rule: how they are averaged.
-        optimizers: the members' optimizers, as far as the averager knows them.
-        num_steps: the steps of the whole training; None if not known.
-        watch_batches: compare the first batches of members, by hooks on their forward passes.
+    With `watch_batches`, the first batches of members are compared, by hooks on their forward passes.
     """
 
     def __init__(
@@ -108,11 +103,7 @@ class Diagnostics:
             self._check_strength(self._num_steps, "a training")
 
     def on_step(self, *, uses_optimizers: bool) -> None:
-        """Called first in every step of the averager.
-
-        Args:
-            uses_optimizers: whether the learning rate is read from the optimizers.
-        """
+        """Called first in every step of the averager, with whether it reads the learning rate from the optimizers."""
         self._num_steps += 1
         if self._num_steps == NUM_STEPS_COMPARED:
             self._compare_steps()
@@ -191,7 +182,8 @@ class Diagnostics:
 
     def _check_copies(self) -> None:
         """Warn of optimizers that keep copies or averages of the weights, which averaging does not reach."""
-        parameters = [p for group in _groups(self.optimizers) for p in group["params"] if p.dim() > 1]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        parameters = [p for group in groups for p in group["params"] if p.dim() > 1]
         if not parameters:
             return
         largest = max(parameters, key=torch.numel)
@@ -281,10 +273,6 @@ class FindSchedule:
             found.is_found = "initial_lr" in first or rates.setdefault(id(optimizer), rate) != rate
 
         weakref.finalize(self, register_optimizer_step_post_hook(hook).remove).atexit = False
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _are_alike(first: Tensor, second: Tensor) -> bool:

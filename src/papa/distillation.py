@@ -79,13 +79,8 @@ def match_probabilities(outputs: Tensor, wanted: Tensor, *, temperature: float =
 
         T^2 KL(softmax(wanted / T) || softmax(outputs / T))
 
-    The factor keeps the size of the gradient. Reference: Hinton, Vinyals and Dean, 2015.
-
-    Args:
-        outputs: logits of a network.
-        wanted: logits of the teacher.
-        temperature: above 1, smaller probabilities count more.
-        dim: the dimension of the classes.
+    Above a temperature of 1, smaller probabilities count more. The factor keeps the size of the gradient. Reference:
+    Hinton, Vinyals and Dean, 2015.
     """
     own, goal = (torch.log_softmax(logits / temperature, dim=dim) for logits in (outputs, wanted))
     return temperature**2 * F.kl_div(own, goal, reduction="none", log_target=True).sum(dim).mean()

@@ -19,11 +19,9 @@ def mean_logits(outputs: Tensor) -> Tensor:
 
 
 def mean_probabilities(outputs: Tensor, *, dim: int = 2) -> Tensor:
-    """The log of the mean of the members' class probabilities.
+    """The log of the mean of the members' class probabilities, from their stacked logits `(p, batch, classes, ...)`.
 
-    Args:
-        outputs: the members' stacked logits, `(p, batch, classes, ...)`.
-        dim: the dimension of the classes; -1 for `(p, batch, positions, classes)`, as language models return them.
+    `dim` is -1 for `(p, batch, positions, classes)`, as language models return them.
     """
     return torch.logsumexp(torch.log_softmax(outputs, dim=dim), dim=0) - math.log(len(outputs))
 

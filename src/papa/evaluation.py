@@ -35,15 +35,12 @@ class Counting(Protocol):
 
     def counts(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The counts of one batch."""
-        ...
 
     def score(self, counts: Tensor) -> float:
         """The score of the summed counts."""
-        ...
 
     def details(self, counts: Tensor) -> dict[str, float]:
         """Further results by name, such as the score of each class."""
-        ...
 
 
 Metric: TypeAlias = Callable[[Tensor, Any], Tensor] | Counting
@@ -118,13 +115,8 @@ def evaluate_together(
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
 
-    `batches`, `loss`, `metric` and `apply` are as for `evaluate`.
-
-    Args:
-        models: the networks on this process.
-        combine: computes the ensemble's outputs from those of the networks.
-        gather: gathers one tensor per network from all processes.
-        ensemble_of: the indices, among the networks of all processes, of those in the ensemble; None for all.
+    `batches`, `loss`, `metric` and `apply` are as for `evaluate`. `gather` gathers one tensor per network from all
+    processes; `ensemble_of` are the indices, among all these networks, of those in the ensemble; None for all.
 
     Returns:
         One evaluation per network of all processes, and that of the ensemble.

@@ -24,12 +24,7 @@ OWN_BLOCK_WIDTH = 1 << 16
 
 
 class ExtraRows:
-    """The extra rows of a rule, and updates of members together with them.
-
-    Args:
-        population: the members.
-        declared: what the rule declares; may be empty.
-    """
+    """The extra rows that a rule declares, if any, and updates of members together with them."""
 
     def __init__(self, population: Population, declared: Sequence[ExtraRow] = ()) -> None:
         self.population, self.declared = population, tuple(declared)
@@ -112,12 +107,9 @@ class ExtraRows:
     ) -> None:
         """Multiply members and extra rows by a matrix, in the columns of a mask.
 
-        Args:
-            matrix: of the members alone if there is an `own` matrix, else of members and extra rows.
-            mask: the columns, and what is permuted in them; None for all.
-            own: multiplied by each member and its extra rows afterwards.
-            synchronised: as for `Population.mix_`.
-            chosen: the columns of the local members, if they were read already from refreshed members.
+        With an `own` matrix, `matrix` is of the members alone, and `own` is multiplied by each member and its extra
+        rows afterwards. `chosen` are the columns of the local members, if they were read already from refreshed
+        members.
         """
         population, is_permuted = self.population, mask is not None and mask.sources is not None
         if chosen is None:
@@ -249,13 +241,8 @@ class ExtraRows:
 class DelayedStep:
     """A step of a rule with rows of its own that was started and has not reached the members yet.
 
-    Args:
-        rows: the extra rows, which the step has changed when `wait` returns.
-        wait: waits for that; None if it was loaded from a checkpoint.
-        started: the step at which it was started.
-        due: the step after which members move.
-        target: the extra row that each member moves to, and the share of itself that it keeps.
-        mask: the columns.
+    The extra rows have changed when `wait` returns, which is None if the step was loaded from a checkpoint. After step
+    `due`, each member moves to the extra row of `target`, and keeps the share of itself that `target` names.
     """
 
     keep: float | None = None

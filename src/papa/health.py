@@ -48,15 +48,10 @@ class NonFiniteMember:
 class HealthCheck:
     """Finds members with non-finite weights and applies a policy. All processes agree on the result.
 
-    Args:
-        population: the members to check.
-        optimizers: the members' optimizers; the state of restarted members is cleared.
-        policy: what to do with a non-finite member.
-        unhealthy_reason: an additional check of a local member, by index, such as of its loss; returns what is wrong,
-            or None.
-        watched: a function that returns a number for each local member, on their device. `unhealthy_reason` is then
-            called only for members whose number is not finite, so that a check of healthy members reads from an
-            accelerator once.
+    The state of restarted members' optimizers is cleared. `unhealthy_reason` is an additional check of a local member,
+    by index, such as of its loss; it returns what is wrong, or None. `watched` returns a number for each local member,
+    on their device. The additional check is then called only for members whose number is not finite, so that a check of
+    healthy members reads from an accelerator once.
     """
 
     def __init__(
@@ -84,11 +79,9 @@ class HealthCheck:
     ) -> tuple[NonFiniteMember, ...]:
         """Find non-finite members and apply the policy; the weights of healthy members are not touched.
 
-        Args:
-            step: for the record.
-            measured: what was measured of the refreshed members, if it was.
-            lr_ratio: must be the same in all processes, which is checked in the same exchange.
-            chosen: check only these columns of the local rows, if no others are about to be averaged.
+        `measured` is what was measured of the refreshed members, if it was. The learning rate's ratio must be the same
+        in all processes, which is checked in the same exchange. With `chosen`, only these columns of the local rows are
+        checked, as no others are about to be averaged.
         """
         population = self.population
         if chosen is not None:

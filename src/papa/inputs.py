@@ -111,14 +111,10 @@ def each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 
 
 def as_batch(found: Any, subject: str) -> tuple[Inputs, Any]:
-    """Inputs and targets of what a dataset gave, collated.
+    """Inputs and targets of what a dataset gave, collated; `subject` is where it is from, for errors.
 
     A pair is (inputs, targets). Of a longer tuple the last is the targets, and of a dictionary that under one of
     `LABELS`.
-
-    Args:
-        found: a collated batch.
-        subject: where it is from, for errors.
     """
     pair: tuple[Any, Any] | None = None
     if isinstance(found, Mapping):

@@ -148,10 +148,8 @@ def _constraint_buffers(module: nn.Module) -> set[str]:
 def plan(models: list[nn.Module], average: Mapping[str, bool], *, apart: bool = True) -> Layout:
     """The layout that all models share.
 
-    Args:
-        models: the members on this process.
-        average: glob patterns over tensor names, mapped to whether matching tensors are averaged; the last match wins.
-        apart: whether to raise if two models share a tensor.
+    `average` maps glob patterns over tensor names to whether matching tensors are averaged; the last match wins. With
+    `apart`, two models that share a tensor are an error.
 
     Raises:
         MemberError: names the first member that differs from the others, and the tensor.

@@ -12,11 +12,9 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of a package.
+    """The functions `__getattr__` and `__dir__` of a package, for names by the module of the package that has them.
 
-    Args:
-        package: the package's `__name__`.
-        names: by the module of the package that has them. Modules of the package are found too.
+    Modules of the package are found too.
     """
     module_of = {name: module for module, found in names.items() for name in found}
 

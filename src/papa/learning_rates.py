@@ -17,11 +17,7 @@ NUM_LOW_BEFORE_WARNING = 20
 
 
 class LearningRates:
-    """The learning rates of the members' optimizers; of each, that of the first parameter group.
-
-    Args:
-        optimizers: may be empty.
-    """
+    """The learning rates of the members' optimizers, if there are any; of each, that of the first parameter group."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)

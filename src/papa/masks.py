@@ -34,12 +34,7 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
     """Random columns, each of them chosen independently with the share of its tensor; in time for the chosen ones only.
 
     A Poisson process runs through all columns, at the rate `-log(1 - share)` within a tensor. A column is chosen if the
-    process has a point in it, and the points are sums of exponential gaps.
-
-    Args:
-        layout: the tensors and their columns.
-        shares: the probability of each tensor's columns, in the order of `layout.slots`.
-        generator: of the rule.
+    process has a point in it, and the points are sums of exponential gaps. `shares` are in the order of `layout.slots`.
     """
     slots = layout.slots
     rates = torch.tensor([-math.log1p(-min(share, 1.0 - 2.0**-53)) for share in shares], dtype=torch.float64)
@@ -109,12 +104,7 @@ def _layer_of(slot: Slot) -> str:
 
 
 def fragments(layout: Layout, count: int) -> list[dict[torch.dtype, slice]]:
-    """Split the columns into ranges of whole tensors of about the same size.
-
-    Args:
-        layout: the tensors and their columns.
-        count: the number of fragments.
-    """
+    """Split the columns into `count` ranges of whole tensors of about the same size."""
     found: list[dict[torch.dtype, slice]] = [{} for _ in range(count)]
     total, done = sum(slot.numel for slot in layout.slots), 0
     for slot in layout.slots:

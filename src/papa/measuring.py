@@ -32,16 +32,11 @@ class Measured:
 def measure(
     population: Population, *, distances: bool = True, health: bool = True, watched: Tensor | None = None
 ) -> Measured:
-    """Measure refreshed members. All processes must call it.
+    """Measure refreshed members: distances to the mean, and which are finite, if asked for. All processes must call it.
 
     One non-finite weight makes the distances of all members non-finite. So if these are finite, only buffers, which do
-    not count for the distances, remain to be checked.
-
-    Args:
-        population: the members, right after `refresh_`.
-        distances: measure the distances to the mean.
-        health: find out which members are finite; otherwise all are reported as such.
-        watched: a number for each local member, which is read with the others.
+    not count for the distances, remain to be checked. `watched` is a number for each local member, which is read with
+    the others.
     """
     found = [population._distances()] if distances else []
     sums = population._row_sums(only_buffers=distances) if health else []
@@ -54,12 +49,7 @@ def measure(
 
 
 def measure_chosen(chosen: Sequence[Tensor], *, watched: Tensor | None = None) -> Measured:
-    """Find out which local members are finite in some columns.
-
-    Args:
-        chosen: the columns, by dtype.
-        watched: as for `measure`.
-    """
+    """Find out which local members are finite in some columns; `watched` is as for `measure`."""
     numbers = _read([*map(row_sums, chosen), *([] if watched is None else [watched.double()])])
     are_finite = _all_finite(numbers[: len(chosen)], len(chosen[0]))
     return Measured(None, are_finite, () if watched is None else tuple(numbers[-1]))

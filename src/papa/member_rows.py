@@ -16,10 +16,7 @@ from papa.product import is_finite, row_sums
 class MemberRows:
     """The local members of a population, bound to their rows.
 
-    Args:
-        models: the modules of this process.
-        group: the processes that hold the others.
-        average: patterns over names, and whether to average matching tensors.
+    `average` maps patterns over names to whether matching tensors are averaged.
     """
 
     def __init__(self, models: list[nn.Module], group: Group, average: Mapping[str, bool]) -> None:
@@ -136,19 +133,13 @@ class MemberRows:
         return self._layout.num_parameter_columns[dtype]
 
     def _is_finite(self, index: int, *, chosen: Mapping[torch.dtype, Tensor] | None = None) -> bool:
-        """Whether all averaged weights of a local member are finite; one pass over its row.
-
-        Args:
-            index: of the local member.
-            chosen: check these columns of the local rows only.
-        """
+        """Whether all averaged weights of a local member are finite, or the chosen ones; one pass over its row."""
         return all(is_finite(rows[index]) for rows in (chosen or self._local_rows()).values())
 
     def _row_sums(self, *, only_buffers: bool) -> list[Tensor]:
         """The sums of the local rows, by dtype: finite if all their numbers are, unless a sum overflows.
 
-        Args:
-            only_buffers: sum the averaged buffers only, if the parameters are known to be finite.
+        With `only_buffers`, those of the averaged buffers alone, if the parameters are known to be finite.
         """
         starts = self._layout.num_parameter_columns
         return [

@@ -68,12 +68,8 @@ def merge_pairs(
 ) -> Tensor:
     """Replace every member by the mean of two different members, drawn independently for each (PAPA-2).
 
-    Args:
-        size: the number of members.
-        generator: the generator that pairs are drawn from.
-        share: the weight of the first of the two; 1/2 in PAPA-2, 3/4 in the paper's pair-75.
-        num_children: the number of rows; `size` when None.
-        chances: unnormalised probabilities of drawing each member; uniform when None.
+    `share` is the weight of the first of the two. There are `num_children` rows, by default `size`. Members are drawn
+    with probabilities proportional to `chances`, by default uniformly.
     """
     num_children = size if num_children is None else num_children
     if size == 1:
@@ -126,15 +122,10 @@ def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
 
 
 def among_extended(matrix: Tensor, members: Sequence[int], size: int, per_member: Sequence[bool]) -> Tensor:
-    """Extend a matrix for some members and their extra rows to all `size` members.
+    """Extend a matrix for some members, followed by their extra rows, to all `size` members.
 
-    All other members become the mean of `members`, and their extra rows stay unchanged.
-
-    Args:
-        matrix: of these members, followed by the extra rows.
-        members: their indices.
-        size: the number of all members.
-        per_member: of each extra row, whether there is one for each member.
+    All other members become the mean of `members`, and their extra rows stay unchanged. `per_member` says of each extra
+    row whether there is one for each member.
     """
     places = list(members)
     num_rows = size
@@ -151,10 +142,8 @@ def among_extended(matrix: Tensor, members: Sequence[int], size: int, per_member
 def check_rows(matrix: Any, size: int | None = None, *, signed: bool = False) -> Tensor:
     """Convert `matrix` to float64, or raise a `MixingError` if its rows do not sum to 1 or have negative weights.
 
-    Args:
-        matrix: anything `torch.as_tensor` takes.
-        size: the expected number of members; None to accept any square matrix.
-        signed: allow negative weights.
+    It is anything that `torch.as_tensor` takes; a size of None accepts any square matrix. Weights may be negative if
+    `signed`.
     """
     expected = "a function, or as many rows as columns" if size is None else f"{size} rows of {size} numbers"
     try:
@@ -193,12 +182,9 @@ def check_row(weights: Tensor, *, subject: str, signed: bool = False) -> None:
 def check_extended(matrix: Tensor, points: Tensor) -> Tensor:
     """A matrix of members and extra rows, or a `MixingError`; weights may be negative.
 
-    With a 1 for every point and a 0 for every difference of points, `A u = u`: if all members and anchors were shifted
-    by the same vector, so would be the result, and momenta would not change.
-
-    Args:
-        matrix: the weights.
-        points: which rows are points.
+    `points` says which rows are points, not differences of points. With a 1 for every point and a 0 for every
+    difference, `A u = u`: if all members and anchors were shifted by the same vector, so would be the result, and
+    momenta would not change.
     """
     if matrix.shape != (len(points), len(points)):
         raise MixingError(
@@ -225,10 +211,8 @@ def exact_in_float32(matrix: Tensor, points: Tensor | None = None) -> Tensor:
     weight is rounded to one (of a larger power of 2 if weights are larger), and the largest of the row absorbs the
     remainder.
 
-    Args:
-        matrix: the weights.
-        points: which rows and columns are points, not differences of points; None for all. Only the weights of points
-            are summed, to 1 in the row of a point and to 0 in that of a difference.
+    `points` says which rows and columns are points, not differences of points; None for all. Only the weights of points
+    are summed, to 1 in the row of a point and to 0 in that of a difference.
     """
     unit = 2.0 ** (max(0, math.ceil(math.log2(max(1.0, float(matrix.abs().max()))))) - 24)
     units = torch.round(matrix / unit)

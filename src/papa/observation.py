@@ -23,14 +23,7 @@ from papa.rules import AveragingContext, Look, Probe, Rule
 def observed(
     population: Population, rule: Rule, context: AveragingContext, distances: tuple[float, ...] | None = None
 ) -> AveragingContext:
-    """The context with what the rule looks at. All processes must call it.
-
-    Args:
-        population: the members.
-        rule: says what it looks at.
-        context: of this averaging.
-        distances: the members' distances to the mean, if they are known.
-    """
+    """The context with what the rule looks at. All processes must call it."""
     looks = rule.looks_at(context)
     if not looks:
         return context
@@ -58,11 +51,7 @@ def _checked_probe(rule: Rule, looks: tuple[Look, ...]) -> Probe:
             f"{name} has {probe!r} as its probe, expected a function from a network to a number, such as its loss on "
             "a batch of validation data"
         )
-    return probe or _nothing
-
-
-def _nothing(network: nn.Module) -> float:
-    return math.nan
+    return probe or (lambda network: math.nan)
 
 
 def _of_members(population: Population, measure: Callable[[int], float]) -> tuple[float, ...]:

@@ -20,11 +20,6 @@ def permute_state_(population: Population, optimizers: Sequence[Optimizer], mask
 
     All state with the shape of its parameter is permuted: momenta, and the second moments of Adam. All processes must
     call it. A member without state, because it was just restarted, gives zeros and takes nothing.
-
-    Args:
-        population: the members.
-        optimizers: theirs.
-        mask: the columns, indices, and where each member takes them from.
     """
     states = [_states_of(population, index, optimizers) for index in range(len(population))]
     found = population.group.all_gather([sorted({key for state in own.values() for key in state}) for own in states])

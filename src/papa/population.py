@@ -297,11 +297,6 @@ class SoupBuffer:
         >>> soup_buffer.fill_([0.0, 0.0, 1.0])
         >>> torch.equal(soup_buffer.network.weight, population[2].weight)
         True
-
-    Args:
-        population: the members to average.
-        network: the network.
-        rows: the memory of its averaged tensors, by dtype.
     """
 
     def __init__(self, population: Population, network: nn.Module, rows: dict[torch.dtype, Tensor]) -> None:

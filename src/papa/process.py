@@ -26,12 +26,7 @@ def configure_process() -> None:
 
 
 def find_device(name: str | torch.device, *, option: str = "device") -> torch.device:
-    """The device of that name; `auto` is CUDA where it is available, else the CPU.
-
-    Args:
-        name: a device of torch, or `auto`.
-        option: what error messages call it.
-    """
+    """The device of that name, which errors call `option`; `auto` is CUDA where it is available, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -58,13 +58,8 @@ def soup_state(
 ) -> dict[str, Tensor]:
     """The state dict of the mean of all members, whole and on the CPU. All processes must call it.
 
-    Args:
-        population: the members.
-        weights: one per member; by default all the same.
-        only_averaged: leave out tensors that stay with their member, such as the frozen base of adapters.
-
-    Returns:
-        The tensors on the first process; an empty dict on the others.
+    With `only_averaged`, without tensors that stay with their member, such as the frozen base of adapters. Processes
+    other than the first get an empty dict.
     """
     mean = _mean_of(population, weights, only_averaged=only_averaged)
     if not _is_writer(population):

@@ -65,19 +65,14 @@ def warm_up(schedule: Schedule, share: float) -> Schedule:
 
 
 def then_level(before: Schedule, *, start: float, level: float, anneal: float = 0.0, linear: bool = False) -> Schedule:
-    """Follow a schedule until `start`, then anneal to a constant level, as SWA does.
+    """Follow a schedule until `start`, then anneal to a constant level, as SWA does; by half a cosine, or linearly.
+
+    `start` and `anneal` are fractions of training, `level` is the final factor of the initial learning rate.
 
     Example:
         >>> schedule = then_level(multistep([0.5]), start=0.5, level=0.5, anneal=0.1)
         >>> [round(schedule(step, 100), 4) for step in (49, 54, 59, 99)]
         [1.0, 0.3, 0.5, 0.5]
-
-    Args:
-        before: the schedule until `start`.
-        start: when annealing begins, as a fraction of training.
-        level: the final factor of the initial learning rate.
-        anneal: how long annealing takes, as a fraction of training.
-        linear: whether to anneal linearly, instead of by half a cosine.
     """
     for name, value in (("start", start), ("anneal", anneal)):
         _check_share(name, value)

@@ -124,11 +124,11 @@ def _state_tensors(program: torch.export.ExportedProgram, model: nn.Module) -> d
 
 
 def verify(model: nn.Module, symmetries: Symmetries, example_input: Any) -> Symmetries:
-    """Check symmetries that were written by hand, in the same way as derived ones.
+    """Check symmetries that were written by hand, in the same way as derived ones; the network does not change.
 
     A group lists every axis of the network's tensors that has to be permuted together: the tensor's name, the
     dimension, and the indices along it that belong to each unit. Blocks come first, then units inside blocks
-    (`is_inner`).
+    (`is_inner`). The input is one batch, or a tuple of the network's arguments.
 
     Example:
         >>> from papa.align import TensorAxis
@@ -138,11 +138,6 @@ def verify(model: nn.Module, symmetries: Symmetries, example_input: Any) -> Symm
         >>> hidden = UnitGroup("hidden", 3, tuple(axes))
         >>> [group.name for group in verify(net, Symmetries((hidden,)), torch.randn(5, 4))]
         ['hidden']
-
-    Args:
-        model: the network, unchanged.
-        symmetries: the groups.
-        example_input: one batch of inputs, or a tuple of the network's arguments.
 
     Returns:
         The symmetries without the groups that change the network's outputs; a warning names each of these.

@@ -21,6 +21,8 @@ Permutations = dict[str, Tensor]
 def permute_(model: nn.Module, group: UnitGroup, permutation: Permutation) -> None:
     """Reorder the units of one group: unit `i` becomes what unit `permutation[i]` was.
 
+    The network's tensors keep their memory, and it is unchanged if an error is raised.
+
     Example:
         >>> from papa.align import symmetries
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -30,11 +32,6 @@ def permute_(model: nn.Module, group: UnitGroup, permutation: Permutation) -> No
         >>> permute_(net, group, [2, 0, 1])
         >>> torch.allclose(net(inputs), before, atol=1e-6)
         True
-
-    Args:
-        model: the network; its tensors keep their memory, and it is unchanged if an error is raised.
-        group: one of its groups.
-        permutation: each of `0 .. group.size - 1` once.
     """
     permute_all_(model, Symmetries((group,)), {group.name: permutation})
 
@@ -49,12 +46,8 @@ def permute_all_(
 ) -> None:
     """Reorder the units of several groups, one after the other in the order of `permutations`; see `permute_`.
 
-    Args:
-        model: the network; unchanged if an error is raised.
-        symmetries: the groups of its architecture.
-        permutations: one for each group to reorder, by the group's name.
-        optimizer: its state of the same shape as a parameter (such as momentum) is reordered with the parameter, so
-            that training continues as it would have.
+    Permutations are given by the group's name. The optimizer's state of the same shape as a parameter (such as
+    momentum) is reordered with the parameter, so that training continues as it would have.
     """
     tensors = tensors_by_name(model)
     state = optimizer.state if optimizer is not None else {}

@@ -157,8 +157,7 @@ class Constraints:
     def add_sets(self, rows: Tensor) -> Tensor:
         """Each row is a set to this operator: units may move within a row, and whole rows may trade places.
 
-        Returns:
-            For every row, which of the distinct rows it is.
+        Returns, for every row, which of the distinct rows it is.
         """
         distinct, inverse = torch.unique(rows, dim=0, return_inverse=True)
         self.sets.append((self._operator, distinct.numpy()))

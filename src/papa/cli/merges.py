@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import MISSING, fields
 from typing import Any
 
 from papa.errors import ConfigError
-from papa.files import (
-    DareLinear,
-    DareTies,
-    MergeConfig,
-    MergeMethod,
-    ModelStock,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-    merge_config,
-)
+from papa.files import MergeConfig, MergeMethod, ModelStock, merge_config
+from papa.files.methods import METHODS
 from papa.storage import file_errors, read_file
 
 MAX_CONFIG_BYTES = 1 << 20
-
-
-SETTINGS: dict[str, tuple[Callable[..., MergeMethod], set[str]]] = {
-    "slerp": (Slerp, {"t"}),
-    "task_arithmetic": (TaskArithmetic, {"base", "scale"}),
-    "ties": (Ties, {"base", "scale", "density"}),
-    "dare_linear": (DareLinear, {"base", "scale", "density", "seed"}),
-    "dare_ties": (DareTies, {"base", "scale", "density", "seed"}),
-    "model_stock": (ModelStock, {"base"}),
-}
-"""The options of each method."""
 OPTION = {"seed": "drop-seed"}
 NEEDED = {"base": "--base FILE", "density": "--density SHARE"}
 
@@ -48,29 +28,19 @@ def merge_from(options: Any) -> MergeConfig:
     }
     given = {name: value for name, value in given.items() if value is not None}
     weights = None if options.weights is None else split_numbers(options.weights, "--weights")
-    method: MergeMethod | None = None
+    method: MergeMethod | None
     if options.stock is not None:
         if options.merge not in ("linear", "model_stock") or given:
             raise ConfigError("--stock is short for --merge model_stock --base FILE: leave out the other method")
         method = ModelStock(base=options.stock)
-    elif options.merge == "linear":
-        problems = [f"--{OPTION.get(name, name)} has no meaning for --merge linear" for name in given]
-        _raise(problems)
     else:
-        kind, known = SETTINGS[options.merge]
-        problems = [
-            f"--{OPTION.get(name, name)} has no meaning for --merge {options.merge}"
-            for name in given
-            if name not in known
-        ]
-        needed = NEEDED if options.merge.startswith("dare") else {"base": NEEDED["base"]}
-        problems += [
-            f"--merge {options.merge} needs {text}"
-            for name, text in needed.items()
-            if name in known and name not in given
-        ]
-        _raise(problems)
-        method = kind(**given)
+        kind = METHODS[options.merge]
+        known = {field.name: field.default for field in fields(kind)}
+        idle = [OPTION.get(name, name) for name in given if name not in known]
+        missing = [NEEDED[name] for name, default in known.items() if default is MISSING and name not in given]
+        problems = [f"--{name} has no meaning for --merge {options.merge}" for name in idle]
+        _raise(problems + [f"--merge {options.merge} needs {text}" for text in missing])
+        method = None if options.merge == "linear" else kind(**given)
     return MergeConfig(
         paths=options.paths, weights=weights, normalize=options.normalize, method=method, dtype=options.dtype
     )

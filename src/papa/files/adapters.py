@@ -174,10 +174,8 @@ def product_weights(adapter: Adapter) -> WeightsFile:
 class AdapterAverage(WeightedAverage):
     """The weighted average of adapters as an adapter: factors side by side, or of a lower rank by SVD.
 
-    Args:
-        adapters: of the same modules; ranks may differ.
-        weights: one for each; an adapter of weight 0 is left out.
-        rank: the rank of the average; None for the exact one, the sum of all ranks.
+    Adapters have the same modules; ranks may differ. One of weight 0 is left out. A rank of None is the sum of all
+    ranks.
     """
 
     def __init__(self, adapters: Sequence[Adapter], weights: Sequence[float], rank: int | None = None) -> None:

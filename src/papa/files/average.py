@@ -99,12 +99,7 @@ class WeightedAverage:
 
 
 class TensorwiseAverage(WeightedAverage):
-    """A weighted average with other weights for each tensor.
-
-    Args:
-        files: of one architecture.
-        weights_of: from a tensor's name to one weight for each file.
-    """
+    """A weighted average with weights for each tensor: `weights_of` gives one for each file, by the tensor's name."""
 
     def __init__(self, files: Sequence[WeightsFile], weights_of: Callable[[str], Sequence[float]]) -> None:
         self._files, self._weights_of = list(files), weights_of

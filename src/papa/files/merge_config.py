@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
-from papa.files.methods import (
-    METHODS,
-    DareLinear,
-    DareTies,
-    Linear,
-    MergeMethod,
-    ModelStock,
-    Slerp,
-    TaskArithmetic,
-    Ties,
-)
+from papa.files.methods import METHODS, Linear, MergeMethod
 from papa.files.opening import open_weights
 from papa.files.settings import Setting
 
@@ -258,20 +248,14 @@ def _num_layers(path: str) -> int:
 def _method(
     kind: str, base: Any, inputs: Any, setting: Callable[..., Setting], shared: Mapping[str, Any]
 ) -> MergeMethod:
-    """The method with its settings."""
-    if kind == "linear":
-        return Linear()
-    if kind == "slerp":
-        return Slerp(t=setting("t"))
-    if kind == "model_stock":
-        return ModelStock(base=base)
-    scale = setting("lambda", None, 1.0)
-    if kind == "task_arithmetic":
-        return TaskArithmetic(base=base, scale=scale)
-    density = tuple(setting("density", model, 1.0) for model in inputs)
-    normalize, seed = bool(shared.get("normalize", kind == "ties")), int(shared.get("seed", 0))
-    if kind == "ties":
-        return Ties(base=base, scale=scale, density=density, normalize=normalize)
-    if kind == "dare_linear":
-        return DareLinear(base=base, scale=scale, density=density, seed=seed)
-    return DareTies(base=base, scale=scale, density=density, seed=seed, normalize=normalize)
+    """The method with the settings that it has."""
+    known: dict[str, Callable[[], Any]] = {
+        "base": lambda: base,
+        "t": lambda: setting("t"),
+        "scale": lambda: setting("lambda", None, 1.0),
+        "density": lambda: tuple(setting("density", model, 1.0) for model in inputs),
+        "normalize": lambda: bool(shared.get("normalize", kind == "ties")),
+        "seed": lambda: int(shared.get("seed", 0)),
+    }
+    method = METHODS[kind]
+    return method(**{field.name: known[field.name]() for field in fields(method)})

@@ -19,7 +19,7 @@ RADIX_BITS = 16
 
 
 def slerp_weights(products: Tensor, t: float) -> tuple[float, float]:
-    """The weights of two networks on the arc between them.
+    """The weights of two networks on the arc between them, from the inner products of their whole tensors.
 
         a sin((1 - t) theta) / sin(theta) + b sin(t theta) / sin(theta),   theta = angle of a and b
 
@@ -27,10 +27,6 @@ def slerp_weights(products: Tensor, t: float) -> tuple[float, float]:
     are interpolated linearly, and so is a tensor of zeros.
 
     Reference: Shoemake, Animating rotation with quaternion curves (1985).
-
-    Args:
-        products: the inner products of the two whole tensors, a 2 x 2 matrix.
-        t: 0 gives the first network, 1 the second.
     """
     lengths = products.diagonal().sqrt().tolist()
     cosine = float(products[0, 1]) / (lengths[0] * lengths[1]) if all(lengths) else 1.0
@@ -76,13 +72,8 @@ def merged_by_sign(deltas: Tensor, weights: Tensor, *, normalize: bool) -> Tenso
 def trimmed(delta: Tensor, limit: float, num_equal: int) -> tuple[Tensor, int]:
     """TIES, its first step: keep the numbers of the largest magnitude, and set the others to 0.
 
-    Args:
-        delta: a task vector, or a part of it.
-        limit: the smallest magnitude that is kept, from `kth_largest` of the whole tensor.
-        num_equal: the number of elements with exactly this magnitude that are kept, the first ones.
-
-    Returns:
-        The trimmed task vector, and the number of equal elements that are left for the parts after this.
+    `limit` is the smallest magnitude that is kept, from `kth_largest` of the whole tensor. Of the elements with exactly
+    this magnitude the first `num_equal` are kept. Returns how many of these are left for the parts after this, too.
     """
     magnitude = delta.abs()
     is_kept = magnitude > limit
@@ -95,11 +86,7 @@ def kth_largest(blocks: Callable[[], Iterable[Tensor]], count: int) -> tuple[flo
     """The `count`-th largest of many numbers, none below 0, and how many of the `count` largest are equal to it.
 
     The bits of such numbers have the same order as the numbers. Each pass counts 16 bits, from the highest on, so that
-    memory holds one block and 65,536 counts.
-
-    Args:
-        blocks: called for each pass; gives the numbers of a whole tensor, in float32 or float64.
-        count: at least 1, at most the number of numbers.
+    memory holds one block and 65,536 counts. `blocks` is called for each pass, and gives all numbers of a tensor.
     """
     prefix, bits_left, dtype = 0, 64, torch.float64
     size = 1 << RADIX_BITS

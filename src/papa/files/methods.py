@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from papa.files.settings import Setting, outside, value_at
 from papa.files.weights import PathLike, WeightsFile
 from papa.streams import stream
 
+Files: TypeAlias = Sequence[WeightsFile]
+Settings: TypeAlias = Sequence[Setting]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MergeMethod(ABC):
@@ -46,9 +49,7 @@ class MergeMethod(ABC):
         return []
 
     @abstractmethod
-    def average(
-        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
-    ) -> WeightedAverage:
+    def average(self, files: Files, weights: Settings, base: WeightsFile | None) -> WeightedAverage:
         """The merged tensors."""
 
     def to_json(self) -> dict[str, Any]:
@@ -69,9 +70,7 @@ class Linear(MergeMethod):
 
     name = "linear"
 
-    def average(
-        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
-    ) -> WeightedAverage:
+    def average(self, files: Files, weights: Settings, base: WeightsFile | None) -> WeightedAverage:
         """A weighted average."""
 
         def weights_of(name: str) -> list[float]:
@@ -96,9 +95,7 @@ class ModelStock(MergeMethod):
         """It compares networks."""
         return [] if num_files > 1 else [f"Model Stock compares networks, got {num_files}, expected at least two"]
 
-    def average(
-        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
-    ) -> WeightedAverage:
+    def average(self, files: Files, weights: Settings, base: WeightsFile | None) -> WeightedAverage:
         """The weights of a tensor come from a first pass over it."""
         assert base is not None
 
@@ -126,9 +123,7 @@ class Slerp(MergeMethod):
         found = [] if num_files == 2 else [f"slerp interpolates between two networks, got {num_files}"]
         return found + outside(names, [("t", self.t)], 0.0, 1.0)
 
-    def average(
-        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
-    ) -> WeightedAverage:
+    def average(self, files: Files, weights: Settings, base: WeightsFile | None) -> WeightedAverage:
         """The weights of a tensor come from a first pass over it."""
 
         @lru_cache(maxsize=1)
@@ -151,9 +146,7 @@ class TaskArithmetic(MergeMethod):
     scale: Setting = 1.0
     """What the sum of weighted differences is multiplied with."""
 
-    def average(
-        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
-    ) -> WeightedAverage:
+    def average(self, files: Files, weights: Settings, base: WeightsFile | None) -> WeightedAverage:
         """A weighted average of the files and the base."""
         assert base is not None
 
@@ -183,9 +176,7 @@ class SparseMerge(TaskArithmetic):
             return [f"there are {len(densities)} densities for {num_files} files, expected one for each"]
         return outside(names, [("the density", density) for density in densities], 0.0, 1.0)
 
-    def average(
-        self, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile | None
-    ) -> WeightedAverage:
+    def average(self, files: Files, weights: Settings, base: WeightsFile | None) -> WeightedAverage:
         """Sparse differences are made and combined block by block."""
         assert base is not None
         return _SparseAverage(self, files, weights, base)
@@ -300,9 +291,7 @@ def _blocks(file: WeightsFile, name: str, dtype: torch.dtype) -> Iterator[tuple[
 
 
 class _SparseAverage(WeightedAverage):
-    def __init__(
-        self, method: SparseMerge, files: Sequence[WeightsFile], weights: Sequence[Setting], base: WeightsFile
-    ) -> None:
+    def __init__(self, method: SparseMerge, files: Files, weights: Settings, base: WeightsFile) -> None:
         self._method, self._files, self._weights, self._base = method, list(files), list(weights), base
 
     def blocks(self, name: str) -> Iterator[Tensor]:
@@ -326,7 +315,7 @@ class _SparseAverage(WeightedAverage):
             yield origin + scale * self._method.combine(deltas, weights)
 
 
-def checked_settings(method: MergeMethod, files: Sequence[WeightsFile]) -> None:
+def checked_settings(method: MergeMethod, files: Files) -> None:
     """Raise a `ConfigError` that lists everything that is wrong with a method's settings."""
     found = method.problems(len(files), list(files[0].tensors))
     if isinstance(method, TaskArithmetic):
@@ -335,9 +324,7 @@ def checked_settings(method: MergeMethod, files: Sequence[WeightsFile]) -> None:
         raise ConfigError(f"{method.name} cannot be used: {'; '.join(found)}")
 
 
-def method_weights(
-    method: MergeMethod, weights: Sequence[Setting] | None, files: Sequence[WeightsFile], *, normalize: bool
-) -> list[Setting]:
+def method_weights(method: MergeMethod, weights: Settings | None, files: Files, *, normalize: bool) -> list[Setting]:
     """One weight for each file, finite and of any sum and sign."""
     count = len(files)
     if not method.takes_weights:

@@ -19,13 +19,12 @@ INDEX_SUFFIX = ".index.json"
 
 
 def open_all(paths: Iterable[PathLike], *, key: str | None = None) -> list[WeightsFile]:
-    """Open files without reading their numbers. What holds several networks stands for all of them: a run directory
-    of papa, a directory that Accelerate saved several models to, a file of a wrapper's state dict.
+    """Open files without reading their numbers.
 
-    Args:
-        paths: safetensors files; index files, or directories that hold one; PyTorch files; distributed checkpoints;
-            run directories.
-        key: the place of the weights in a file, see `papa.files.state_dicts.find_networks`.
+    Takes safetensors files; index files, or directories that hold one; PyTorch files; distributed checkpoints. What
+    holds several networks stands for all of them: a run directory of papa, a directory that Accelerate saved several
+    models to, a file of a wrapper's state dict. The key is the place of the weights in a file, see
+    `papa.files.state_dicts.find_networks`.
     """
     return [weights for path in paths for weights in _open(Path(path), key)]
 

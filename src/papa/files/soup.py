@@ -20,13 +20,7 @@ from papa.files.average import WeightedAverage, check_same_architecture
 from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
 from papa.files.evaluation_context import evaluation_context_of
 from papa.files.hub import CARD, companions
-from papa.files.methods import (
-    Linear,
-    MergeMethod,
-    ModelStock,
-    checked_settings,
-    method_weights,
-)
+from papa.files.methods import Linear, MergeMethod, ModelStock, checked_settings, method_weights
 from papa.files.opening import open_all, open_weights
 from papa.files.output import Output
 from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record

@@ -50,12 +50,9 @@ class Network(Generic[T]):
 def find_networks(path: Path, value: Any, key: str | None) -> tuple[list[Network[Any]], list[str]]:
     """The networks in the content of a file, and notes if there was a choice.
 
-    Args:
-        path: the file, for messages.
-        value: nested mappings and lists, with tensors or what stands for them.
-        key: names joined by dots: through mappings, then the beginning of the tensors' names. A last `*` stands for
-            each of several networks, and a dot at the end says that all of it is one network. None to search the usual
-            places.
+    The content is nested mappings and lists, with tensors or what stands for them. A key has names joined by dots:
+    through mappings, then the beginning of the tensors' names. A last `*` stands for each of several networks, and a
+    dot at the end says that all of it is one network. None to search the usual places.
     """
     notes: list[str] = []
     rest: list[str] = []

@@ -24,15 +24,7 @@ processes need the same kind of CPU, build of PyTorch and number of threads, and
 
 from typing import TYPE_CHECKING
 
-from papa.group.base import (
-    Columns,
-    Group,
-    LocalGroup,
-    balanced_ranges,
-    chosen_columns,
-    gather_or_raise,
-    write_columns_,
-)
+from papa.group.base import Columns, Group, LocalGroup, balanced_ranges, chosen_columns, gather_or_raise, write_columns_
 from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
@@ -60,34 +52,13 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "members": (
-            "SOUP",
-            "WEIGHTS",
-            "connect_members",
-            "group_of_environment",
-            "group_of_process",
-            "group_of_ranks",
-            "member_of_environment",
-            "report_soup",
+            *("SOUP", "WEIGHTS", "connect_members", "group_of_environment", "group_of_process", "group_of_ranks"),
+            *("member_of_environment", "report_soup"),
         ),
-        "published": (
-            "PUBLISHED",
-            "Published",
-            "PublishedFiles",
-            "PublishedStore",
-            "published_of_environment",
-        ),
-        "sharding": (
-            "inner_module",
-            "is_first_data_rank",
-            "like",
-            "save_distributed",
-            "whole",
-        ),
+        "published": ("PUBLISHED", "Published", "PublishedFiles", "PublishedStore", "published_of_environment"),
+        "sharding": ("inner_module", "is_first_data_rank", "like", "save_distributed", "whole"),
         "start": ("start_workers",),
-        "torchrun": (
-            "Torchrun",
-            "rank_of_torchrun",
-        ),
+        "torchrun": ("Torchrun", "rank_of_torchrun"),
     },
 )
 

@@ -42,51 +42,36 @@ class Group(Protocol):
 
     def local_range(self, size: int) -> range:
         """The indices of the members that this process holds in a population of `size`."""
-        ...
 
     def members(self, num_local: int) -> range:
         """The indices, within the whole population, of the `num_local` local members."""
-        ...
 
     def size(self, num_local: int) -> int:
         """The number of members of the whole population."""
-        ...
 
     def check_same(self, facts: Mapping[str, str], *, cure: str) -> None:
         """Raise a `MemberError` that names the first rank and fact that differ from those of the first rank."""
-        ...
 
     def local_device(self, device: torch.device) -> torch.device:
         """The device that this process trains on when the run trains on `device`."""
-        ...
 
     def allocate(
         self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
     ) -> Tensor:
         """Zeroed memory for the rows of the local members, or of all members where memory is shared.
 
-        Args:
-            num_local: the number of local members.
-            num_columns: the length of a row.
-            dtype: of the numbers.
-            device: where the local members are.
-            single: one row for the whole population instead, which belongs to the first member's process.
+        With `single`, one row for the whole population instead, which belongs to the first member's process.
         """
-        ...
 
     def first_row(self, num_local: int, device: torch.device) -> int:
         """The index of the first local member's row in what `allocate` returns."""
         return 0
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
-        """`rows <- matrix @ rows` over the members of all processes.
+        """`rows <- matrix @ rows` over the members of all processes, each of which has a row in the matrix.
 
-        Args:
-            rows: as allocated.
-            matrix: one row for each member of the whole population.
-            synchronised: all processes have synchronised since rows last changed, so no barrier is needed first.
+        `synchronised`: all processes have synchronised since rows last changed, so no barrier is needed first.
         """
-        ...
 
     def update_(
         self,
@@ -108,7 +93,6 @@ class Group(Protocol):
             chosen: the chosen columns of the local rows, if they were read already; may be changed.
             synchronised: as for `mix_`.
         """
-        ...
 
     def begin_update(
         self,
@@ -126,12 +110,7 @@ class Group(Protocol):
         return lambda: None
 
     def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
-        """Apply an update to one row for each member that was not allocated here; for few columns.
-
-        Args:
-            rows: those of the local members.
-            update: gets the rows of all members.
-        """
+        """Apply an update of all members' rows where the local ones were not allocated here; for few columns."""
         everyone = torch.stack(self.all_gather(list(rows)))
         update([everyone], 0)
         members = self.members(len(rows))
@@ -139,15 +118,11 @@ class Group(Protocol):
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The weighted sum of all members' rows, in `out` or a new row; members of weight 0 are not read."""
-        ...
 
     def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
         """Start to compute a weighted mean of all members' rows, and return a function that waits for it.
 
-        Args:
-            rows: as allocated.
-            snapshot: a copy of the local rows, which must not change until the mean is there.
-            weights: one for each member, as in `combine`.
+        The snapshot is a copy of the local rows, which must not change until the mean is there.
         """
         mean = self.combine(rows, weights)
         return lambda: mean
@@ -157,7 +132,6 @@ class Group(Protocol):
 
         On the device of the rows if one process has all of them, otherwise on the CPU.
         """
-        ...
 
     def broadcast_(self, columns: Tensor) -> None:
         """Copy the values of data rank 0 to all processes that train the same member."""
@@ -177,15 +151,12 @@ class Group(Protocol):
 
     def all_gather(self, values: list[T]) -> list[T]:
         """The values of all processes in rank order, which is member order for one value per local member."""
-        ...
 
     def all_max(self, *values: float) -> tuple[float, ...]:
         """The maximum of each value over all processes; much cheaper than `all_gather`."""
-        ...
 
     def barrier(self) -> None:
         """Return when all processes have called this."""
-        ...
 
 
 class LocalGroup(Group):

@@ -109,11 +109,7 @@ def to_device_type(tensor: Tensor, device_type: str) -> Tensor:
 
 
 class MultiProcessGroup(Group):
-    """The methods that do not depend on where the rows are.
-
-    Args:
-        group: the processes; None for all.
-    """
+    """The methods that do not depend on where the rows are; a process group of None is all processes."""
 
     is_local = False
 

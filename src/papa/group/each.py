@@ -32,14 +32,7 @@ OnLine = Callable[[int, str], object]
 
 
 class Members:
-    """The processes of all members, from their start to their end.
-
-    Args:
-        command: run once for each member; `{member}` and `{members}` stand for its index and their number.
-        num_members: the number of members.
-        variables: further environment variables.
-        on_line: called with each line of output.
-    """
+    """The processes of all members, from their start to their end; arguments are as for `run_each`."""
 
     def __init__(
         self, command: Sequence[str], num_members: int, *, variables: Mapping[str, str], on_line: OnLine
@@ -134,16 +127,11 @@ def run_each(
 ) -> int:
     """Run a command once for each member, connected by papa alone, and return the exit code of all.
 
-    If a member fails, the others cannot go on without it: all are ended, and started again while there are restarts
-    left. So the command should continue from its last checkpoint.
+    If a member fails, the others cannot go on without it: all are ended, and started again, `num_restarts` times at
+    most. So the command should continue from its last checkpoint. In it, `{member}` and `{members}` are filled in.
 
-    Args:
-        command: a program and its arguments, in which `{member}` and `{members}` are filled in.
-        num_members: the number of members.
-        num_restarts: how often all members may be started again.
-        variables: further environment variables for the members.
-        on_line: called with each member's lines of output.
-        on_event: called with sentences about what happens.
+    `variables` are further environment variables for the members. `on_line` is called with each member's lines of
+    output, `on_event` with sentences about what happens.
     """
     _check(command, num_members, num_restarts)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -178,15 +166,8 @@ def run_asynchronously(
 ) -> tuple[int, list[int]]:
     """Run a command once for each member, where no member needs the others.
 
-    A member that fails is started again alone, while the others go on.
-
-    Args:
-        command: as for `run_each`.
-        num_members: the number of members.
-        num_restarts: how often each member may be started again.
-        variables: further environment variables for the members, such as where they publish.
-        on_line: called with each member's lines of output.
-        on_event: called with sentences about what happens.
+    A member that fails is started again alone, `num_restarts` times at most, while the others go on. Other arguments
+    are as for `run_each`.
 
     Returns:
         The exit code of all, which is that of the first member that failed for good, and all members that did.

@@ -46,12 +46,7 @@ class Round:
 
 
 class ColumnExchange:
-    """Moves columns between the processes of a group.
-
-    Args:
-        group: the processes.
-        counts: the number of members of each process, in rank order.
-    """
+    """Moves columns between the processes of a group; `counts` are the numbers of members of each, in rank order."""
 
     def __init__(self, group: dist.ProcessGroup | None, counts: Sequence[int]) -> None:
         self.group = group
@@ -77,12 +72,7 @@ class ColumnExchange:
         return self._buffers[key][:num_bytes].view(like.dtype)
 
     def local_columns(self, rows: Tensor, members: Sequence[int] | None = None) -> Iterator[tuple[Round, Tensor]]:
-        """Round by round, the columns that this rank works on, of all members' rows.
-
-        Args:
-            rows: the local rows.
-            members: take only these members of the whole population.
-        """
+        """Round by round, the columns that this rank works on, of the rows of all members or of some."""
         mine, chosen = self.members[self.rank], range(self.size) if members is None else members
         vectors = [rows[member - mine.start] for member in chosen if member in mine]
         counts = [sum(member in theirs for member in chosen) for theirs in self.members]
@@ -96,10 +86,7 @@ class ColumnExchange:
     def update_(self, parts: Sequence[Tensor], update: BlockUpdate, singles: Collection[int] = ()) -> None:
         """Change all columns of several matrices: columns of all ranks' rows travel to one rank, and back.
 
-        Args:
-            parts: the local rows of members, and extra rows.
-            update: what to do with a block.
-            singles: which parts have a single row, which is on the first rank.
+        The parts of `singles` have a single row, which is on the first rank.
         """
         single = [1] + [0] * (self.num_ranks - 1)
         counts = [single if number in singles else self.counts for number in range(len(parts))]
@@ -120,12 +107,7 @@ class ColumnExchange:
                 finish()
 
     def _rounds(self, rows: Tensor, num_rows: int | None = None) -> list[Round]:
-        """All columns of the whole matrix, of which `rows` are the local rows.
-
-        Args:
-            rows: the local rows.
-            num_rows: of the whole matrix, if there are extra rows.
-        """
+        """All columns of the whole matrix, of which `rows` are the local rows; with extra rows it has `num_rows`."""
         num_rows = num_rows or self.size
         width, num_columns = block_width(rows, num_rows), rows.shape[1]
         num_blocks = -(-num_columns // width)

@@ -62,11 +62,7 @@ def member_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
-    """The group of the members that `papa each` started.
-
-    Args:
-        exchange: how weights travel; see `papa.group.EXCHANGES`.
-    """
+    """The group of the members that `papa each` started; `exchange` is one of `papa.group.EXCHANGES`."""
     found = member_of_environment()
     if found is None or STORE not in os.environ:
         raise ConfigError(
@@ -90,11 +86,7 @@ def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
 
 
 def group_of_ranks(*, exchange: str = "exact") -> DistributedGroup:
-    """The group of the processes that torchrun started, with one member each, unseen by `torch.distributed`.
-
-    Args:
-        exchange: how weights travel; see `papa.group.EXCHANGES`.
-    """
+    """The group of the processes that torchrun started, with one member each, unseen by `torch.distributed`."""
     rank = rank_of_torchrun()
     if rank is None:
         raise ConfigError(
@@ -113,11 +105,7 @@ def group_of_ranks(*, exchange: str = "exact") -> DistributedGroup:
 
 
 def group_of_process(*, exchange: str = "exact") -> DistributedGroup:
-    """The group of the members that `papa each` or torchrun started.
-
-    Args:
-        exchange: how weights travel; see `papa.group.EXCHANGES`.
-    """
+    """The group of the members that `papa each` or torchrun started."""
     is_of_torchrun = MEMBER not in os.environ and rank_of_torchrun() is not None
     return (group_of_ranks if is_of_torchrun else group_of_environment)(exchange=exchange)
 
@@ -187,12 +175,8 @@ def connect_members(
 def open_group(store: Store, rank: int, num_ranks: int, *, hostname: str, name: str = "main") -> ProcessGroup:
     """A process group over a store that is not registered with `torch.distributed`; all its processes must call it.
 
-    Args:
-        store: shared by these processes alone.
-        rank: of this process.
-        num_ranks: the number of processes.
-        hostname: where they connect; on one machine they use the loopback interface, whatever its name resolves to.
-        name: of this group, among those over the same store.
+    The store is shared by these processes alone, and may have several groups with different names. On one machine they
+    use the loopback interface, whatever its name resolves to.
     """
     prefixed = PrefixStore(name, store)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -73,8 +73,7 @@ class Published(Protocol):
 class PublishedFiles:
     """The newest weights in one directory, best in memory: `0.safetensors`, `1.safetensors` and so on.
 
-    Args:
-        directory: of all members; it is made if it does not exist.
+    The directory is made if it does not exist.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -156,13 +155,7 @@ def _write_all(file: Any, part: bytes | memoryview) -> int:
 
 
 class PublishedStore:
-    """The newest weights in a TCP store. This process holds those of all members.
-
-    Args:
-        address: host and port of the store.
-        num_members: the number of members.
-        prefix: of all keys.
-    """
+    """The newest weights in a TCP store, given by its host and port. This process holds those of all members."""
 
     def __init__(self, address: str, num_members: int, *, prefix: str = "papa/published") -> None:
         host, _, port = address.rpartition(":")

@@ -57,10 +57,8 @@ class DifferenceMean:
     does not accumulate: the next difference is taken to the mean that all ranks have. Differences are added in float32;
     each rank adds up its part of the columns in rank order and sends the sum to all, so all ranks have the same bits.
 
-    Args:
-        exchange: sends and receives.
-        last: the last mean, changed in place.
-        is_new: `last` is zero because there was no mean yet; the differences then travel in full precision.
+    `last` is changed in place. With `is_new` it is zero because there was no mean yet; the differences then travel in
+    full precision.
     """
 
     chunk_bytes = 4 << 20  # small, so that rounding and adding overlap with communication

@@ -54,10 +54,7 @@ def is_first_data_rank(group: Group) -> bool:
 def save_distributed(directory: Path, state: Mapping[str, Any], group: Group) -> None:
     """Write a distributed checkpoint: every rank of one member writes its shards; these ranks must call it together.
 
-    Args:
-        directory: must not exist.
-        state: the tensors, sharded or not.
-        group: that of the population.
+    The directory must not exist. Tensors are sharded or not; `group` is that of the population.
     """
     if directory.exists():
         raise SoupError(f"{directory} exists already, expected a new directory for a distributed checkpoint")

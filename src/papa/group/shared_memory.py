@@ -34,12 +34,9 @@ MEMORY = "/dev/shm"
 
 
 class SharedMemoryGroup(MultiProcessGroup):
-    """The processes of one machine that hold a population.
+    """The processes of one machine that hold a population of `size` members.
 
     Needs an initialised `torch.distributed` process group whose ranks are all on this machine.
-
-    Args:
-        size: the number of members of the whole population.
     """
 
     def __init__(self, size: int) -> None:

@@ -39,13 +39,8 @@ CAUSE_TIMEOUT = 10.0
 def start_workers(job: Callable[..., Any], num_workers: int, size: int, *arguments: Any) -> Any:
     """Run `job(group, *arguments)` in worker processes of one thread each, and return the value of rank 0.
 
-    When one of them fails, the others are ended and its error is raised.
-
-    Args:
-        job: a function at the top level of a module, so that a new process can import it.
-        num_workers: the number of processes.
-        size: the number of members of the population that they hold.
-        arguments: passed to every job.
+    The job is a function at the top level of a module, so that a new process can import it. The workers hold a
+    population of `size` members. When one of them fails, the others are ended and its error is raised.
     """
     context = worker_context()
     with _block_signals():

@@ -65,11 +65,7 @@ def rank_of_torchrun(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 class Torchrun:
-    """The connected processes of one torchrun.
-
-    Args:
-        exchange: how weights travel; see `papa.group.EXCHANGES`.
-    """
+    """The connected processes of one torchrun; `exchange` is one of `papa.group.EXCHANGES`."""
 
     def __init__(self, exchange: str = "exact") -> None:
         self.exchange = exchange

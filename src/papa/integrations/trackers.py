@@ -58,15 +58,12 @@ class Tracker(Protocol):
 
     def init(self, run: TrackedRun) -> None:
         """Open a run, or continue one."""
-        ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log some values of a step."""
-        ...
 
     def finish(self, *, failed: bool) -> None:
         """Close the run; also called if it ended by an error."""
-        ...
 
 
 class TensorBoard:

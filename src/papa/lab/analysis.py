@@ -74,15 +74,11 @@ class Analysis:
 
 
 def analyse(training: Training, *, num_members: int = 5, num_align_batches: int | None = 10) -> Analysis | None:
-    """Compare the members of a trained population with each other; nothing is changed.
+    """Compare the members of a trained population with each other; None for fewer than two members. Nothing is changed.
 
     Members stay on their process; their units are permuted while this runs and restored exactly. Processes exchange
-    features, not networks. All processes must call this.
-
-    Units are matched on `num_align_batches` batches of training data, all if None.
-
-    Returns:
-        The comparison; None for fewer than two members.
+    features, not networks. All processes must call this. Units are matched on `num_align_batches` batches of training
+    data, all if None.
     """
     population, batches = training.population, training.batches
     members = population.active[:num_members]

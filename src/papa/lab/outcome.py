@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,9 @@ from papa.lab.analysis import Analysis, analyse, derive_symmetries
 from papa.lab.config import Config
 from papa.population import Population
 from papa.repair import RepairReport, repair_plan, repair_toward_members, reset_batch_norm_
-from papa.soup import After, GreedySoup, average_soup, greedy_soup
+from papa.soup import GreedySoup, average_soup
 from papa.training import Outcome, Scores, Training, TrajectoryAverage, finalize
+from papa.training.outcome import greedy_soup_of, scores_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _repaired_soups(training: Training) -> Soups:
     batches = training.batches.plain_repair()
     repair = repair_toward_members(population, range(population.size), batches, scope=scope)
     average = average_soup(population, after=repair)
-    return _scored(training, average, _greedy_soup(training, population, repair))
+    return _scored(training, average, greedy_soup_of(training, population, repair))
 
 
 def aligned_and_repaired_soups(
@@ -139,7 +139,7 @@ def aligned_and_repaired_soups(
         return None
     soups = aligned_soups(
         population,
-        _scorer(training),
+        training.score,
         inputs,
         by="activations",
         symmetries=symmetries,
@@ -163,37 +163,18 @@ def _score_trajectory_averages(
         reset_batch_norm_(network, training.batches.stream_plain(num_batches))
 
     test = training.data.test
-    without_reset = _greedy_soup(training, population)
+    without_reset = greedy_soup_of(training, population)
     members_without_reset = without_reset.members
-    test_without_reset = None if test is None else training.evaluate([without_reset.network], test)[0][0]
+    test_without_reset = None if test is None else training.score(without_reset.network, test)
     del without_reset
     for network in population:
         reset(network)
     aligned = aligned_and_repaired_soups(training, num_align_batches, population) if align_soups else None
     average = average_soup(population, after=reset)
-    greedy = _greedy_soup(training, population, reset)
-
-    def scores_on(source: Source) -> Scores:
-        members, ensemble = training.evaluate_population(source, population)
-        first, second = training.evaluate([average, greedy.network], source)[0]
-        return Scores(members, ensemble, first, second, dropped=population.dropped)
-
-    return TrajectoryOutcome(
-        greedy_members=greedy.members,
-        validation=scores_on(training.data.validation),
-        test=None if test is None else scores_on(test),
-        greedy_without_reset=(members_without_reset, test_without_reset),
-        aligned=aligned,
-    )
-
-
-def _scorer(training: Training) -> Callable[[nn.Module], Evaluation]:
-    """Scores a network on the validation data."""
-    return lambda network: training.evaluate([network], training.data.validation)[0][0]
-
-
-def _greedy_soup(training: Training, population: Population, after: After | None = None) -> GreedySoup[nn.Module]:
-    return greedy_soup(population, _scorer(training), higher_is_better=training.task.higher_is_better, after=after)
+    greedy = greedy_soup_of(training, population, reset)
+    on_validation, on_test = scores_of(training, average, greedy.network, population)
+    without = (members_without_reset, test_without_reset)
+    return TrajectoryOutcome(greedy.members, on_validation, on_test, greedy_without_reset=without, aligned=aligned)
 
 
 def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module]) -> Soups:

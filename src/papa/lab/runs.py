@@ -16,16 +16,7 @@ from papa.errors import RunError, StoppedError
 from papa.lab.config import METHODS
 from papa.lab.result import checked_result, fold_merges, parsed_event
 from papa.lock import Lock
-from papa.storage import (
-    file_errors,
-    is_run,
-    json_text,
-    matches,
-    read_file,
-    read_object,
-    write_atomically,
-    write_json,
-)
+from papa.storage import file_errors, is_run, json_text, matches, read_file, read_object, write_atomically, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,11 +84,8 @@ class RunDirectory:
     def reserved(self, config: Mapping[str, Any], *, torchrun: Mapping[str, Any] | None = None) -> Iterator[None]:
         """Write the config of a new run at once, so that a run that is killed before it trains can be resumed.
 
-        Nothing is left of a run that ends in an error before it trains. Without effect where a run exists.
-
-        Args:
-            config: its config.
-            torchrun: which torchrun started it, if any; without it, restarted processes would not continue the run.
+        Nothing is left of a run that ends in an error before it trains. Without effect where a run exists. `torchrun`
+        says which torchrun started it, if any; without it, restarted processes would not continue the run.
         """
         self._check_links()
         is_new = not self.holds_run
@@ -188,8 +176,7 @@ class RunDirectory:
     def log(self, event: Mapping[str, Any]) -> str | None:
         """Add one line to the metrics; a line that cannot be written is kept and written with a later one.
 
-        Returns:
-            The reason why it was not written, if any.
+        Returns the reason why it was not written, if any.
         """
         self._unwritten += (json_text(event) + "\n").encode()
         try:

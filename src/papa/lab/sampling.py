@@ -20,19 +20,11 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Draw tokens one after the other.
+    """Draw tokens one after the other, and return them without the prompt.
 
-    Args:
-        network: from `(batch, time)` tokens to `(batch, time, vocabulary)` logits; its modes are restored afterwards.
-        tokens: the prompt, at least one.
-        num_tokens: the number of tokens to draw.
-        context: the number of last tokens that the network sees.
-        temperature: divides the logits; 0 for the most probable token each time.
-        top_k: draw among the most probable tokens only; None for all.
-        seed: the draws depend on it alone.
-
-    Returns:
-        The tokens that were drawn, without the prompt.
+    The network, from `(batch, time)` tokens to `(batch, time, vocabulary)` logits, sees the last `context` tokens; its
+    modes are restored afterwards. The temperature divides the logits; with 0, the most probable token is taken each
+    time. With `top_k`, tokens are drawn among the most probable only. The draws depend on the seed alone.
     """
     if not len(tokens):
         raise ConfigError("the prompt is empty, expected at least one token")

@@ -51,11 +51,8 @@ class RunScores:
 def score_run(run: Path, data: str = "test", *, data_root: str | None = None, device: str = "auto") -> RunScores:
     """Score members, ensemble and soups of a finished run.
 
-    Args:
-        run: the run's directory.
-        data: `test` or `validation` for these parts of the run's own data, or a folder of class folders.
-        data_root: where the run's own data is, if it was moved.
-        device: where to compute.
+    `data` is `test` or `validation` for these parts of the run's own data, which may be in another `data_root` now, or
+    a folder of class folders.
     """
     directory, config, card = opened_run(run)
     single = _one_network(config, data_root, device)
@@ -168,11 +165,7 @@ def label_images(
 ) -> Iterator[Label | DataError]:
     """Label images with a network of a finished run, in order; an error in place of an image that cannot be decoded.
 
-    Args:
-        run: the run's directory.
-        paths: image files.
-        network: `soup`, `greedy`, `best`, `ensemble`, or the index of a member.
-        device: where to compute.
+    The network is `soup`, `greedy`, `best`, `ensemble`, or the index of a member.
     """
     directory, config, card = opened_run(run)
     _check_images(run, config)

@@ -19,9 +19,10 @@ from papa.errors import MixingError
 from papa.population import Population
 from papa.repair import repair_toward_members
 from papa.rules import AveragingContext, Rule
-from papa.soup import After, greedy_soup
+from papa.soup import After
 from papa.streams import stream
 from papa.training import Training
+from papa.training.outcome import greedy_soup_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +66,11 @@ class MergeElite(Rule):
 
     With `p` members and `c` children for each, the candidates are the `cp` children and their `p` parents. The best
     `elite * p` of them by validation loss survive; the others are drawn at random from the rest. A parent that survives
-    keeps its place.
+    keeps its place. In a tournament, parents of children are drawn with probability proportional to `1/loss`.
 
-    Args:
-        losses: from rows of weights (one for each candidate) and the candidates' numbers to their validation losses.
-            Numbers below `cp` are children; number `cp + i` is parent `i`.
-        survivors: called before the members are mixed, with the number of the child that each member becomes; None for
-            a parent that survives.
-        tournament: draw the children's parents with probability proportional to `1/loss`, else uniformly.
-        children_per_member: the number of children made for each member.
-        elite: the share of the population that survives by its loss.
-        seed: of the random stream.
+    `losses` maps rows of weights (one for each candidate) and the candidates' numbers to their validation losses.
+    Numbers below `cp` are children; number `cp + i` is parent `i`. `survivors` is called before the members are mixed,
+    with the number of the child that each member becomes; None for a parent that survives.
     """
 
     losses: Callable[[Tensor, Sequence[int]], Sequence[float]]
@@ -189,12 +184,7 @@ class CandidateScorer:
 
     def greedy_members(self) -> tuple[int, ...]:
         """The members of the greedy soup now."""
-        validation = self.training.data.validation
-        return greedy_soup(
-            self.training.population,
-            lambda network: self.training.evaluate([network], validation)[0][0],
-            higher_is_better=self.training.task.higher_is_better,
-        ).members
+        return greedy_soup_of(self.training).members
 
     def candidate_losses(self, rows: Tensor, candidates: Sequence[int]) -> list[float]:
         """The losses of the networks that rows of weights would make; each process scores its share."""
@@ -205,7 +195,7 @@ class CandidateScorer:
             tensors = population._combined(row)
             if number in mine:
                 network = self._make_child(tensors, row, candidate, repair)
-                losses.append(self.training.evaluate([network], self.training.data.validation)[0][0].loss)
+                losses.append(self.training.score(network).loss)
         return group.all_gather(losses)
 
     def survivors(self, children: Sequence[int | None]) -> None:

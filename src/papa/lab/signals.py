@@ -52,13 +52,9 @@ def stop_flag(stop: StopFlag | None, remedy: str) -> Iterator[StopFlag]:
 def watching_signals(stop: StopFlag, remedy: str) -> Iterator[None]:
     """Store the number of the first SIGINT, SIGTERM or SIGHUP in `stop.value`, and exit on the second.
 
-    While nothing trains, the first raises a `StoppedError`. A SIGHUP that is ignored, as under `nohup`, stays ignored.
-    torchrun sends its processes again what a terminal or a scheduler has sent to all, and kills those that do not end
-    within 30 seconds: there, only the first signal counts.
-
-    Args:
-        stop: the flag.
-        remedy: how to continue, for the error.
+    While nothing trains, the first raises a `StoppedError` that names the remedy. A SIGHUP that is ignored, as under
+    `nohup`, stays ignored. torchrun sends its processes again what a terminal or a scheduler has sent to all, and kills
+    those that do not end within 30 seconds: there, only the first signal counts.
     """
 
     def handle(number: int, _: FrameType | None) -> None:

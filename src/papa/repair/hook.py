@@ -63,7 +63,7 @@ class ResetBatchNormAfterMerges:
 
     In a network with BatchNorm after every convolution, REPAIR gives networks that compute the same. This needs one
     pass over the batches for each distinct child and none for the parents. REPAIR also rescales the weights, which
-    there only changes the relative size of the next optimizer steps.
+    there only changes the relative size of the next optimizer steps. `batches_for` is as for `RepairMerges`.
 
     Example:
         >>> from torch import nn
@@ -72,9 +72,6 @@ class ResetBatchNormAfterMerges:
         >>> batches = [torch.randn(32, 4) for _ in range(5)]
         >>> reset = ResetBatchNormAfterMerges(lambda member: batches)
         >>> averager = Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=reset)
-
-    Args:
-        batches_for: as for `RepairMerges`.
     """
 
     def __init__(self, batches_for: BatchesFor) -> None:

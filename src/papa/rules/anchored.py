@@ -12,7 +12,7 @@ from papa import mixing
 from papa.errors import MixingError
 from papa.layout import Layout
 from papa.masks import Mask, fragments
-from papa.rules.base import AveragingContext, ExtraRow, Rule, check_share, check_steps
+from papa.rules.base import AveragingContext, ExtraRow, Rule, check_steps
 from papa.streams import stream
 
 ANCHOR = ExtraRow("anchor")
@@ -42,10 +42,7 @@ class Elastic(Rule):
     is_merge: ClassVar[bool] = False
     has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.moving_rate, "moving_rate")
+    shares = ("moving_rate",)
 
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
@@ -81,10 +78,7 @@ class Lookahead(Rule):
     every_steps: int = 5
 
     is_for_any_size: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.slow_rate, "slow_rate")
+    shares = ("slow_rate",)
 
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
@@ -132,13 +126,12 @@ class OuterStep(Rule):
 
     is_for_any_size: ClassVar[bool] = True
     is_signed: ClassVar[bool] = True
+    shares = ("momentum", "mix")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_steps("delay", self.delay, at_least=0)
         check_steps("fragments", self.fragments, at_least=1)
-        check_share(self.momentum, "momentum")
-        check_share(self.mix, "mix")
         if not self.lr > 0.0:
             raise MixingError(f"OuterStep got lr={self.lr}, expected a positive number")
         if self.every_steps % self.fragments:
@@ -229,10 +222,10 @@ class Gossip(Rule):
     every_steps: int = 50
 
     is_for_any_size: ClassVar[bool] = True
+    shares = ("momentum",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.momentum, "momentum")
         if not self.lr > 0.0:
             raise MixingError(f"Gossip got lr={self.lr}, expected a positive number")
 

@@ -107,6 +107,9 @@ class Rule:
     is_signed: ClassVar[bool] = False
     """Whether weights may be negative. The rows of `matrix` sum to 1 in any case."""
 
+    shares: ClassVar[tuple[str, ...]] = ()
+    """The names of fields that are numbers from 0 to 1; others are refused."""
+
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
         """Rows of the rule's own. `matrix` then has a row and a column for each member, followed by those of each extra
@@ -137,6 +140,9 @@ class Rule:
         check_steps("start", self.start, at_least=0)
         if self.stop is not None:
             check_steps("stop", self.stop, at_least=self.start)
+        for name in self.shares:
+            if not 0.0 <= (share := getattr(self, name)) <= 1.0:
+                raise MixingError(f"{name} is {share}, expected a number from 0 to 1")
 
     def for_length(self, num_steps: int | None) -> Rule:
         """The rule for a training of `num_steps`, with shares of training converted to steps; None if not known."""
@@ -243,9 +249,3 @@ def check_steps(name: str, value: int, *, at_least: int) -> None:
         is_valid = False
     if not is_valid:
         raise MixingError(f"{name} is {value!r}, expected a whole number of steps, at least {at_least}")
-
-
-def check_share(share: float, name: str = "share") -> None:
-    """Raise a `MixingError` unless a share is within [0, 1]."""
-    if not 0.0 <= share <= 1.0:
-        raise MixingError(f"{name} is {share}, expected a number from 0 to 1")

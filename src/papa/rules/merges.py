@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from papa import mixing
-from papa.rules.base import AveragingContext, Rule, check_share
+from papa.rules.base import AveragingContext, Rule
 from papa.streams import stream
 
 
@@ -61,10 +61,7 @@ class MergePairs(Rule):
     seed: int = 0
 
     is_for_any_size: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.share)
+    shares = ("share",)
 
     def matrix(self, context: AveragingContext) -> Tensor:
         """Two weights in every row."""
@@ -79,10 +76,7 @@ class MergeMany(Rule):
     share: float = 0.5
 
     is_for_any_size: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.share)
+    shares = ("share",)
 
     def matrix(self, context: AveragingContext) -> Tensor:
         """`share` on the diagonal."""

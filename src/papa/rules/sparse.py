@@ -13,7 +13,7 @@ from papa import mixing
 from papa.errors import MixingError, did_you_mean
 from papa.layout import Layout
 from papa.masks import Mask, depths, draw_columns, draw_permutations
-from papa.rules.base import AveragingContext, Rule, check_share
+from papa.rules.base import AveragingContext, Rule
 from papa.streams import stream
 
 
@@ -40,10 +40,7 @@ class SparseAverage(Rule):
 
     is_merge: ClassVar[bool] = False
     is_for_any_size: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.share)
+    shares = ("share",)
 
     def mask(self, context: AveragingContext, layout: Layout) -> Mask:
         """Each parameter with probability `share`."""
@@ -86,10 +83,10 @@ class Shuffle(Rule):
     every_steps: int = 1
 
     is_merge: ClassVar[bool] = False
+    shares = ("share",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.share)
         if self.depth not in get_args(Depth):
             raise MixingError(f"Shuffle got depth={self.depth!r}: {did_you_mean(str(self.depth), get_args(Depth))}")
 

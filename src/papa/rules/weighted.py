@@ -12,7 +12,7 @@ from torch import Tensor
 
 from papa import mixing
 from papa.errors import MixingError
-from papa.rules.base import AveragingContext, Look, Probe, Rule, check_share
+from papa.rules.base import AveragingContext, Look, Probe, Rule
 
 MAX_STRETCH = 1000.0
 """A member may move away from the mean by at most this factor, beyond which float32 would mostly amplify rounding."""
@@ -46,10 +46,10 @@ class PushPull(Rule):
     has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
     is_signed: ClassVar[bool] = True
+    shares = ("pull",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.pull, "pull")
         if not 0.0 <= self.spread < math.inf:
             raise MixingError(f"PushPull got spread={self.spread}, expected a distance, at least 0")
 
@@ -89,11 +89,7 @@ class GradientWeightedPush(Rule):
 
     is_merge: ClassVar[bool] = False
     has_strength: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.alpha, "alpha")
-        check_share(self.smoothing, "smoothing")
+    shares = ("alpha", "smoothing")
 
     def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
         """The norms of gradients."""
@@ -152,10 +148,7 @@ class ScoreWeightedPush(Rule):
     is_merge: ClassVar[bool] = False
     has_strength: ClassVar[bool] = True
     is_for_any_size: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share(self.alpha, "alpha")
+    shares = ("alpha",)
 
     def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
         """The losses of members."""

@@ -95,10 +95,8 @@ def load_inert(
 ) -> tuple[Any, tuple[str, ...]]:
     """The content of a pickle with stubs in place of all objects, and the names of what they stand for.
 
-    Args:
-        data: the pickle.
-        known: names that stand for something else than a stub; it is called with arguments of the pickle's choice.
-        load_storage: called with the persistent ids in the pickle.
+    `known` are names that stand for something else than a stub; it is called with arguments of the pickle's choice.
+    `load_storage` is called with the persistent ids in the pickle.
 
     Raises:
         ValueError: it is no valid pickle.

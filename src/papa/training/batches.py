@@ -20,14 +20,7 @@ REPAIR_SEED = 666
 
 
 class Batches:
-    """Batches for training, for REPAIR and alignment, and for evaluation, on the right device and in the right format.
-
-    Args:
-        data: training, validation and test data.
-        settings: of the training.
-        members: the members of this process.
-        device: where networks are.
-    """
+    """Batches for training, REPAIR, alignment and evaluation, on the right device and in the right format."""
 
     def __init__(self, data: Data, settings: Settings, members: range, device: torch.device) -> None:
         self.data, self.members, self.device = data, members, device
@@ -115,8 +108,7 @@ class Batches:
     def plain(self, num_batches: int | None) -> list[Inputs]:
         """Training inputs without augmentation, the same on every call; those that REPAIR uses come first.
 
-        Args:
-            num_batches: at most this many; None for all complete batches.
+        At most `num_batches`; None for all complete batches.
         """
         return list(self.stream_plain(num_batches))
 

@@ -104,12 +104,7 @@ def check_whole(**numbers: int) -> None:
 
 
 def check_callbacks(callbacks: object, base: type) -> None:
-    """Raise unless they are callbacks; warn about methods that look like a callback's and are never called.
-
-    Args:
-        callbacks: what the user gave.
-        base: the base class of callbacks.
-    """
+    """Raise unless they are callbacks; warn about methods that look like a callback's and are never called."""
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks is a {type(callbacks).__name__}, expected a list of callbacks")
     for callback in callbacks:

@@ -41,14 +41,9 @@ NUM_BAD_LOSSES = 3
 class Training:
     """A population, its optimizers and averager, and the current step.
 
-    Members train independently until `use_rule` sets an averaging rule.
-
-    Args:
-        make_model: makes one member; called once for each, with torch's generators seeded for it.
-        data: see `papa.train`.
-        settings: everything else that decides what is computed.
-        callbacks: called while training. Those that keep state must be given here, others may be given to `run`.
-        group: the processes that hold the population; None for this process alone.
+    Members train independently until `use_rule` sets an averaging rule. `make_model` and `data` are as for
+    `papa.train`. Callbacks that keep state must be given here, others may be given to `run`. Without a group, this
+    process holds all members.
     """
 
     def __init__(
@@ -104,11 +99,9 @@ class Training:
         self._add(callbacks)
 
     def use_rule(self, rule: Rule, merge_hooks: Sequence[MergeHook] = ()) -> None:
-        """Set how members are averaged.
+        """Set how members are averaged; of the merge hooks, the first is the outermost.
 
-        Args:
-            rule: when to average, and with which matrix. A rule without a `probe` gets the loss on a training batch.
-            merge_hooks: hooks that run around each averaging; the first is the outermost.
+        A rule without a `probe` gets the loss on a training batch.
         """
         engine = self.settings.engine
         if engine is not None and not getattr(engine, "can_loop", False) and getattr(rule, "move_momentum", False):
@@ -175,11 +168,7 @@ class Training:
             callback.setup(self)
 
     def run(self, callbacks: Sequence[Callback] = ()) -> None:
-        """Train from the current step to the end.
-
-        Args:
-            callbacks: called after those that the training has already.
-        """
+        """Train from the current step to the end, with callbacks after those that the training has already."""
         self._add(callbacks)
         self._try_scoring()
         try:
@@ -371,7 +360,7 @@ class Training:
 
     def _epoch_scores(self, source: Source, soup: nn.Module) -> EpochScores:
         members, ensemble = self.evaluate_population(source)
-        return EpochScores(members, ensemble, self.evaluate([soup], source)[0][0])
+        return EpochScores(members, ensemble, self.score(soup, source))
 
     def evaluate_population(
         self, source: Source, population: Population | None = None
@@ -384,6 +373,10 @@ class Training:
         nothing = Evaluation(math.nan, math.nan)
         scores = [nothing if member in population.dropped else found for member, found in enumerate(members)]
         return scores, ensemble
+
+    def score(self, network: nn.Module, source: Source | None = None) -> Evaluation:
+        """Score one network on a source, by default the validation data."""
+        return self.evaluate([network], self.data.validation if source is None else source)[0][0]
 
     def evaluate(
         self,

@@ -22,13 +22,7 @@ KEPT = ("initial_lr", "max_lr", "base_momentum", "max_momentum", "min_lr")
 
 
 class LRTable:
-    """What a scheduler sets at every step, recorded on a copy of an optimizer.
-
-    Args:
-        make_scheduler: makes the scheduler.
-        optimizer: an optimizer; it is not changed.
-        num_steps: the steps of the training.
-    """
+    """What a scheduler sets at every step, recorded on a copy of an optimizer."""
 
     def __init__(self, make_scheduler: MakeScheduler, optimizer: Optimizer, num_steps: int) -> None:
         twin = copy.deepcopy(optimizer)

@@ -39,13 +39,10 @@ def merge_hooks_for(training: Training, rule: Rule) -> list[MergeHook]:
 def repair_hook(
     model: nn.Module, options: AveragingOptions, own_batches: BatchesFor, plain_batches: Callable[[], Sequence[Tensor]]
 ) -> MergeHook:
-    """A hook that repairs members after a merge.
+    """A hook that repairs members after a merge, as `options.repair` says.
 
-    Args:
-        model: one of the members.
-        options: how to repair, in `options.repair`.
-        own_batches: from a member to its batches under its own augmentation.
-        plain_batches: the batches without augmentation.
+    `model` is one of the members. `own_batches` are a member's batches under its own augmentation, `plain_batches`
+    those without.
     """
     repair = options.repair
     assert repair is not None

@@ -134,19 +134,15 @@ class Engine(Protocol):
 
     def start_(self) -> None:
         """Called before the first step, and before the first step after a checkpoint was loaded."""
-        ...
 
     def step_(self) -> None:
         """Every local member takes a step."""
-        ...
 
     def hand_back_(self) -> None:
         """Bring the members' optimizers up to date, for a checkpoint or at the end."""
-        ...
 
     def reset_member_(self, index: int) -> None:
         """Clear the optimizer state of a local member that was restarted."""
-        ...
 
 
 def sgd(model: nn.Module) -> Optimizer:

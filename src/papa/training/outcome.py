@@ -10,7 +10,7 @@ from torch import nn
 from papa.data import Source
 from papa.evaluation import Evaluation
 from papa.population import Population
-from papa.soup import GreedySoup, average_soup, greedy_soup
+from papa.soup import After, GreedySoup, average_soup, greedy_soup
 from papa.training.best_soup import BestSoup
 from papa.training.loop import Training
 from papa.training.scores import Scores
@@ -97,39 +97,47 @@ class Outcome:
 
 def finalize(training: Training) -> Outcome:
     """Make the soups of a trained population and score everything on validation and test data."""
-    validation, test = training.data.validation, training.data.test
-    average = average_soup(training.population)
-    greedy = greedy_soup(
-        training.population,
-        lambda network: training.evaluate([network], validation)[0][0],
-        higher_is_better=training.task.higher_is_better,
-    )
-
-    def scores_on(source: Source) -> Scores:
-        members, ensemble = training.evaluate_population(source)
-        first, second = training.evaluate([average, greedy.network], source)[0]
-        return Scores(members, ensemble, first, second, dropped=training.population.dropped)
-
-    on_validation, on_test = scores_on(validation), None if test is None else scores_on(test)
+    average, greedy = average_soup(training.population), greedy_soup_of(training)
+    validation, test = scores_of(training, average, greedy.network)
     return Outcome(
         population=training.population,
         average_soup=average.eval(),  # as it was scored: nobody trains a soup by mistake
         greedy=replace(greedy, network=greedy.network.eval()),
-        validation=on_validation,
-        test=on_test,
+        validation=validation,
+        test=test,
         best_soup=_kept_soup(training),
         seconds=training.seconds,
         nonfinite=training.nonfinite,
     )
 
 
+def greedy_soup_of(
+    training: Training, population: Population | None = None, after: After | None = None
+) -> GreedySoup[nn.Module]:
+    """The greedy soup of a training's members, or of another population, by scores on the validation data."""
+    members = training.population if population is None else population
+    return greedy_soup(members, training.score, higher_is_better=training.task.higher_is_better, after=after)
+
+
+def scores_of(
+    training: Training, average: nn.Module, greedy: nn.Module, population: Population | None = None
+) -> tuple[Scores, Scores | None]:
+    """Scores of members, ensemble and both soups on the validation data, and on the test data if there is any."""
+    population = training.population if population is None else population
+
+    def scores_on(source: Source) -> Scores:
+        members, ensemble = training.evaluate_population(source, population)
+        first, second = training.evaluate([average, greedy], source)[0]
+        return Scores(members, ensemble, first, second, dropped=population.dropped)
+
+    test = training.data.test
+    return scores_on(training.data.validation), None if test is None else scores_on(test)
+
+
 def _kept_soup(training: Training) -> KeptSoup | None:
     kept = next((callback for callback in training.callbacks if isinstance(callback, BestSoup)), None)
     if kept is None or kept.network is None or not kept.epoch:
         return None
-    sources = (training.data.validation, training.data.test)
-    validation, test = (
-        None if source is None else training.evaluate([kept.network], source)[0][0] for source in sources
-    )
-    assert validation is not None
+    validation, source = training.score(kept.network), training.data.test
+    test = None if source is None else training.score(kept.network, source)
     return KeptSoup(kept.network.eval(), kept.epoch, validation, test)

@@ -14,11 +14,9 @@ SECONDS_BETWEEN_LINES = 0.2
 
 
 class Progress(Callback):
-    """Shows the epoch, the scores of members and soup, and the time that is left.
+    """Shows the epoch, the scores of members and soup, and the time that is left, by default on standard error.
 
-    Args:
-        is_live: overwrite one line, as in a terminal or notebook; otherwise write a line after each epoch.
-        file: where to write; None for standard error.
+    If `is_live`, it overwrites one line, as in a terminal or notebook; otherwise it writes a line after each epoch.
     """
 
     def __init__(self, *, is_live: bool, file: TextIO | None = None) -> None:

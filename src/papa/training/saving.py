@@ -50,11 +50,7 @@ class CheckpointOptions:
 class Saver(Callback):
     """Saves a training after each epoch, and after some minutes without a checkpoint; all processes together.
 
-    Args:
-        writer: writes the checkpoints.
-        minutes: how long training may go on without one.
-        notices: what to report at the start.
-        extra_state: what checkpoints hold besides the training; a JSON value.
+    `notices` are reported at the start. `extra_state` is what checkpoints hold besides the training; a JSON value.
     """
 
     def __init__(
@@ -147,12 +143,7 @@ class Saver(Callback):
 
 
 class InterruptibleSaver(Saver):
-    """A saver that saves after Ctrl-C, and then raises `KeyboardInterrupt`.
-
-    Args:
-        is_interrupted: whether Ctrl-C was pressed.
-        writer: as for `Saver`, like all other arguments.
-    """
+    """A saver that saves after Ctrl-C, and then raises `KeyboardInterrupt`."""
 
     def __init__(self, is_interrupted: Callable[[], bool], writer: CheckpointWriter, **options: Any) -> None:
         super().__init__(writer, **options)
@@ -212,11 +203,8 @@ class Resumed:
 def resume_(training: Training, directory: Path, check: Callable[[Path, Mapping[str, Any]], None]) -> Resumed:
     """Continue from the newest complete checkpoint, if there is one; all processes use the same.
 
-    Args:
-        training: as it was made; it must not be used after a `RunError`.
-        directory: where its checkpoints are.
-        check: given a checkpoint's path and state; raises a `DamagedError` if an older one may be better, a `RunError`
-            if none will be.
+    The training is as it was made; it must not be used after a `RunError`. `check` is given a checkpoint's path and
+    state; it raises a `DamagedError` if an older one may be better, a `RunError` if none will be.
     """
     found = Resumed()
     for _, path in reversed(checkpoints(directory)):

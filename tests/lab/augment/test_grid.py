@@ -5,25 +5,17 @@ import torch
 from scipy import stats
 
 from papa.errors import ConfigError
-from papa.lab.augment.policy import (
-    ABLATION_GRID,
-    DART_POLICIES,
-    DEFAULT_GRID,
-    IMAGENET_GRID,
-    PLAIN,
-    SEGMENTATION_GRID,
-    Grid,
-    Policy,
-    draw_policies,
-    draw_policy_per_batch,
-)
+from papa.lab.augment.policy import DART_POLICIES, GRIDS, Grid, Policy, draw_policies, draw_policy_per_batch
 from papa.streams import stream
 
-GRIDS = [DEFAULT_GRID, IMAGENET_GRID, ABLATION_GRID, SEGMENTATION_GRID, PLAIN]
+PLAIN, DEFAULT_GRID, IMAGENET_GRID, ABLATION_GRID, SEGMENTATION_GRID = GRIDS.values()
+
+
+SIZES = {"none": 1, "default": 81, "imagenet": 16, "ablation": 9, "segmentation": 9}
 
 
 def test_the_papers_grids():
-    assert [len(grid) for grid in GRIDS] == [81, 16, 9, 9, 1]
+    assert {name: len(grid) for name, grid in GRIDS.items()} == SIZES
     assert PLAIN.policies == (Policy(),)
     assert Policy(mixup=1.0, smoothing=0.05, cutmix=0.5, erasing=0.15) in DEFAULT_GRID.policies
     assert Policy(mixup=0.2, smoothing=0.1, cutmix=1.0, erasing=0.35) in IMAGENET_GRID.policies
@@ -36,14 +28,14 @@ def test_the_policies_of_dart():
     assert expected == DART_POLICIES
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", GRIDS.values())
 def test_a_full_draw_is_the_whole_grid_once(grid):
     drawn = draw_policies(grid, len(grid), seed=1)
     assert set(drawn) == set(grid.policies)
     assert len(set(drawn)) == len(grid)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", GRIDS.values())
 def test_draws_start_over_when_members_outnumber_policies(grid):
     drawn = draw_policies(grid, 2 * len(grid) + 1, seed=1)
     once = draw_policies(grid, len(grid), seed=1)

@@ -6,9 +6,9 @@ import torch
 
 from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
-from papa.lab.augment.policy import DART_POLICIES, draw_policies
+from papa.lab.augment.policy import DART_POLICIES, GRIDS, draw_policies
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
-from papa.lab.domains.images import GRIDS, policies_for
+from papa.lab.domains.images import policies_for
 from papa.lab.models import make_model
 from papa.lab.probes import MergeProbes
 from papa.lab.recipes.build import (

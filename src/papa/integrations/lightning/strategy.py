@@ -15,12 +15,7 @@ with importing():
 
 
 class OwnMember:
-    """What strategies for one member per process share: the member, the group, and ranks that are hidden.
-
-    Args:
-        device: where this process trains; None for the accelerator of its local rank if there is one, else the CPU.
-        group: the processes of all members; None for those of the launcher.
-    """
+    """What strategies for one member per process share: the member, the group, and ranks that are hidden."""
 
     def __init__(self, device: torch.device | str | None = None, *, group: Group | None = None) -> None:
         super().__init__(device=own_device() if device is None else device)  # type: ignore[call-arg]

@@ -84,11 +84,8 @@ def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0, i
         >>> soft_targets(torch.tensor([1]), 4, smoothing=0.2)
         tensor([[0.0500, 0.8500, 0.0500, 0.0500]])
 
-    For labels (N,) or (N, H, W), the result has shape (N, K) or (N, K, H, W). All probabilities of the label `ignore`
-    are 0.
-
-    Returns:
-        float32 of shape (N, K) or (N, K, H, W).
+    For labels (N,) or (N, H, W), the result is float32 of shape (N, K) or (N, K, H, W). All probabilities of the label
+    `ignore` are 0.
     """
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool or targets.dim() == 0:
         raise DataError(

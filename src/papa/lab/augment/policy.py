@@ -162,22 +162,16 @@ class Grid:
         return len(self.policies)
 
 
-PLAIN = Grid()
-"""One policy: no augmentation beyond crop and flip."""
-
-DEFAULT_GRID = Grid(
-    mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1), cutmix=(0.0, 0.5, 1.0), erasing=(0.0, 0.15, 0.35)
-)
-"""The paper's grid for CIFAR and fine-tuning: 81 policies."""
-
-IMAGENET_GRID = Grid(mixup=(0.0, 0.2), smoothing=(0.0, 0.1), cutmix=(0.0, 1.0), erasing=(0.0, 0.35))
-"""The paper's grid for ImageNet: 16 policies."""
-
-ABLATION_GRID = Grid(mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1))
-"""The paper's grid for its ablations: 9 policies."""
-
-SEGMENTATION_GRID = Grid(mixup=(0.0, 0.2, 0.4), smoothing=(0.0, 0.05, 0.1))
-"""The paper's grid for segmentation: 9 policies."""
+GRIDS = {
+    "none": Grid(),  # no augmentation beyond crop and flip
+    "default": Grid(
+        mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1), cutmix=(0.0, 0.5, 1.0), erasing=(0.0, 0.15, 0.35)
+    ),
+    "imagenet": Grid(mixup=(0.0, 0.2), smoothing=(0.0, 0.1), cutmix=(0.0, 1.0), erasing=(0.0, 0.35)),
+    "ablation": Grid(mixup=(0.0, 0.5, 1.0), smoothing=(0.0, 0.05, 0.1)),
+    "segmentation": Grid(mixup=(0.0, 0.2, 0.4), smoothing=(0.0, 0.05, 0.1)),
+}
+"""The paper's grids, by `diversity.grid`; the default is for CIFAR and fine-tuning."""
 
 DART_POLICIES = (Policy(randaugment="rand-m4-n1-p1.0-mstd1.0"), Policy(cutmix=0.5), Policy(cutout=8))
 """The policies of DART's three members."""
@@ -189,8 +183,8 @@ def draw_policies(grid: Grid, num_members: int, *, seed: int) -> tuple[Policy, .
     The policy of a member does not depend on the number of members.
 
     Example:
-        >>> policies = draw_policies(DEFAULT_GRID, 5, seed=1)
-        >>> policies[:3] == draw_policies(DEFAULT_GRID, 3, seed=1)
+        >>> policies = draw_policies(GRIDS["default"], 5, seed=1)
+        >>> policies[:3] == draw_policies(GRIDS["default"], 3, seed=1)
         True
     """
     if num_members < 1:

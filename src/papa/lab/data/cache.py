@@ -77,14 +77,9 @@ class MappedImages(Arrays):
 def cached_images(
     name: str, *, folder: Path, digest: str, decode: Callable[[], Decoded]
 ) -> tuple[Arrays, tuple[str, ...]]:
-    """Images from their cache, which is made first if it is missing, damaged, or of other data.
+    """Images from their cache, which is made first if it is missing, damaged, or of other data; and their classes.
 
-    Where no cache can be written, the images are kept in memory.
-
-    The digest is of everything the pixels depend on.
-
-    Returns:
-        The images, and the names of their classes.
+    The digest is of everything the pixels depend on. Where no cache can be written, the images are kept in memory.
     """
     path = cache_folder(folder) / f"{name}.npy"
     found = _open_valid(path, digest)

@@ -176,14 +176,13 @@ def _imagenet(name: str, options: _Options) -> ImageSet:
     return _folder_set(name, load_folder(name, root, image_size=size, test_share=None, test_folders=("val",)))
 
 
-def _own_folder(name: str, options: _Options) -> ImageSet:
-    found = load_folder(name, options.root, image_size=options.image_size, test_share=options.test_share)
-    return _folder_set(name, found)
-
-
 def _own_images(name: str, options: _Options) -> ImageSet:
     found = load_folder(
-        name, options.root, image_size=options.image_size, test_share=options.test_share, fallback=Fallback()
+        name,
+        options.root,
+        image_size=options.image_size,
+        test_share=options.test_share,
+        fallback=Fallback() if name == "images" else None,
     )
     return _folder_set(name, found)
 
@@ -198,7 +197,7 @@ LOADERS: dict[str, Callable[[str, _Options], ImageSet]] = {
     "mnist": _native,
     "fashion-mnist": _native,
     "imagenet": _imagenet,
-    "folder": _own_folder,
+    "folder": _own_images,
     "images": _own_images,
 }
 

@@ -121,10 +121,7 @@ def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[i
     """A box of 8% to 100% of an image, its sides in a ratio between 3:4 and 4:3, as `RandomResizedCrop` draws it.
 
     `draws` are (tries, 4) numbers in [0, 1): area, ratio, top, left. The first box that fits into the image is used; if
-    none does, the largest box in the middle with an allowed ratio.
-
-    Returns:
-        left, top, right, bottom.
+    none does, the largest box in the middle with an allowed ratio. Returns left, top, right, bottom.
     """
     width, height = size
     for area_draw, ratio_draw, top_draw, left_draw in draws.tolist():

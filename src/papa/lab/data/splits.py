@@ -56,8 +56,7 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
 def split_classes(targets: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Split off a share of every class for testing; at least one example of each class remains for training.
 
-    Returns:
-        The indices for training and for testing, both in ascending order.
+    Returns the indices for training and for testing, both in ascending order.
     """
     if not 0.0 < share < 1.0:
         raise ConfigError(f"test_share is {share}, expected a share between 0 and 1, such as 0.2")

@@ -61,18 +61,14 @@ class TableSet:
 def load_table(
     name: str, root: str | Path = "data", *, max_train: int | None = None, max_test: int | None = None
 ) -> TableSet:
-    """Load a table by name.
+    """Load a table by name: `breast-cancer` or `wine`, or `table` for the CSV file `root` (see `read_csv`).
+
+    At most `max_train` and `max_test` rows are used: a fixed selection, balanced over classes.
 
     Example:
         >>> table = load_table("wine")
         >>> tuple(table.features.shape), table.classes
         ((178, 13), ('class_0', 'class_1', 'class_2'))
-
-    Args:
-        name: `breast-cancer` or `wine`, or `table` for a CSV file.
-        root: the CSV file; see `read_csv`.
-        max_train: the largest number of training rows; a fixed selection, balanced over classes.
-        max_test: the largest number of test rows.
     """
     if name == "table":
         features, targets, classes = read_csv(Path(root))

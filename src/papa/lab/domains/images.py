@@ -12,18 +12,7 @@ from torch import nn
 
 from papa.data import Data
 from papa.errors import ConfigError, DataError, did_you_mean
-from papa.lab.augment.policy import (
-    ABLATION_GRID,
-    DART_POLICIES,
-    DEFAULT_GRID,
-    IMAGENET_GRID,
-    PLAIN,
-    SEGMENTATION_GRID,
-    Grid,
-    Policy,
-    draw_policies,
-    draw_policy_per_batch,
-)
+from papa.lab.augment.policy import DART_POLICIES, GRIDS, Grid, Policy, draw_policies, draw_policy_per_batch
 from papa.lab.config import Config
 from papa.lab.data import ImageSet, load_images, load_tiles, load_vaihingen
 from papa.lab.data.images import OWN
@@ -33,14 +22,6 @@ from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.tasks.segmentation import segmentation
 from papa.task import Task
 from papa.training import Augment, Transforms
-
-GRIDS: dict[str, Grid] = {
-    "none": PLAIN,
-    "default": DEFAULT_GRID,
-    "imagenet": IMAGENET_GRID,
-    "ablation": ABLATION_GRID,
-    "segmentation": SEGMENTATION_GRID,
-}
 
 TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": load_vaihingen}
 """Data sets whose every pixel has a class."""
@@ -113,7 +94,7 @@ class ImageDomain(Domain):
     def _augments(self) -> list[Augment] | None:
         """Each member's way from raw images to what it trains on; None where nothing happens but `prepare`."""
         config, pipeline = self.config, self.pipeline
-        if not pipeline.draws and config.diversity.grid != "dart" and grid_for(config) == PLAIN:
+        if not pipeline.draws and config.diversity.grid != "dart" and grid_for(config) == Grid():
             return None
         if config.diversity.per_batch:
             drawn = partial(draw_policy_per_batch, grid_for(config))

@@ -16,12 +16,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "
 
 
 class CausalModel(nn.Module):
-    """A causal model of `transformers` that takes tokens and returns logits, as `GPT` does.
-
-    Args:
-        model: the model.
-        vocab_size: the number of tokens; what it has beyond them is cut off.
-    """
+    """A causal model of `transformers` that takes tokens and returns `vocab_size` logits, as `GPT` does."""
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         super().__init__()
@@ -46,16 +41,9 @@ def make_causal_model(
 ) -> CausalModel:
     """Build a causal model.
 
-    Args:
-        name: `transformers:TYPE` for a type of model such as gpt2 or llama, of the given size; or `transformers:PATH`
-            for a local folder with a `config.json`, whose size counts.
-        vocab_size: the number of tokens.
-        context: the largest number of tokens it sees at a time.
-        num_layers: the number of blocks.
-        num_heads: attention heads of each block, as many for keys and values.
-        width: the size of a token's vector; the hidden layers of blocks are four times as wide.
-        dropout: of all its parts.
-        pretrained: load the weights of the folder too.
+    Its name is `transformers:TYPE` for a type of model such as gpt2 or llama, of the given size; or `transformers:PATH`
+    for a local folder with a `config.json`, whose size counts, and whose weights are loaded with `pretrained`. Keys and
+    values have as many heads as queries, and the hidden layers of blocks are four times as wide as a token's vector.
     """
     require("transformers")
     import transformers

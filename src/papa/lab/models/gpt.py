@@ -26,18 +26,9 @@ class GPT(nn.Module):
         >>> net(torch.zeros(2, 32, dtype=torch.long)).shape
         torch.Size([2, 32, 65])
 
-    Args:
-        vocab_size: the number of tokens.
-        context: the largest number of tokens it sees at a time.
-        num_layers: the number of blocks.
-        num_heads: attention heads of each block.
-        width: the size of a token's vector; a multiple of `num_heads`.
-        dropout: of embeddings, attention weights and the outputs of both parts of a block.
-        mlp: `gelu`, four times as wide as the network, or `swiglu`, 8/3 as wide with a gate: as many parameters.
-        norm: `layer` (LayerNorm) or `rms` (RMSNorm), before each part of a block and at the end.
-        positions: `learned`, one vector for each, or `rotary`: queries and keys are rotated.
-        tied: use the embedding as the last layer too.
-        bias: give linear layers a bias.
+    Options are those of `papa.lab.config.GPTConfig`. The width is a multiple of the number of heads. The hidden layer
+    of `gelu` is four times as wide; that of `swiglu` 8/3 as wide, with a gate: as many parameters. Norms are before
+    each part of a block and at the end. Rotary positions rotate queries and keys.
     """
 
     def __init__(

@@ -11,15 +11,12 @@ from papa.training import Callback, Training
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """The layer that turns features into class scores.
+    """The layer that turns features into class scores; a `ModuleList` of several, as in distilled transformers.
 
     Example:
         >>> from papa.lab.models import make_model
         >>> head_of(make_model("digits-cnn", num_classes=10, in_channels=1, image_size=8))
         Linear(in_features=32, out_features=10, bias=True)
-
-    Returns:
-        The layer; a `ModuleList` for networks with several (distilled transformers).
     """
     modules = head_modules(model)
     if not modules:
@@ -50,10 +47,7 @@ def freeze_all_but_head_(model: nn.Module) -> list[nn.Parameter]:
         >>> unfreeze_(frozen)
 
     Gradients of frozen parameters are set to None, as an optimizer would keep using them. BatchNorm statistics are
-    buffers and keep changing in training mode.
-
-    Returns:
-        The parameters that were not frozen before, for `unfreeze_`.
+    buffers and keep changing in training mode. Returns the parameters that were not frozen before.
     """
     head = {id(parameter) for parameter in head_of(model).parameters()}
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in head]

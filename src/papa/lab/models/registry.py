@@ -63,17 +63,13 @@ def make_model(
         >>> net(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
 
-    Initial weights are drawn from torch's global generator.
+    Initial weights are drawn from torch's global generator, or come from a local file, as for `load_weights_`.
 
     Args:
         name: one of `model_names()`, or `timm:NAME` with or without a tag, such as `timm:convit_tiny.fb_in1k`.
-        num_classes: the number of classes.
-        in_channels: the number of image channels.
-        image_size: height and width of the images.
         width: channels of the first stage; None for the published number. Not for timm, nor for `linear`.
         pretrained: whether to download the weights that timm publishes. The classifier is new if they have another
             number of classes.
-        weights: a local file of weights, as for `load_weights_`.
     """
     counts = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size, "width": width}
     problems = _problems(name, counts, pretrained=pretrained, has_file=weights is not None)

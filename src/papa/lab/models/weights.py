@@ -30,13 +30,9 @@ def load_weights_(model: nn.Module, path: FilePath) -> list[str]:
         ...     load_weights_(VGG(11, num_classes=10, width=4), f"{folder}/vgg.pt")
         ['head.weight', 'head.bias']
 
-    A file that does not fit a timm network is converted by timm's `checkpoint_filter_fn`, as files that timm downloads
-    are. The first convolution is not adapted to another number of channels.
-
-    Args:
-        model: the network, changed in place only if all weights fit.
-        path: a checkpoint, as for `papa.files.open_weights`: a safetensors file, or a file by `torch.save` with a
-            state dict, by itself or under `state_dict`, `model_state_dict`, `model` or `ema`.
+    The file is one that `papa.files.open_weights` takes. One that does not fit a timm network is converted by timm's
+    `checkpoint_filter_fn`, as files that timm downloads are. The first convolution is not adapted to another number of
+    channels. The network is changed only if all weights fit.
 
     Returns:
         The names of the classifier's tensors that were not loaded.

@@ -14,6 +14,7 @@ from papa.lab.config import (
     ModelConfig,
     TrainConfig,
     TrajectoryConfig,
+    settled,
 )
 from papa.lab.recipes.recipe import Recipe, mini, smoke, with_budget
 
@@ -65,15 +66,8 @@ def cifar(row: _Cifar, budget: str) -> Config:
 
 def cifar_long(row: _Cifar, budget: str) -> Config:
     """The same compute spent on one network: ten times the epochs, a new policy for every mini-batch."""
-    short = cifar(row, budget)
-    num_members = short.members if budget != "full" else 10
-    return replace(
-        short,
-        method="independent",
-        members=1,
-        train=replace(short.train, epochs=short.train.epochs * num_members),
-        diversity=replace(short.diversity, per_batch=True),
-    )
+    longer = settled(replace(cifar(row, budget), method="longer"))
+    return replace(longer, method="independent", diversity=replace(longer.diversity, per_batch=True))
 
 
 def imagenet(budget: str) -> Config:

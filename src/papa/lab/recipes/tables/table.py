@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
@@ -37,31 +41,71 @@ class Row:
         return tuple(range(1, 1 + (self.num_runs or (3 if self.spread else 1))))
 
 
+FIXED_COLUMNS = 5
+"""Row, title, recipe, part and change come first in a file, the numbers after them."""
+
+
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of the paper."""
+    """A table or figure of the paper. Its rows are in the file `LABEL.csv` beside this module.
+
+    A cell has the paper's number, and its standard deviation in parentheses if it gives one.
+    """
 
     label: str
     """The paper's label; ours where it has none."""
     title: str
     """One line for listings."""
-    columns: tuple[str, ...]
-    """The numbers of a result that it compares; see `number`."""
-    rows: Sequence[Row]
     kind: str = "table"
     """table or figure."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that all its runs need to give these numbers, by the config's dotted names."""
+    num_runs: int | None = None
+    """As in `Row`, of all rows."""
 
     @property
     def name(self) -> str:
         """Kind and label, such as `table:ablation1`."""
         return f"{self.kind}:{self.label}"
 
+    @cached_property
+    def _lines(self) -> list[list[str]]:
+        path = Path(__file__).with_name(f"{self.label}.csv")
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.reader(line for line in file if not line.startswith("#")))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The numbers of a result that it compares; see `number`."""
+        return tuple(self._lines[0][FIXED_COLUMNS:])
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """In the paper's order."""
+        return tuple(map(self._row, self._lines[1:]))
+
+    def _row(self, line: Sequence[str]) -> Row:
+        name, title, recipe, part, change = line[:FIXED_COLUMNS]
+        cells = {
+            column: cell.rstrip(")").partition(" (")
+            for column, cell in zip(self.columns, line[FIXED_COLUMNS:], strict=True)
+            if cell
+        }
+        return Row(
+            name=name,
+            title=title,
+            recipe=recipe or None,
+            change={key: _value(text) for key, _, text in (entry.partition("=") for entry in change.split())},
+            paper={column: float(value) for column, (value, _, _) in cells.items()},
+            spread={column: float(deviation) for column, (_, _, deviation) in cells.items() if deviation},
+            num_runs=self.num_runs,
+            part=part or "test",
+        )
+
     def pick(self, names: Sequence[str] | None) -> tuple[Row, ...]:
         """Some of its rows, in the table's order; all when None."""
         if names is None:
-            return tuple(self.rows)
+            return self.rows
         known = [row.name for row in self.rows]
         for name in names:
             if name not in known:
@@ -69,9 +113,12 @@ class Table:
         return tuple(row for row in self.rows if row.name in names)
 
 
-def named(columns: Sequence[str], cells: Sequence[float]) -> dict[str, float]:
-    """Numbers by their column."""
-    return dict(zip(columns, cells, strict=True))
+def _value(text: str) -> Any:
+    """The value of an option: a number, true, false, or a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def number(result: Mapping[str, Any], row: Row, column: str) -> float | None:

@@ -274,7 +274,8 @@ def tuned_options(records: Sequence[Record]) -> str:
     for record in records:
         options = dict(flat(record["config"]))
         groups.setdefault(tuple(options.get(key) for key in TUNED.values()), []).append(record)
-    named = [place for place in range(len(TUNED)) if len({values[place] for values in groups}) > 1]
+    # Runs that are older than an option do not have it.
+    named = [place for place in range(len(TUNED)) if len({values[place] for values in groups} - {None}) > 1]
 
     def mean(runs: Sequence[Record], part: str) -> float:
         return fmean(run[part]["mean"] for run in runs)

@@ -104,7 +104,7 @@ def keep(variant: Variant, step: int, lr_ratio: float) -> float:
     """The share of itself that a member keeps at a push."""
     if variant.half_life is None or step < variant.starts * variant.steps:
         return 1.0
-    strength = 1.0 - 0.5 ** (EVERY / (variant.half_life * variant.steps))
+    strength: float = 1.0 - 0.5 ** (EVERY / (variant.half_life * variant.steps))
     return 1.0 - strength * (lr_ratio if variant.scales else 1.0)
 
 
@@ -228,7 +228,8 @@ def _scores(skeleton: GPT, weights: State, variant: Variant, codes: Tensor) -> d
     inputs, targets = windows(codes, starts)
 
     def log_probabilities(own: State) -> Tensor:
-        return functional_call(skeleton, own, (inputs,)).log_softmax(dim=-1)
+        logits: Tensor = functional_call(skeleton, own, (inputs,))
+        return logits.log_softmax(dim=-1)
 
     def losses(found: Tensor) -> float:
         return float(F.nll_loss(found.flatten(0, 1), targets.flatten()))

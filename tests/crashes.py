@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from typing import Any
 import torch
 
 import fork_server
+import papa.group.start
 from papa.checkpoint import Expected, checkpoints, load_checkpoint
 from papa.cli import main
 from papa.lab.config import Config
@@ -41,7 +46,8 @@ def small_config() -> Config:
     return replace(config, train=replace(config.train, batch_size=32))
 
 
-def _in_child(arguments: list[str], log: Path | None) -> None:
+def in_child(job: Callable[[], int], log: Path | None) -> None:
+    """Run a job in a session of its own, as a new process would, and exit with its code."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -52,15 +58,39 @@ def _in_child(arguments: list[str], log: Path | None) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a process that hangs is ended by SIGABRT, and says where it was
     faulthandler.enable()
-    os._exit(main(arguments))
+    code = 1
+    try:
+        code = job()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
 
 
-def start(arguments: list[str], log: Path | None = None) -> BaseProcess:
+def _command(arguments: list[str], forks_workers: bool, environment: dict[str, str]) -> int:
+    os.environ.update(environment)
+    if forks_workers:
+        papa.group.start.worker_context = partial(multiprocessing.get_context, "fork")
+    return main(arguments)
+
+
+def start(
+    arguments: list[str],
+    log: Path | None = None,
+    *,
+    forks_workers: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> BaseProcess:
     """The command line in a separate process and session, with its errors in a file.
 
-    To save the time of imports it is forked, see `fork_server`.
+    To save the time of imports it is forked, see `fork_server`. With `forks_workers` its workers are too: a
+    process that was forked and has done nothing yet may be forked again.
     """
-    process = fork_server.context().Process(target=_in_child, args=(arguments, log))
+    return fork(partial(_command, arguments, forks_workers, dict(environment or {})), log)
+
+
+def fork(job: Callable[[], int], log: Path | None = None) -> BaseProcess:
+    """A job, which must be picklable, in a process that is forked from the server."""
+    process = fork_server.context().Process(target=in_child, args=(job, log))
     process.start()
     return process
 
@@ -102,12 +132,18 @@ def processes() -> Iterator[tuple[int, int, int]]:
 
 
 class Forked:
-    """The command line in a process that is forked, which saves the time of imports."""
+    """A process that is forked, which saves the time of imports.
 
-    may_leave_children = False
+    Args:
+        process: what `start` or `fork` returned.
+        may_leave_children: whether its children may outlive it.
+    """
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
-        self._process = start(arguments, log)
+    has_own_codes = False
+    """Whether its exit codes are those of something else than papa."""
+
+    def __init__(self, process: BaseProcess, *, may_leave_children: bool = False) -> None:
+        self._process, self.may_leave_children = process, may_leave_children
         self.pid = self._process.pid or 0
 
     def code(self) -> int | None:
@@ -130,14 +166,39 @@ class Forked:
         self._process.join()
 
 
+class Ranks(Forked):
+    """The command line in two ranks that are forked, with the variables that torchrun sets."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
+        names |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks = [{**names, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+        first, self._other = (start(command, log, environment=variables) for variables in ranks)
+        super().__init__(first, may_leave_children=True)  # torchrun would end the other one
+
+    def children(self) -> list[int]:
+        """The other rank."""
+        return [self._other.pid or 0] if self._other.is_alive() else []
+
+    def end(self) -> None:
+        """End what is left of it."""
+        super().end()
+        self._other.join()
+
+
 class Torchrun(Forked):
     """The command line under torchrun with two ranks."""
 
     may_leave_children = True  # when torchrun is killed, its processes are not
+    has_own_codes = True
 
     def __init__(self, command: list[str]) -> None:
         arguments = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        arguments += ["-m", "papa", *command]
+        self._start([*arguments, "-m", "papa", *command])
+
+    def _start(self, arguments: list[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # torchrun prints tracebacks of its own
         self._started = subprocess.Popen(arguments, env=environment, start_new_session=True, **streams)  # type: ignore[call-overload]
@@ -158,6 +219,15 @@ class Torchrun(Forked):
         """End what is left of it."""
         self.send(signal.SIGKILL, [*self.children(), *([self.pid] if self.code() is None else [])])
         self._started.wait()
+
+
+class Each(Torchrun):
+    """Any command of `papa each`, which ends its members also when it is killed."""
+
+    may_leave_children = False
+
+    def __init__(self, command: list[str]) -> None:
+        self._start(command)
 
 
 def is_writing(path: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -19,13 +20,14 @@ FOLDERS = (Path(papa.__file__).parents[1], Path(__file__).parent)
 MODULES = ["distributed_jobs", "memory_jobs", "mesh_jobs", "papa.cli.run", "papa.cli.compare", "torch._dynamo"]
 MODULES += ["torch.export._trace", "sklearn.datasets", "matplotlib.backends.backend_svg", "matplotlib.figure", "jinja2"]
 MODULES += ["plot_forms"]
+_lock = threading.Lock()
 
 
 def context() -> BaseContext:
     """The context of processes that are forked from the server."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(MODULES)
-    with pytest.MonkeyPatch.context() as patch:
+    with _lock, pytest.MonkeyPatch.context() as patch:
         # A server does not get `sys.path`, and ignores modules that it does not find.
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, FOLDERS)))
         forkserver.ensure_running()

@@ -2,45 +2,44 @@
 
     python tests/soak.py --minutes 60
 
-An hour, on two free cores, is for 1,000 kills of runs, each resumed until it ends with the bits of a run that nothing
-disturbed; for 100,000 averagings without growth of memory; and for 100,000 altered files. Less time: less of each.
-Methods, recipes and data sets come from papa's own lists. Exits with 1 if anything failed.
+An hour, on two free cores, is for 1,000 kills of runs and adapters, each resumed until it ends with the bits of one
+that nothing disturbed; for 100,000 averagings without growth of memory; and for 100,000 altered files. Less time:
+less of each. Methods, recipes and data sets come from papa's own lists. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import itertools
-import multiprocessing
 import os
 import platform
 import random
 import resource
-import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+import fork_server
+from adapter_jobs import LIBRARIES
 from alterations import alter, kinds
-from crashes import Forked, Reader, Torchrun, differences, is_writing, options, run_to_end, small_config
-from lab.recipes.test_smoke import smoke_data_config, write_data
-from papa.cli.main import STOPPED
-from papa.lab.config import METHODS, TRAJECTORIES, Config
-from papa.lab.recipes import RECIPES
+from crashes import small_config
+from lab.recipes.test_smoke import write_data
+from papa.lab.config import METHODS
 from papa.lab.recipes.build import build
-from papa.lab.runs import RunDirectory
+from soak_kills import Job, Kills, adapter_jobs_, run_jobs
 
-KILLS, AVERAGINGS, FILES = 1000, 100_000, 100_000
+NUMBERS = {"kills": 900, "adapters": 100, "averagings": 100_000, "files": 100_000}
 """What an hour is for."""
-SHARES = {"kills": 0.65, "averagings": 0.1, "files": 0.25}
+SHARES = {"kills": 0.5, "adapters": 0.15, "averagings": 0.1, "files": 0.25}
 """The shares of time."""
 MOST_GROWTH = 1.05
 """The allowed ratio of resident memory after all averagings to that after a tenth of them."""
@@ -48,13 +47,8 @@ MOST_EXTRA_MEGABYTES = 500.0
 """The allowed growth of memory while altered files of one kind are read."""
 MOST_SECONDS = 10.0
 """The allowed time of a processor for one altered file."""
-LONGEST_END = 600.0
-"""After so many seconds a process that was asked to end counts as hung, and prints where it is."""
-SHARE_OF_RECIPES, SHARE_OF_RANKS = 0.15, 0.05
-PRELOADED = ["crashes", "alterations"]
-"""Modules of the server that forks processes."""
-ENDS = {0, STOPPED, 128 + signal.SIGINT}
-"""Exit codes that a signal may lead to, besides the signal itself; 2 when one worker is killed."""
+MOST_OF_A_KIND = 0.16
+"""The largest share of one method or kind of file: all get the same time, and some take a hundred times longer."""
 
 
 class Row(NamedTuple):
@@ -65,186 +59,42 @@ class Row(NamedTuple):
     is_good: bool = True
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that is killed and resumed."""
-
-    name: str
-    arguments: list[str]
-    config: Config | None = None
-    """For jobs whose checkpoints are read after each kill."""
-
-
-def jobs(data: Path) -> tuple[list[Job], list[Job]]:
-    """Small runs of every method and every average along trajectories; and the recipes on tiny data."""
-    small = [Job(f"method {name}", [*options(8), "--method", name], _small(name)) for name in METHODS]
-    small += [
-        Job(f"trajectory {kind}", [*options(8), "--trajectory.kind", kind]) for kind in TRAJECTORIES if kind != "none"
-    ]
-    small.append(Job("delayed pushes", [*options(8), "--average.every-steps", "5", "--average.delay", "2"]))
-    small.append(Job("stacked engine", [*options(8), "--train.engine", "stacked", "--diversity.grid", "none"]))
-    recipes = []
-    for name, recipe in RECIPES.items():
-        config = smoke_data_config(recipe, data)
-        if config.model.name.startswith("timm:"):  # minutes each, and nothing that the others do not have
-            continue
-        recipes.append(Job(f"recipe {name}", [name, "--budget", "smoke", "--data.root", config.data.root]))
-    return small, recipes
-
-
-def _small(method: str) -> Config:
-    return replace(small_config(), method=method)
-
-
-@dataclass
-class Kills:
-    """Kills runs at random and resumes them, until the number or the time is reached."""
+class Part(NamedTuple):
+    """How much of a part, for how long, in how many processes."""
 
     folder: Path
-    seed: int
-    num_kills: int
+    number: int
     seconds: float
-    counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    failures: list[str] = field(default_factory=list)
-    slowest_end: float = 0.0
+    seed: int
+    processes: int
 
-    def __post_init__(self) -> None:
-        self.generator, self.began = random.Random(self.seed), time.monotonic()
-        self.durations: dict[str, float] = {}
-        self.readers: dict[str, Reader] = {}
-        self.log = self.folder / "errors.log"
-        write_data(self.folder / "data")
-        self.small, self.recipes = jobs(self.folder / "data")
-        self.generator.shuffle(self.small)
-        self.generator.shuffle(self.recipes)
 
-    def run(self) -> list[Row]:
-        """Kill, resume and compare."""
-        turns = itertools.count()
-        while not self._is_over() and not self.failures:
-            turn = next(turns)
-            is_recipe = self.generator.random() < SHARE_OF_RECIPES
-            pool = self.recipes if is_recipe and self.recipes else self.small
-            self._soak(pool[turn % len(pool)])
-        kinds_of_kill = {name: number for name, number in self.counts.items() if name.startswith("SIG")}
-        others = {name: number for name, number in self.counts.items() if not name.startswith("SIG")}
-        return [
-            Row("kills", f"{self.counts['kills']} of {self.num_kills} in {self._minutes():.1f} minutes"),
-            Row("... by signal and target", _listing(kinds_of_kill)),
-            Row("... and what else was counted", _listing(others)),
-            Row("longest time from a signal to the end of all processes, seconds", f"{self.slowest_end:.1f}"),
-            Row("different bits, hangs, tracebacks and other failures", self.failures or "none", not self.failures),
-        ]
-
-    def _minutes(self) -> float:
-        return (time.monotonic() - self.began) / 60
-
-    def _is_over(self) -> bool:
-        return self.counts["kills"] >= self.num_kills or self._minutes() * 60 > self.seconds
-
-    def _soak(self, job: Job) -> None:
-        """One run, killed some times, resumed to its end and compared."""
-        whole, killed = self.folder / job.name.replace(" ", "-"), self.folder / "killed"
-        if job.name not in self.durations:
-            begin = time.monotonic()
-            if run_to_end(["run", *job.arguments, "--out", str(whole), "--workers", "1"], self.log) != 0:
-                self.failures.append(f"{job.name} does not run:\n{self.log.read_text()[-3000:]}")
-                return
-            self.durations[job.name] = time.monotonic() - begin
-            self.counts["jobs"] += 1
-        num_members = len(list((whole / "members").iterdir()))
-        for _ in range(self.generator.randint(3, 8)):
-            if self._is_over() or self.failures or RunDirectory(killed).is_finished:
-                break
-            self._disturb(job, killed, num_members)
-        if not self.failures:
-            self._finish(job, whole, killed)
-        shutil.rmtree(killed, ignore_errors=True)
-
-    def _finish(self, job: Job, whole: Path, killed: Path) -> None:
-        code = run_to_end(["run", *job.arguments, "--out", str(killed), "--workers", "1", "--resume"], self.log)
-        found = list(differences(whole, killed)) if code == 0 else [f"exit code {code}"]
-        if found:
-            self.failures.append(f"{job.name}: {', '.join(found)}")
-        self.counts["finished runs"] += 1
-
-    def _disturb(self, job: Job, killed: Path, num_members: int) -> None:
-        """Start or resume a run, and send it a signal at a random time."""
-        workers = self.generator.choice([1, 1, 1, 2, 3])
-        is_stacked = "stacked" in job.name  # its last bits depend on the number of workers
-        workers = 1 if is_stacked else min(workers, num_members)
-        arguments = [*job.arguments, "--out", str(killed), "--resume"]
-        if (killed / "config.json").exists() and self.generator.random() < 0.5:
-            arguments = []
-        command = ["run", *arguments] if arguments else ["resume", str(killed)]
-        if num_members > 1 and not is_stacked and self.generator.random() < SHARE_OF_RANKS:
-            self.counts["of two ranks under torchrun"] += 1
-            self._signal(Torchrun(command), killed, longest=self.durations[job.name] + 20.0)
-        else:
-            self.counts[f"of {workers} workers"] += 1
-            longest = self.durations[job.name] / 2 + (0.0 if workers == 1 else 8.0)
-            self._signal(Forked([*command, "--workers", str(workers)], self.log), killed, longest=longest)
-        if job.config is not None and (killed / "checkpoint").exists():
-            reader = self.readers.setdefault(job.name, Reader(job.config))
-            self.counts["checkpoints read after a kill"] += reader.read_all(killed)
-        if self.log.exists() and "Traceback" in self.log.read_text():
-            self.failures.append(f"{job.name}: a traceback, see below\n{self.log.read_text()[-3000:]}")
-        self.log.unlink(missing_ok=True)
-
-    def _signal(self, process: Any, killed: Path, *, longest: float) -> None:
-        generator = self.generator
-        begin = time.monotonic()
-        end = begin + generator.uniform(0.0, longest)
-        while process.code() is None and time.monotonic() < end:
-            time.sleep(0.001)
-        if generator.random() < 0.4:
-            while process.code() is None and not is_writing(killed) and time.monotonic() < begin + 2 * longest:
-                time.sleep(0.0005)
-            time.sleep(generator.uniform(0.0, 0.004))
-        if process.code() is not None:
-            process.end()
-            return
-        number = generator.choice(
-            [signal.SIGKILL] * 5 + [signal.SIGTERM] * 2 + [signal.SIGINT, signal.SIGHUP, signal.SIGHUP, signal.SIGSTOP]
-        )
-        target = generator.choice(["all", "all", "parent", "child"])
-        children = process.children()
-        self.counts["while a checkpoint was written"] += is_writing(killed)
-        if number == signal.SIGSTOP:
-            process.send(signal.SIGSTOP, [process.pid, *children])
-            time.sleep(generator.uniform(0.0, 1.0))
-            process.send(signal.SIGCONT, [process.pid, *children])
-            number, target = signal.SIGKILL, "all"
-            self.counts["SIGSTOP and SIGCONT first"] += 1
-            time.sleep(generator.uniform(0.0, 1.0))
-        if target == "child" and not (children and number == signal.SIGKILL):
-            target = "parent"
-        targets = {
-            "all": [process.pid, *children],
-            "parent": [process.pid],
-            "child": [generator.choice(children or [0])],
-        }
-        begin = time.monotonic()
-        process.send(number, targets[target])
-        self.counts["kills"] += 1
-        self.counts[f"{number.name} to {target}"] += 1
-        self._wait(process, f"{number.name} to {target}", begin)
-
-    def _wait(self, process: Any, what: str, begin: float) -> None:
-        """Wait until no process of the session is left; one that does not end is a failure."""
-        while process.code() is None or (process.children() and not process.may_leave_children):
-            if time.monotonic() > begin + LONGEST_END:
-                process.send(signal.SIGABRT, [process.pid, *process.children()])
-                self.failures.append(f"{what}: not ended after {LONGEST_END:g} seconds; stacks are below")
-                time.sleep(2.0)
-                break
-            time.sleep(0.01)
-        self.slowest_end = max(self.slowest_end, time.monotonic() - begin)
-        code = process.code()
-        expected = ENDS | ({2} if "child" in what else set())
-        if not process.may_leave_children and code is not None and code >= 0 and code not in expected:
-            self.failures.append(f"{what}: exit code {code}")
-        process.end()
+def soak_kills(part: Part, make_jobs: Callable[[Path], list[Job]]) -> list[Row]:
+    """Kill and resume, some at the same time, each with its own jobs, folder and seed."""
+    write_data(part.folder / "data")
+    jobs, begin = make_jobs(part.folder / "data"), time.monotonic()
+    random.Random(part.seed).shuffle(jobs)
+    all_kills = []
+    for index in range(part.processes):
+        folder, own = part.folder / str(index), jobs[index :: part.processes]
+        folder.mkdir()
+        number = -(-part.number // part.processes)
+        all_kills.append(Kills(folder, own, 1000 * part.seed + index, number, part.seconds))
+    with ThreadPoolExecutor(part.processes) as pool:  # they only wait for processes
+        list(pool.map(Kills.run, all_kills))
+    counts = sum((kills.counts for kills in all_kills), collections.Counter[str]())
+    failures = [failure for kills in all_kills for failure in kills.failures]
+    signals = {name: number for name, number in counts.items() if name.startswith("SIG")}
+    others = {name: number for name, number in counts.items() if name not in signals}
+    slowest = max(kills.slowest_end for kills in all_kills)
+    minutes = (time.monotonic() - begin) / 60
+    return [
+        Row("kills", f"{counts['kills']} of {part.number} in {minutes:.1f} minutes, {part.processes} at a time"),
+        Row("... by signal and target", _listing(signals)),
+        Row("... and what else was counted", _listing(others)),
+        Row("longest time from a signal to the end of all processes, seconds", f"{slowest:.1f}"),
+        Row("different bits, hangs, tracebacks and other failures", "\n".join(failures) or "none", not failures),
+    ]
 
 
 def _listing(counts: dict[str, int]) -> str:
@@ -259,9 +109,11 @@ def resident_megabytes() -> float:
 
 def average_often(method: str, num_averagings: int, seconds: float) -> dict[str, Any]:
     """Average a population many times; returns the memory after a tenth and at the end."""
-    config = _small(method)
+    config = replace(small_config(), method=method)
     average = replace(config.average, every_steps=1, every_epochs=1e-6, repair=0)
     training = build(replace(config, average=average, train=replace(config.train, epochs=10**7)))
+    for parameter in (parameter for net in training.population for parameter in net.parameters()):
+        parameter.grad = torch.ones_like(parameter)  # for rules that look at gradients
     begin, first, count = time.monotonic(), 0.0, 0
     while count < num_averagings and time.monotonic() < begin + seconds:
         training.averager.step()
@@ -271,18 +123,18 @@ def average_often(method: str, num_averagings: int, seconds: float) -> dict[str,
     return {"averagings": count, "first": first, "last": resident_megabytes()}
 
 
-def soak_averagings(num_averagings: int, seconds: float) -> list[Row]:
+def soak_averagings(part: Part) -> list[Row]:
     """Every method, each in its own process."""
     rows, total, worst = [], 0, 0.0
     methods = [method for method in METHODS if method != "independent"]
-    for method in methods:
-        found = in_process(average_often, method, num_averagings // len(methods) + 1, seconds / len(methods))
+    seconds = part.seconds * part.processes / len(methods)
+    arguments = [(method, int(part.number * MOST_OF_A_KIND), seconds) for method in methods]
+    for method, found in zip(methods, in_processes(average_often, arguments, part.processes), strict=True):
         if isinstance(found, str):
             rows.append(Row(f"averagings of {method}", found, False))
             continue
         total, worst = total + found["averagings"], max(worst, found["last"] / found["first"])
-    steps = f"{total} of {num_averagings}"
-    rows.append(Row(f"averagings by {len(methods)} methods", steps))
+    rows.append(Row(f"averagings by {len(methods)} methods", f"{total} of {part.number}"))
     rows.append(Row("worst growth of memory from a tenth of them to the end", f"{worst:.3f}", worst <= MOST_GROWTH))
     return rows
 
@@ -301,15 +153,15 @@ def read_altered(kind: str, folder: str, num_files: int, seconds: float, seed: i
     return {"refused": counts[True], "accepted": counts[False], "slowest": slowest, "extra": extra}
 
 
-def soak_files(folder: Path, num_files: int, seconds: float, seed: int) -> list[Row]:
+def soak_files(part: Part) -> list[Row]:
     """Every kind of file, each in its own process, which must not die."""
-    names, rows, total = list(kinds()), [], 0
+    names, rows, total, arguments = list(kinds()), [], 0, []
     for number, kind in enumerate(names):
-        place = folder / f"kind-{number}"
+        place = part.folder / str(number)
         place.mkdir()
-        share = (num_files // len(names) + 1, seconds / len(names))
-        found = in_process(read_altered, kind, str(place), *share, seed)
-        shutil.rmtree(place)
+        seconds = part.seconds * part.processes / len(names)
+        arguments.append((kind, str(place), int(part.number * MOST_OF_A_KIND), seconds, part.seed))
+    for kind, found in zip(names, in_processes(read_altered, arguments, part.processes), strict=True):
         if isinstance(found, str):
             rows.append(Row(f"altered: {kind}", found, False))
             continue
@@ -318,19 +170,30 @@ def soak_files(folder: Path, num_files: int, seconds: float, seed: int) -> list[
         text += f"{found['extra']:.0f} MB more"
         is_good = found["slowest"] <= MOST_SECONDS and found["extra"] <= MOST_EXTRA_MEGABYTES
         rows.append(Row(f"altered: {kind}", text, is_good))
-    return [Row("altered files", f"{total} of {num_files}"), *rows]
+    return [Row("altered files", f"{total} of {part.number}"), *rows]
 
 
-def in_process(job: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | str:
-    """What a function returns in a process of its own, or how that ended; forked, which saves the time of imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+Found = dict[str, Any] | str
+"""What a process returned, or how it ended."""
+
+
+def in_processes(
+    job: Callable[..., dict[str, Any]], arguments: list[tuple[Any, ...]], processes: int
+) -> Iterator[Found]:
+    """What a function returns for each of the arguments, some at a time, each in a process of its own."""
+    with ThreadPoolExecutor(processes) as pool:
+        yield from pool.map(lambda these: in_process(job, *these), arguments)
+
+
+def in_process(job: Callable[..., dict[str, Any]], *arguments: Any) -> Found:
+    """What a function returns in a process of its own; forked, which saves the time of imports."""
+    context: Any = fork_server.context()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, job, arguments))
     process.start()
     sender.close()
     try:
-        found: dict[str, Any] | str = receiver.recv()
+        found: Found = receiver.recv()
     except EOFError:
         process.join()
         found = f"the process ended with code {process.exitcode}"
@@ -342,35 +205,51 @@ def _send(sender: Any, job: Callable[..., dict[str, Any]], arguments: tuple[Any,
     torch.set_num_threads(1)
     try:
         sender.send(job(*arguments))
-    except BaseException as error:
-        sender.send(f"{type(error).__name__}: {error}"[:2000])
+    except BaseException:
+        sender.send(traceback.format_exc()[-2000:])
+
+
+PARTS: dict[str, Callable[[Part], list[Row]]] = {
+    "averagings": soak_averagings,
+    "files": soak_files,
+    "kills": partial(soak_kills, make_jobs=run_jobs),
+    "adapters": partial(soak_kills, make_jobs=adapter_jobs_),
+}
 
 
 def main() -> None:
     """Run the soak test and print a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="how long; all numbers are proportional to it")
-    parser.add_argument("--only", choices=SHARES, help="one part, for all of the time")
+    parser.add_argument("--only", choices=PARTS, help="one part, for all of the time, and as much of it as in an hour")
     parser.add_argument("--seed", type=int, default=1, help="seed of kills and alterations")
+    parser.add_argument("--processes", type=int, default=2, help="how many kill, average or read at the same time")
     chosen = parser.parse_args()
-    shares = SHARES if chosen.only is None else {chosen.only: 1.0}
-    scale, seconds = chosen.minutes / 60, {name: share * chosen.minutes * 60 for name, share in shares.items()}
+    torch.set_num_threads(1)
+    names = list(PARTS) if chosen.only is None else [chosen.only]
+    fork_server.MODULES += ["alterations", "soak_kills", *(LIBRARIES if "adapters" in names else [])]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="papa-soak-") as temporary:
-        folder = Path(temporary)
-        if "averagings" in shares:
-            rows += soak_averagings(int(AVERAGINGS * scale), seconds["averagings"])
-        if "files" in shares:
-            rows += soak_files(folder, int(FILES * scale), seconds["files"], chosen.seed)
-        if "kills" in shares:
-            (folder / "kills").mkdir()
-            rows += Kills(folder / "kills", chosen.seed, int(KILLS * scale), seconds["kills"]).run()
+        for name in names:
+            folder = Path(temporary) / name
+            folder.mkdir()
+            scale = chosen.minutes / 60 if chosen.only is None else 1.0
+            share = SHARES[name] if chosen.only is None else 1.0
+            number, seconds = int(NUMBERS[name] * scale), share * chosen.minutes * 60
+            found = PARTS[name](Part(folder, number, seconds, chosen.seed, chosen.processes))
+            show(found)
+            rows += found
     today, machine = time.strftime("%Y-%m-%d", time.gmtime()), f"{os.cpu_count()} processors, {platform.platform()}"
-    rows.insert(0, Row("date, machine", f"{today}, {machine}, torch {torch.__version__}"))
+    show([Row("date, machine", f"{today}, {machine}, torch {torch.__version__}")])
+    sys.exit(0 if all(row.is_good for row in rows) else 1)
+
+
+def show(rows: list[Row]) -> None:
+    """Print lines of the summary."""
     width = max(len(row.name) for row in rows)
     for row in rows:
         sys.stdout.write(f"{row.name:{width}}  {row.value}{'' if row.is_good else '   FAILED'}\n")
-    sys.exit(0 if all(row.is_good for row in rows) else 1)
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -219,3 +219,13 @@ def test_a_file_by_torch_that_unpacks_to_more_than_itself_is_refused(tmp_path: P
             bomb.writestr(entry.filename, plain.read(entry), compress_type=zipfile.ZIP_DEFLATED)
     assert not refused(lambda: read_state_dict(tmp_path / "plain.pt"))
     assert refused(lambda: read_state_dict(tmp_path / "bomb.pt"))
+
+
+def test_a_file_by_torch_that_claims_several_disks_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "net.pt"
+    torch.save({"weight": torch.zeros(3)}, file)
+    content = file.read_bytes()
+    at = content.rindex(b"PK\x06\x07") + 4  # the disk number in the locator of the end
+    file.write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+    with pytest.raises(PapaError, match="not a valid PyTorch file: zipfiles that span multiple disks"):
+        read_state_dict(file)

@@ -7,7 +7,6 @@ import importlib
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -148,8 +147,6 @@ def file_content(path: Path) -> Content:
 
 def archive_content(path: Path) -> Content:
     """The content of a file by `torch.save`: only tensors and plain values, no objects of classes."""
-    if not zipfile.is_zipfile(path):
-        raise SoupError(f"{path} is not a valid PyTorch file: it may be truncated or altered")
     archive = TorchArchive(path, error=SoupError)
     notes = []
     if archive.foreign:

@@ -23,11 +23,11 @@ from crashes import (
     Ranks,
     Reader,
     Torchrun,
+    WorkClock,
     differences,
     fork,
     is_writing,
     options,
-    run_to_end,
     small_config,
     start,
 )
@@ -40,7 +40,7 @@ from papa.storage import read_file
 
 LONGEST_END = 600.0
 """After so many seconds a process that was asked to end counts as hung, and prints where it is."""
-SHARE_OF_SPAWNED, SHARE_OF_RANKS, SHARE_OF_TORCHRUN = 0.02, 0.08, 0.01
+SHARE_OF_SPAWNED, SHARE_OF_RANKS, SHARE_OF_TORCHRUN = 0.01, 0.08, 0.007
 """The shares of runs whose workers import everything anew, as outside of this test; of two ranks that are forked; and
 of two ranks that torchrun starts. The first and the last take twenty seconds of a processor."""
 ENDS = {0, STOPPED, 128 + signal.SIGINT}
@@ -54,12 +54,12 @@ class Job(ABC):
     name: str
 
     @abstractmethod
-    def run_to_end(self, directory: Path, log: Path) -> int:
-        """Start or resume it undisturbed; returns its exit code."""
+    def start(self, directory: Path, log: Path) -> Forked:
+        """Start or resume it in the plainest way."""
 
     @abstractmethod
-    def start(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Any, float]:
-        """Start or resume it: what it is, its process, and seconds that its start may take besides."""
+    def start_anyhow(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Forked, float]:
+        """Start or resume it in a random way: which one, its process, and seconds that its start takes besides."""
 
     @abstractmethod
     def differences(self, whole: Path, killed: Path) -> Iterable[str]:
@@ -83,10 +83,10 @@ class Run(Job):
     config: Config | None = None
     """For jobs whose checkpoints are read after each kill."""
 
-    def run_to_end(self, directory: Path, log: Path) -> int:
-        return run_to_end(["run", *self.arguments, "--out", str(directory), "--workers", "1", "--resume"], log)
+    def start(self, directory: Path, log: Path) -> Forked:
+        return Forked(start(["run", *self.arguments, "--out", str(directory), "--workers", "1", "--resume"], log))
 
-    def start(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Any, float]:
+    def start_anyhow(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Forked, float]:
         command = ["run", *self.arguments, "--out", str(directory), "--resume"]
         if (directory / "config.json").exists() and generator.random() < 0.5:
             command = ["resume", str(directory)]
@@ -96,12 +96,12 @@ class Run(Job):
         if chosen < SHARE_OF_TORCHRUN:
             return "of two ranks under torchrun", Torchrun(command), 20.0
         if chosen < SHARE_OF_TORCHRUN + SHARE_OF_RANKS:
-            return "of two ranks", Ranks(command, log), 2.0
+            return "of two ranks", Ranks(command, log), 1.0
         if chosen < SHARE_OF_TORCHRUN + SHARE_OF_RANKS + SHARE_OF_SPAWNED:
             command += ["--workers", "2"]
             return "of 2 workers that import everything", Forked(start(command, log)), 20.0
         process = start([*command, "--workers", str(workers)], log, forks_workers=True)
-        return f"of {workers} workers", Forked(process), 0.0 if workers == 1 else 2.0
+        return f"of {workers} workers", Forked(process), 0.5 * (workers - 1)
 
     def differences(self, whole: Path, killed: Path) -> Iterable[str]:
         return differences(whole, killed)
@@ -123,21 +123,15 @@ class Adapter(Job):
 
     name: str
 
-    def run_to_end(self, directory: Path, log: Path) -> int:
-        process = self._forked(directory, log)
-        process.join()
-        assert process.exitcode is not None
-        return process.exitcode
-
-    def _forked(self, directory: Path, log: Path) -> Any:
+    def start(self, directory: Path, log: Path) -> Forked:
         directory.mkdir(exist_ok=True)
-        return fork(partial(adapter_jobs.run, self.name, directory), log)
+        return Forked(fork(partial(adapter_jobs.run, self.name, directory), log), may_leave_children=True)
 
-    def start(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Any, float]:
+    def start_anyhow(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Forked, float]:
         if self.name == adapter_jobs.EACH and generator.random() < 0.5:
             directory.mkdir(exist_ok=True)
-            return f"of {self.name}, by its command", Each(adapter_jobs.command(directory)), 20.0
-        return f"of {self.name}", Forked(self._forked(directory, log), may_leave_children=True), 1.0
+            return f"of {self.name}, by its command", Each(adapter_jobs.command(directory)), 12.0
+        return f"of {self.name}", self.start(directory, log), 0.0
 
     def differences(self, whole: Path, killed: Path) -> Iterable[str]:
         names = sorted(file.name for file in (whole / "result").iterdir())
@@ -146,20 +140,20 @@ class Adapter(Job):
 
 
 def run_jobs(data: Path) -> list[Job]:
-    """Small runs of every method and every average along trajectories; and the recipes on tiny data."""
+    """Small runs of every method and every average along trajectories; and a recipe for each data set."""
     small = [Run(f"method {name}", [*options(8), "--method", name], _small(name)) for name in METHODS]
     small += [
         Run(f"trajectory {kind}", [*options(8), "--trajectory.kind", kind]) for kind in TRAJECTORIES if kind != "none"
     ]
     small.append(Run("delayed pushes", [*options(8), "--average.every-steps", "5", "--average.delay", "2"]))
     small.append(Run("stacked engine", [*options(8), "--train.engine", "stacked", "--diversity.grid", "none"]))
-    recipes = []
+    recipes: dict[str, Job] = {}
     for name, recipe in RECIPES.items():
         config = smoke_data_config(recipe, data)
-        if config.model.name.startswith("timm:"):  # minutes each, and nothing that the others do not have
-            continue
-        recipes.append(Run(f"recipe {name}", [name, "--budget", "smoke", "--data.root", config.data.root]))
-    return [*small, *small, *recipes]  # recipes take longer
+        if config.data.name not in recipes and not config.model.name.startswith("timm:"):  # which take minutes
+            arguments = [name, "--budget", "smoke", "--data.root", config.data.root]
+            recipes[config.data.name] = Run(f"recipe {name}", arguments)
+    return [*small, *recipes.values()]
 
 
 def adapter_jobs_(data: Path) -> list[Job]:
@@ -206,23 +200,34 @@ class Kills:
         """One job, killed some times, resumed to its end and compared."""
         whole, killed = self.folder / job.name.replace(" ", "-"), self.folder / "killed"
         if job.name not in self.durations:
-            begin = time.monotonic()
-            if job.run_to_end(whole, self.log) != 0:
+            code, self.durations[job.name] = self._run_to_end(job, whole)
+            if code != 0:
                 self.failures.append(f"{job.name} does not run:\n{self._errors()}")
                 return
-            self.durations[job.name] = time.monotonic() - begin
             self.counts["jobs"] += 1
-        for _ in range(self.generator.randint(4, 10)):
+        for _ in range(self.generator.randint(5, 15)):
             if self._is_over() or self.failures or job.is_finished(killed):
                 break
             self._disturb(job, killed)
         if not self.failures:
-            code = job.run_to_end(killed, self.log)
+            code, _ = self._run_to_end(job, killed)
             found = list(job.differences(whole, killed)) if code == 0 else [f"exit code {code}\n{self._errors()}"]
             if found:
                 self.failures.append(f"{job.name}: {', '.join(found)}")
             self.counts["resumed to the same bits"] += not found
         shutil.rmtree(killed, ignore_errors=True)
+
+    def _run_to_end(self, job: Job, directory: Path) -> tuple[int, float]:
+        """The exit code of a job that nothing disturbs, and the time of a processor that it took."""
+        process, seconds = job.start(directory, self.log), 0.0
+        clock = WorkClock(process)
+        while process.code() is None:
+            seconds = clock.seconds()
+            time.sleep(0.05)
+        code = process.code()
+        process.end()
+        assert code is not None
+        return code, seconds
 
     def _errors(self) -> str:
         return self.log.read_text()[-3000:] if self.log.exists() else ""
@@ -230,23 +235,22 @@ class Kills:
     def _disturb(self, job: Job, killed: Path) -> None:
         """Start or resume a job, and send it a signal at a random time."""
         self.log.unlink(missing_ok=True)
-        what, process, extra = job.start(killed, self.log, self.generator)
-        if self._signal(process, killed, longest=self.durations[job.name] / 2 + extra):
+        what, process, extra = job.start_anyhow(killed, self.log, self.generator)
+        if self._signal(process, killed, longest=0.6 * self.durations[job.name] + extra):
             self.counts[what] += 1
         self.counts["checkpoints read after a kill"] += job.check(killed)
         if isinstance(job, Run) and "Traceback" in self._errors():
             self.failures.append(f"{job.name}: a traceback, see below\n{self._errors()}")
 
     def _signal(self, process: Any, killed: Path, *, longest: float) -> bool:
-        """Wait for a random time, and send a signal; returns whether the process was still there."""
-        generator = self.generator
-        begin = time.monotonic()
-        end = begin + generator.uniform(0.0, longest)
-        while process.code() is None and time.monotonic() < end:
-            time.sleep(0.005)
+        """Wait for a random moment of its work, and send a signal; returns whether the process was still there."""
+        generator, clock = self.generator, WorkClock(process)
+        moment = generator.uniform(0.0, longest)
+        while process.code() is None and clock.seconds() < moment:
+            time.sleep(0.02)
         if generator.random() < 0.4:
-            while process.code() is None and not is_writing(killed) and time.monotonic() < begin + 1.5 * longest:
-                time.sleep(0.002)
+            while process.code() is None and not is_writing(killed) and clock.seconds() < moment + longest / 2:
+                time.sleep(0.004)
             time.sleep(generator.uniform(0.0, 0.004))
         if process.code() is not None:
             process.end()
@@ -284,7 +288,7 @@ class Kills:
                 time.sleep(2.0)
                 self.failures.append(f"{what}: not ended after {LONGEST_END:g} seconds; stacks:\n{self._errors()}")
                 break
-            time.sleep(0.01)
+            time.sleep(0.02)
         self.slowest_end = max(self.slowest_end, time.monotonic() - begin)
         code = process.code()
         expected = ENDS | ({2} if "child" in what else set())

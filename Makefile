@@ -13,7 +13,7 @@ help:
 	@echo "make results write RESULTS.md, and the README's table and figure, from the records in results/"
 	@echo "make format  format the sources with ruff"
 	@echo "make bench   run every benchmark and write BENCHMARKS.md"
-	@echo "make soak    an hour of kills, averagings and altered files (MINUTES=5 for less)"
+	@echo "make soak    an hour of kills, averagings and altered files (MINUTES=5 for less, PROCESSES=4 at once)"
 	@echo "make soak-async  ten minutes of asynchronous members that are slowed, stopped and killed (MINUTES=2 for less)"
 	@echo "make rows    every row of the paper's tables, seconds each (DATA=folder; missing data is replaced by noise)"
 	@echo "make clean   remove $(VENV) and the caches of tools"
@@ -73,7 +73,7 @@ bench: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	@echo "papa: killing and resuming runs, averaging, altering files"
-	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(or $(MINUTES),60)
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(or $(MINUTES),60) --processes $(or $(PROCESSES),2)
 
 soak-async: $(VENV)/.installed-dev
 	@echo "papa: slowing, stopping and killing asynchronous members"

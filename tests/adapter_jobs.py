@@ -256,7 +256,7 @@ def _fit(folder: Path, module: Any, data: Any, newest: str | None, *callbacks: A
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    every = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    every = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
     trainer = pl.Trainer(
         max_epochs=NUM_EPOCHS,
         accelerator="cpu",

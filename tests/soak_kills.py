@@ -128,7 +128,7 @@ class Adapter(Job):
         return Forked(fork(partial(adapter_jobs.run, self.name, directory), log), may_leave_children=True)
 
     def start_anyhow(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Forked, float]:
-        if self.name == adapter_jobs.EACH and generator.random() < 0.5:
+        if self.name == adapter_jobs.EACH and generator.random() < 0.3:
             directory.mkdir(exist_ok=True)
             return f"of {self.name}, by its command", Each(adapter_jobs.command(directory)), 12.0
         return f"of {self.name}", self.start(directory, log), 0.0

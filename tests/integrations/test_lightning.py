@@ -273,6 +273,17 @@ def test_one_member_per_process_is_resumed_exactly_also_within_a_delayed_push(tm
         assert_equal(found.state_dict(), net.state_dict())
 
 
+def test_a_training_that_is_resumed_after_its_end_leaves_the_soup_too(plain: Any, tmp_path: Path) -> None:
+    def resume(member: int, group: Any) -> Any:
+        (last,) = (tmp_path / str(member)).rglob("epoch=2-*.ckpt")
+        return fit_member(tmp_path, others[member], member, group, ckpt_path=last)
+
+    nets, others = [Net(0), Net(1)], [Net(2), Net(3)]
+    run_threads(lambda member, group: fit_member(tmp_path, nets[member], member, group))
+    for net, (found, _) in zip(nets, run_threads(resume), strict=True):
+        assert_equal(found.state_dict(), net.state_dict())
+
+
 def test_ranks_are_members(plain: Any, tmp_path: Path) -> None:
     nets = [Net(0), Net(1)]
 

@@ -168,6 +168,11 @@ class PopulationAveraging(Callback):
         self._other = self.joined.soup_tensors()
         self._swap(pl_module)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same where nothing was left to train: then Lightning does not call `on_train_end`."""
+        if not self._holds_soup:
+            self.on_train_end(trainer, pl_module)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop averaging."""
         if stage == "fit":

@@ -141,7 +141,12 @@ class Adapter(Job):
 
 def run_jobs(data: Path) -> list[Job]:
     """Small runs of every method and every average along trajectories; and a recipe for each data set."""
-    small = [Run(f"method {name}", [*options(8), "--method", name], _small(name)) for name in METHODS]
+    small: list[Job] = []
+    for name in METHODS:
+        often = ["--coupling.every-steps", "7"] if name in ("diloco", "noloco") else []  # else never in so few steps
+        small.append(Run(f"method {name}", [*options(8), "--method", name, *often], _small(name)))
+    parts = ["--coupling.every-steps", "8", "--coupling.fragments", "2", "--coupling.delay", "2"]
+    small.append(Run("delayed diloco in parts", [*options(8), "--method", "diloco", *parts]))
     small += [
         Run(f"trajectory {kind}", [*options(8), "--trajectory.kind", kind]) for kind in TRAJECTORIES if kind != "none"
     ]

@@ -192,7 +192,7 @@ def in_process(job: Callable[..., dict[str, Any]], *arguments: Any) -> Found:
     """What a function returns in a process of its own; forked, which saves the time of imports."""
     context: Any = fork_server.context()
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, job, arguments))
+    process = context.Process(target=_send, args=(sender, job, arguments), daemon=True)
     process.start()
     sender.close()
     try:
@@ -205,6 +205,7 @@ def in_process(job: Callable[..., dict[str, Any]], *arguments: Any) -> Found:
 
 
 def _send(sender: Any, job: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    os.setsid()  # Linux may share processors by session: so it has its own share, as the runs that are killed have
     torch.set_num_threads(1)
     try:
         sender.send(job(*arguments))

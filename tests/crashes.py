@@ -120,24 +120,40 @@ def kill_at(process: BaseProcess, path: Path, generator: random.Random, longest:
     return was_alive and process.exitcode == -signal.SIGKILL
 
 
-def processes() -> Iterator[tuple[int, int, int]]:
-    """Every process that is alive, with its parent and its session."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended
-            continue
-        if state != "Z":
-            yield int(path.parent.name), int(parent), int(session)
+class Family:
+    """The processes that belong to one: in its session, or its children.
+
+    Every process of the machine is looked at once only, since a look at all of them takes long.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._seen, self._family = {process}, set[int]()
+
+    def alive(self) -> list[int]:
+        """Those that are alive now."""
+        for name in os.listdir("/proc"):
+            if name.isdecimal() and int(name) not in self._seen:
+                self._seen.add(int(name))
+                fields = _stat(int(name))
+                if fields and self._process in (int(fields[1]), int(fields[3])):
+                    self._family.add(int(name))
+        self._family = {process for process in self._family if _stat(process)[:1] not in ([], ["Z"])}
+        return sorted(self._family)
+
+
+def _stat(process: int) -> list[str]:
+    """State, parent, group, session and so on of a process; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def cpu_seconds(process: int) -> float:
     """The time of a processor that a process has used; 0 if it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = _stat(process)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 class WorkClock:
@@ -149,7 +165,7 @@ class WorkClock:
     def seconds(self) -> float:
         """The time until now, as far as it was asked for while they were alive."""
         if time.monotonic() > self._next_look:
-            self._next_look = time.monotonic() + 0.3  # looks at all processes of the machine
+            self._next_look = time.monotonic() + 0.3
             self._used |= {child: 0.0 for child in self._process.children() if child not in self._used}
         for process in self._used:
             self._used[process] = max(self._used[process], cpu_seconds(process))
@@ -170,6 +186,7 @@ class Forked:
     def __init__(self, process: BaseProcess, *, may_leave_children: bool = False) -> None:
         self._process, self.may_leave_children = process, may_leave_children
         self.pid = self._process.pid or 0
+        self._family = Family(self.pid)
 
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -182,8 +199,8 @@ class Forked:
                 os.kill(target, number)
 
     def children(self) -> list[int]:
-        """The other processes of its session."""
-        return [pid for pid, _, session in processes() if session == self.pid != pid]
+        """Its children, also those that outlived it, and the other processes of its session."""
+        return self._family.alive()
 
     def end(self) -> None:
         """End what is left of it."""
@@ -228,17 +245,12 @@ class Torchrun(Forked):
         streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # torchrun prints tracebacks of its own
         self._started = subprocess.Popen(arguments, env=environment, start_new_session=True, **streams)  # type: ignore[call-overload]
         self.pid = self._started.pid
-        self._ranks: set[int] = set()
+        self._family = Family(self.pid)
 
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
         code: int | None = self._started.poll()
         return code
-
-    def children(self) -> list[int]:
-        """The ranks, which have sessions of their own, also those that outlived torchrun."""
-        self._ranks |= {pid for pid, parent, _ in processes() if parent == self.pid}
-        return [pid for pid, _, _ in processes() if pid in self._ranks]
 
     def end(self) -> None:
         """End what is left of it."""
@@ -257,7 +269,10 @@ class Each(Torchrun):
 
 def is_writing(path: Path) -> bool:
     """Whether a checkpoint is being written."""
-    return any((path / "checkpoint").glob(".step-*.partial"))
+    try:
+        return any(name.startswith(".step-") for name in os.listdir(path / "checkpoint"))
+    except FileNotFoundError:
+        return False
 
 
 class Reader:

@@ -237,6 +237,19 @@ def test_the_second_signal_is_not_waited_for() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_is_not_taken_for_an_error_of_the_code_that_it_interrupts() -> None:
+    """As a network that is tried, or a file that is read, may raise any error."""
+
+    def read() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise ConfigError("the network does not take these images") from error
+
+    with pytest.raises(StoppedError, match="continue with: this"), watching_signals(new_flag(), "this"):
+        read()
+
+
 @pytest.mark.parametrize("when", ["load_domain", "_finish"])
 def test_a_signal_while_nothing_trains_ends_the_run_at_once(
     when: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,10 @@ class StopFlag(ctypes.Structure):
     """Whether several runs share the flag: some of them may always train."""
 
 
+class _Stop(BaseException):
+    """Raised by a signal while nothing trains; no `except Exception` on its way can take it for another error."""
+
+
 def new_flag(*, is_parallel: bool = False) -> StopFlag:
     """A flag in memory that processes started later share."""
     flag: StopFlag = multiprocessing.get_context("spawn").RawValue(StopFlag, 0, 0, int(is_parallel))
@@ -41,7 +45,8 @@ def stop_flag(stop: StopFlag | None, remedy: str) -> Iterator[StopFlag]:
     """The flag that a signal sets: `stop`, or, if that is None, a new one that is set while the block runs."""
     if stop is not None:
         stop.is_training = 0
-        yield stop
+        with _stopped_error(remedy):
+            yield stop
         return
     stop = new_flag()
     with watching_signals(stop, remedy):
@@ -64,13 +69,22 @@ def watching_signals(stop: StopFlag, remedy: str) -> Iterator[None]:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         stop.value = number
         if not stop.is_training and not stop.is_parallel:
-            raise StoppedError(f"stopped while no member trained, so nothing is lost; continue with: {remedy}")
+            raise _Stop
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    with _handler(handle, numbers):
+    with _handler(handle, numbers), _stopped_error(remedy):
         yield
+
+
+@contextlib.contextmanager
+def _stopped_error(remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except _Stop:
+        text = f"stopped while no member trained, so nothing is lost; continue with: {remedy}"
+        raise StoppedError(text) from None
 
 
 @contextlib.contextmanager

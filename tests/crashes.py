@@ -24,13 +24,14 @@ import torch
 
 import fork_server
 import papa.group.start
-from papa.checkpoint import Expected, checkpoints, load_checkpoint
+from papa.checkpoint import checkpoints, load_checkpoint
 from papa.cli import main
 from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
 from papa.storage import read_file
+from papa.training.state import expected_states
 
 OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"]
 
@@ -281,10 +282,7 @@ class Reader:
     def __init__(self, config: Config) -> None:
         training = build(config)
         self.num_members = config.members
-        self.expected = {
-            member: Expected(model, optimizer)
-            for member, model, optimizer in zip(training.members, training.population, training.optimizers, strict=True)
-        }
+        self.expected = expected_states(training)
 
     def read_all(self, path: Path) -> int:
         """The number of checkpoints; raises if one cannot be read."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,7 +195,10 @@ class Kills:
             if self._is_over() or self.failures:
                 break
             before = self.counts["kills"]
-            self._soak(job)
+            try:
+                self._soak(job)
+            except Exception:
+                self.failures.append(f"{job.name}:\n{traceback.format_exc()}")
             outcome = self.failures[-1] if self.failures else "same bits"
             sys.stderr.write(f"{job.name}: {self.counts['kills'] - before} kills, {outcome}\n")
 

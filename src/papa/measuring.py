@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from papa.population import Population
-from papa.product import row_sums
+from papa.row_measures import row_sums
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from papa import layout
 from papa.binding import BoundMember
 from papa.group import Columns, Group, chosen_columns
-from papa.product import is_finite, row_sums
+from papa.row_measures import is_finite, row_sums
 
 
 class MemberRows:

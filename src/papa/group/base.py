@@ -20,9 +20,9 @@ from papa.product import (
     combine_rows,
     mix_rows_,
     push_blocks_,
-    squared_distances,
     update_blocks_,
 )
+from papa.row_measures import squared_distances
 
 T = TypeVar("T")
 LEAST_HUGE_BYTES = 16 << 20

@@ -26,9 +26,9 @@ from papa.product import (
     combine_rows,
     mix_blocks_,
     push_blocks_,
-    squared_distances_by_block,
     update_blocks_,
 )
+from papa.row_measures import squared_distances_by_block
 
 MEMORY = "/dev/shm"
 """A directory in memory, where there is one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,10 @@ class BoundMember:
         for number in range(len(self._in_row)):
             self._move_into_row(number)
         # What `is_in_place` compares, in one list for each part, since it is called at every averaging.
-        self._watched_dicts = [*(one.registry for one in self._attributes), *(dict_ for dict_, _, _ in self._children)]
+        self._watched_dicts: list[Any] = [
+            *(one.registry for one in self._attributes),
+            *(dict_ for dict_, _, _ in self._children),
+        ]
         self._watched_keys = [*(one.key for one in self._attributes), *(key for _, key, _ in self._children)]
         self._watched_values = [
             *(self.tensors[one.number] for one in self._attributes),

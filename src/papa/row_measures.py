@@ -14,7 +14,7 @@ from papa.scratch import scratch
 NO_REDUCTION = 0
 """The code of `reduction="none"` for losses of torch."""
 
-squared_differences: Callable[..., Tensor] = torch._C._nn.mse_loss  # type: ignore[attr-defined]
+squared_differences: Callable[..., Tensor] = torch._C._nn.mse_loss
 """What `torch.nn.functional.mse_loss` calls, which itself has neither `out` nor a mean of another shape."""
 
 

@@ -62,6 +62,25 @@ def test_a_push_that_few_bits_cannot_hold_is_warned_of_and_measured(dtype: torch
     Averager(population, Push(alpha=0.5, every_steps=1))  # no warning
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_push_has_the_bits_of_its_matrix_given_as_one(size: int, dtype: torch.dtype) -> None:
+    pushed, mixed = (
+        Population([network.to(dtype) for network in make_networks("conv_batch_norm", size)]) for _ in range(2)
+    )
+    averagers = (
+        Averager(pushed, Push(alpha=0.7, every_steps=1)),
+        Averager(mixed, Mix(mixing.push(size, 0.7), every_steps=1)),
+    )
+    for _ in range(3):
+        logs = [averager.step() for averager in averagers]
+        assert logs[0] is not None
+        assert logs[1] is not None
+        assert logs[0].distances_before == logs[1].distances_before
+    for first, second in zip(pushed, mixed, strict=True):
+        assert_same_bits(snapshot(first), snapshot(second))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

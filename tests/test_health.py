@@ -13,7 +13,7 @@ from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, P
 from papa.errors import MemberError, PapaWarning
 from papa.evaluation import Evaluation
 from papa.group import LocalGroup, start_workers
-from papa.product import is_finite
+from papa.row_measures import is_finite
 from papa.training import Callback, EpochRecord, Numerics, Training, finalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:member .* the averager was not given its optimizer:UserWarning")

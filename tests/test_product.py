@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import TOLERANCES, assert_close, assert_same_bits, random_stochastic
-from papa import mixing, product
+from papa import mixing, product, row_measures
+from papa.scratch import scratch
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -170,18 +173,73 @@ def test_blocks_cover_every_column_once_and_in_order(shape: tuple[int, int], dty
         offset += block.shape[1]
 
 
+@given(size=st.integers(2, 40), keep=st.floats(0.0, 1.0))
+def test_the_weights_of_a_push_are_those_of_its_matrix(size: int, keep: float) -> None:
+    push, matrix = product._exact_push(size, keep), mixing.exact_in_float32(mixing.push(size, keep))
+    if push is None:
+        assert keep < 1e-6
+    else:
+        own, common = push
+        assert torch.equal(matrix.double(), own * mixing.identity(size) + common)
+
+
+@pytest.mark.parametrize("keep", [0.0, 1e-9, 0.1, 0.9, 0.999, 1.0 - 1e-9, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_squared_distances_equal_their_definition(dtype: torch.dtype) -> None:
-    rows = random_rows(4, columns_per_block(4, dtype) + 11, dtype)
+def test_a_push_has_the_bits_of_the_product_with_its_matrix(dtype: torch.dtype, keep: float) -> None:
+    for size in (1, 2, 3, 5):
+        rows = random_rows(size, 333, dtype)
+        expected = rows.clone()
+        product.mix_rows_(expected, mixing.push(size, keep))
+        product.push_blocks_(torch.split(rows, 64, dim=1), keep)
+        assert_same_bits({"rows": rows}, {"rows": expected})
+
+
+def test_memory_for_blocks_may_first_be_needed_in_inference_mode() -> None:
+    rows = random_rows(3, 50, torch.bfloat16)
+
+    def distances_inside_and_outside() -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            inside = row_measures.squared_distances(rows)
+        return inside, row_measures.squared_distances(rows)
+
+    with ThreadPoolExecutor(1) as new_thread:  # which has no such memory yet
+        inside, outside = new_thread.submit(distances_inside_and_outside).result()
+    assert torch.equal(inside, outside)
+
+
+def test_memory_for_blocks_is_not_shared_with_results_or_threads() -> None:
+    first, second = random_rows(3, 50, torch.float32), random_rows(3, 60, torch.float32)
+    found = row_measures.squared_distances(first)
+    before = found.clone()
+    row_measures.squared_distances(second)
+    assert torch.equal(found, before)
+    here = scratch.matrix(first, torch.float32).data_ptr()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lambda: scratch.matrix(first, torch.float32).data_ptr()).result() != here
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_distances_equal_their_definition(dtype: torch.dtype, size: int) -> None:
+    rows = random_rows(size, columns_per_block(size, dtype) + 11, dtype)
     wide = rows.to(torch.complex128 if dtype.is_complex else torch.float64)
     expected = (wide - wide.mean(dim=0)).abs().square().sum(dim=1)
-    found = product.squared_distances(rows)
+    found = row_measures.squared_distances(rows)
     assert found.dtype == torch.float64
-    assert torch.allclose(found, expected, rtol=1e-5)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_number_makes_all_distances_non_finite(size: int, value: float) -> None:
+    for row in range(size):
+        rows = random_rows(size, 50, torch.float32)
+        rows[row, 7] = value
+        assert not bool(torch.isfinite(row_measures.squared_distances(rows)).any())
 
 
 def test_squared_distances_of_no_columns_are_zero() -> None:
-    assert product.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
+    assert row_measures.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_autocast_does_not_change_the_precision() -> None:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -199,15 +199,18 @@ class Averager(AveragerState):
         known = self.rule_state
         context = self._look(context, before)
         keep = self.rule.keep(context)
-        matrix = self._matrix(context)
-        with contextlib.ExitStack() as stack:
-            for hook in self.merge_hooks:
-                stack.enter_context(hook(self.population, matrix, context))
-            # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
-            # hooks and the scoring of merges that select members may have taken longer in some of them.
-            is_synchronised = not self.merge_hooks and not self.rule.is_merge
-            is_refreshed = not self.merge_hooks and not self.rule.looks_at(context)
-            self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised, refreshed=is_refreshed)
+        # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
+        # hooks and the scoring of merges that select members may have taken longer in some of them.
+        is_synchronised = not self.merge_hooks and not self.rule.is_merge
+        is_refreshed = not self.merge_hooks and not self.rule.looks_at(context)
+        if is_refreshed and self._is_plain_push(keep, mask):
+            self.population._push_refreshed_(keep, synchronised=is_synchronised)
+        else:
+            matrix = self._matrix(context)
+            with contextlib.ExitStack() as stack:
+                for hook in self.merge_hooks:
+                    stack.enter_context(hook(self.population, matrix, context))
+                self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised, refreshed=is_refreshed)
         self._diagnostics.after_averaging()
         self.num_averagings += 1
         after: Tensor | tuple[float, ...] | None
@@ -219,6 +222,11 @@ class Averager(AveragerState):
         seconds = time.perf_counter() - start
         rule, decision = type(self.rule).__name__, self._decision(known)
         return Averaging(context.step, rule, keep, before, after, found, num_bytes, seconds, decision)
+
+    def _is_plain_push(self, keep: float | None, mask: Mask | None) -> TypeGuard[float]:
+        """Whether the number that the rule keeps says all about its matrix, which then need not be made."""
+        is_share = keep is not None and 0.0 <= keep <= 1.0
+        return is_share and mask is None and not self.population.dropped and not self.rule.extra_rows
 
     def _decision(self, known: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The rule's state if this averaging changed it and it is one number or text by name, as in logs."""

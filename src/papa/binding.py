@@ -8,8 +8,9 @@ repairs it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +53,16 @@ class BoundMember:
         self._sharded_modules = [module for module in self._all_modules if can_reshard(module)]
         for number in range(len(self._in_row)):
             self._move_into_row(number)
-        self._watched = [
-            (one.registry, one.key, self.tensors[one.number], self._pointers[one.number], self._strides[one.number])
-            for one in self._attributes
+        # What `is_in_place` compares, in one list for each part, since it is called at every averaging.
+        self._watched_dicts: list[Any] = [
+            *(one.registry for one in self._attributes),
+            *(dict_ for dict_, _, _ in self._children),
         ]
-        """What `is_in_place` compares, in one list, since it is called at every averaging."""
+        self._watched_keys = [*(one.key for one in self._attributes), *(key for _, key, _ in self._children)]
+        self._watched_values = [
+            *(self.tensors[one.number] for one in self._attributes),
+            *(child for _, _, child in self._children),
+        ]
 
     def _count_parts(self) -> int:
         return sum(map(len, self._registries))
@@ -68,12 +74,13 @@ class BoundMember:
 
     def is_in_place(self) -> bool:
         """Whether the module has the tensors that were bound, in its row; then there is nothing to refresh."""
-        if self._shards or self._count_parts() != self._num_parts:
-            return False
-        for registry, key, tensor, pointer, strides in self._watched:
-            if registry.get(key) is not tensor or tensor.data_ptr() != pointer or tensor.stride() != strides:
-                return False
-        return all(registry.get(key) is child for registry, key, child in self._children)
+        return (
+            not self._shards
+            and self._count_parts() == self._num_parts
+            and all(map(operator.is_, map(dict.get, self._watched_dicts, self._watched_keys), self._watched_values))
+            and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+            and list(map(Tensor.stride, self.tensors)) == self._strides
+        )
 
     def new_strides(self) -> dict[int, tuple[int, ...]]:
         """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""

@@ -89,7 +89,9 @@ class HealthCheck:
         elif measured is None:
             population.refresh_()
             measured = measure(population, distances=False, watched=self.watched())
-        local = [self._reason(index, measured, chosen) for index in range(len(population))]
+        local: list[str | None] = [None] * len(population)
+        if not self._are_healthy(measured):
+            local = [self._reason(index, measured, chosen) for index in range(len(population))]
         any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
         if not any_found and not population.dropped:
@@ -105,6 +107,11 @@ class HealthCheck:
     def watched(self) -> Tensor | None:
         """The numbers that decide which local members need `unhealthy_reason`; None for all."""
         return None if self._watched is None else self._watched()
+
+    def _are_healthy(self, measured: Measured) -> bool:
+        """Whether what was measured leaves no doubt about any local member."""
+        is_watched = self.unhealthy_reason is None or (measured.watched and all(map(math.isfinite, measured.watched)))
+        return bool(is_watched) and all(measured.are_finite)
 
     def _reason(self, index: int, measured: Measured, chosen: Mapping[torch.dtype, Tensor] | None) -> str | None:
         if self.population.members[index] in self.population.dropped:

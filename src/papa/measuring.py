@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from papa.population import Population
-from papa.product import row_sums
+from papa.row_measures import row_sums
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ def measure(
     sums = population._row_sums(only_buffers=distances) if health else []
     numbers = _read(found + sums + ([] if watched is None else [watched.double()]))
     measured = tuple(numbers[0]) if distances else None
-    are_finite = _all_finite(numbers[len(found) : len(found) + len(sums)], len(population))
     if health and measured is not None and not all(map(math.isfinite, measured)):
         are_finite = (False,) * len(population)
+    else:
+        are_finite = _all_finite(numbers[len(found) : len(found) + len(sums)], len(population))
     return Measured(measured, are_finite, () if watched is None else tuple(numbers[-1]))
 
 
@@ -57,9 +58,9 @@ def measure_chosen(chosen: Sequence[Tensor], *, watched: Tensor | None = None) -
 
 def _read(parts: Sequence[Tensor]) -> list[list[float]]:
     """The numbers of several tensors, by one copy from the device."""
-    if len({part.device for part in parts}) > 1:  # distances of several processes are on the CPU already
+    if len(parts) < 2 or len({part.device for part in parts}) > 1:  # distances of several processes are on the CPU
         return [part.tolist() for part in parts]
-    numbers = iter(torch.cat(list(parts)).tolist() if len(parts) > 1 else parts[0].tolist() if parts else [])
+    numbers = iter(torch.cat(list(parts)).tolist())
     return [[next(numbers) for _ in range(len(part))] for part in parts]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from papa import layout
 from papa.binding import BoundMember
 from papa.group import Columns, Group, chosen_columns
-from papa.product import is_finite, row_sums
+from papa.row_measures import is_finite, row_sums
 
 
 class MemberRows:
@@ -37,6 +37,16 @@ class MemberRows:
             dtype: self.group.allocate(len(self), columns, dtype=dtype, device=self._layout.device)
             for dtype, columns in self._layout.num_columns.items()
         }
+        starts = self._layout.num_parameter_columns
+        self._parameter_rows = {dtype: rows[:, : starts[dtype]] for dtype, rows in self.matrices.items()}
+        # Up to the last buffer: the padding differs between ranks with shards of different sizes.
+        ends = {
+            dtype: max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
+            for dtype in starts
+        }
+        self._buffer_columns = {
+            dtype: slice(start, ends[dtype]) for dtype, start in starts.items() if start < ends[dtype]
+        }
         self._first_row = first = self.group.first_row(len(self), self._layout.device)
         self._bound = [
             BoundMember(
@@ -47,6 +57,7 @@ class MemberRows:
             )
             for index, model in enumerate(self._models)
         ]
+        self._whole_tensors = [tensor for bound in self._bound for tensor in bound.whole_tensors]
 
     def __len__(self) -> int:
         """The number of local members."""
@@ -92,8 +103,9 @@ class MemberRows:
     def mark_changed_(self) -> None:
         """Tell autograd and autocast that weights changed; call it after writing to the matrix yourself."""
         for bound in self._bound:
-            bound.write_back_()
-        torch.autograd.graph.increment_version([tensor for bound in self._bound for tensor in bound.whole_tensors])
+            if bound.is_sharded:
+                bound.write_back_()
+        torch.autograd.graph.increment_version(self._whole_tensors)
         torch.clear_autocast_cache()
 
     def _settle_(self) -> None:
@@ -102,10 +114,11 @@ class MemberRows:
         self._share_buffers_()
 
     def _share_buffers_(self) -> None:
-        for dtype, rows in self._local_rows().items():
-            # Up to the last buffer: the padding differs between ranks with shards of different sizes.
-            end = max(slot.offset + slot.numel for slot in self._layout.slots if slot.dtype == dtype)
-            self.group.broadcast_(rows[:, self._layout.num_parameter_columns[dtype] : end])
+        if self.group.is_local:
+            return
+        local = self._local_rows()
+        for dtype, columns in self._buffer_columns.items():
+            self.group.broadcast_(local[dtype][:, columns])
 
     def _local_rows(self) -> dict[torch.dtype, Tensor]:
         """The rows of the local members, by dtype, without refreshing them first."""
@@ -141,12 +154,12 @@ class MemberRows:
 
         With `only_buffers`, those of the averaged buffers alone, if the parameters are known to be finite.
         """
-        starts = self._layout.num_parameter_columns
-        return [
-            row_sums(rows[:, starts[dtype] if only_buffers else 0 :])
-            for dtype, rows in self._local_rows().items()
-            if not only_buffers or starts[dtype] < rows.shape[1]
-        ]
+        if only_buffers and not self._buffer_columns:
+            return []
+        local = self._local_rows()
+        if only_buffers:
+            return [row_sums(local[dtype][:, columns]) for dtype, columns in self._buffer_columns.items()]
+        return [row_sums(rows) for rows in local.values()]
 
     @property
     def _is_sharded(self) -> bool:

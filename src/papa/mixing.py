@@ -32,7 +32,8 @@ def push(size: int, keep: float) -> Tensor:
 
     All distances between members shrink by the factor `a`. `a = 1` is the identity, `a = 0` is `merge_all`.
     """
-    return keep * identity(size) + (1.0 - keep) * merge_all(size)
+    rest = (1.0 - keep) * (1.0 / size)
+    return torch.full((size, size), rest, dtype=torch.float64, device="cpu").fill_diagonal_(keep + rest)
 
 
 def push_to(row: Tensor, keep: float) -> Tensor:

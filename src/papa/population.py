@@ -215,6 +215,14 @@ class Population(MemberRows):
             synchronised = True
         self.mark_changed_()
 
+    def _push_refreshed_(self, keep: float, *, synchronised: bool = False) -> None:
+        """Push each member toward the mean, of which it takes the share `1 - keep`, right after `refresh_`."""
+        self._share_buffers_()
+        for rows in self.matrices.values():
+            self.group.push_(rows, keep, synchronised=synchronised)
+            synchronised = True
+        self.mark_changed_()
+
     def _start_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
         """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.
 
@@ -238,10 +246,7 @@ class Population(MemberRows):
 
     def _distances(self) -> Tensor:
         """`distances` right after `refresh_`, on the device if one process holds all members."""
-        squares = [
-            self.group.squared_distances(rows[:, : self._layout.num_parameter_columns[dtype]])
-            for dtype, rows in self.matrices.items()
-        ]
+        squares = [self.group.squared_distances(rows) for rows in self._parameter_rows.values()]
         total = torch.stack(squares).sum(dim=0) if len(squares) > 1 else squares[0]
         return (self.group.sum_over_shards(total) if self._is_sharded else total).sqrt_()
 

@@ -16,15 +16,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from papa import mixing
 from papa.mixing import exact_in_float32
+from papa.scratch import scratch
 
 BLOCK_BYTES_CPU = 3 << 19
 """The size of a block of columns: small enough for the cache."""
 
 BLOCK_BYTES_ACCELERATOR = 1 << 26
 
-NO_REDUCTION = 0
-"""The code of `reduction="none"` for losses of torch."""
+UNIT = 2.0**-24
+"""What weights of at most 1 are rounded to multiples of; see `exact_in_float32`."""
 
 ALIGNMENT_BYTES = 64
 """Blocks start on cache lines, as rows do."""
@@ -46,6 +48,26 @@ def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
             mix_block_(block)
 
 
+def push_blocks_(blocks: Iterable[Tensor], keep: float) -> None:
+    """`mix_blocks_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time."""
+    views = list(blocks)
+    if not views:
+        return
+    size, like = len(views[0]), views[0]
+    push = None if accumulation_dtype(like.dtype).itemsize > 4 else _exact_push(size, keep)
+    if push is None:
+        mix_blocks_(views, mixing.push(size, keep))
+        return
+    own, common = push
+    if common == 0.0:
+        return  # every member keeps exactly its own bits
+    row = torch.full((size,), common, dtype=accumulation_dtype(like.dtype), device=like.device)
+    with full_precision(like.device):
+        mix_block_ = _widened(_push_product(own, row, slice(None)), like.dtype)
+        for block in reversed(views):
+            mix_block_(block)
+
+
 def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> Callable[[Tensor], object]:
     """A function that multiplies a block of columns by `matrix` in place; call it under `full_precision`.
 
@@ -61,11 +83,17 @@ def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> 
         mix_wide_ = _wide_product(matrix, wide_dtype, like.device, points)
     if mix_wide_ is None:
         return lambda block: None  # every member keeps exactly its own bits
-    if like.dtype == wide_dtype:
+    return _widened(mix_wide_, like.dtype)
+
+
+def _widened(mix_wide_: Callable[[Tensor], object], dtype: torch.dtype) -> Callable[[Tensor], object]:
+    """A product for blocks of a dtype, computed in the dtype in which numbers are added up."""
+    wide_dtype = accumulation_dtype(dtype)
+    if dtype == wide_dtype:
         return mix_wide_
 
     def mix_block_(block: Tensor) -> None:
-        wide = block.to(wide_dtype)
+        wide = scratch.matrix(block, wide_dtype).copy_(block)
         mix_wide_(wide)
         block.copy_(wide)
 
@@ -168,9 +196,7 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
     if common is not None:
         used = _used(common)
         row = common[used].to(device=device, dtype=dtype)
-        if own == 0.0:
-            return lambda block: block.copy_(row @ block[used])
-        return lambda block: torch.add(row @ block[used], block, alpha=own, out=block)
+        return _push_product(own, row, used)
     if int((matrix != 0).sum(dim=1).max()) <= 2:
         parents = [_two_parents(row) for row in matrix.tolist()]
         order = _least_copies(parents)
@@ -180,6 +206,32 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
         return lambda block: block.copy_(weights @ block)
     sums = [(used, row[used]) for used, row in ((_used(row), row) for row in weights)]
     return lambda block: block.copy_(torch.stack([row @ block[used] for used, row in sums]))
+
+
+def _exact_push(size: int, keep: float) -> tuple[float, float] | None:
+    """The `d` and the number in `c` for which `exact_in_float32(mixing.push(size, keep))` is `d I + 1 c^T`.
+
+    None where it has another form: if members keep nothing of themselves.
+    """
+    common = round((1.0 - keep) * (1.0 / size) / UNIT)
+    own = round((keep + (1.0 - keep) * (1.0 / size)) / UNIT)
+    if not 0 <= common < own <= 1.0 / UNIT or size == 1:
+        return None
+    return 1.0 - size * common * UNIT, common * UNIT
+
+
+def _push_product(own: float, row: Tensor, used: slice | list[int]) -> Callable[[Tensor], object]:
+    """The product with `d I + 1 c^T`, where `d` is `own`, and `row` has the weights of `c` that are not zero."""
+    if own == 0.0:
+        return lambda block: block.copy_(row @ block[used])
+    if isinstance(used, slice) and not row.is_complex():
+        return lambda block: torch.add(weighted_sum(row, block), block, alpha=own, out=block)
+    return lambda block: torch.add(row @ block[used], block, alpha=own, out=block)
+
+
+def weighted_sum(row: Tensor, block: Tensor) -> Tensor:
+    """`row @ block` of real numbers, in memory that the next call uses again."""
+    return torch.mv(block.t(), row, out=scratch.vector(block, row.dtype))
 
 
 def _used(row: Tensor) -> slice | list[int]:
@@ -256,53 +308,6 @@ def combine_block_(target: Tensor, weighted: Iterable[tuple[Tensor, float]]) -> 
     target.copy_(total)
 
 
-def squared_distances(rows: Tensor) -> Tensor:
-    """The squared Euclidean distance of each row to the mean of all rows, in float64 on the device of the rows."""
-    return squared_distances_by_block(column_blocks(rows)).sum(dim=0)
-
-
-def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
-    """The contribution of each block of columns to `squared_distances`: `(blocks, p)`, in float64 on their device.
-
-    A non-finite number in any row makes the contribution of its block non-finite, for every row.
-    """
-    views = list(blocks)
-    if not views:
-        return torch.zeros(0)
-    like, size = views[0], len(views[0])
-    weights = torch.full((size,), 1.0 / size, dtype=accumulation_dtype(like.dtype.to_real()), device=like.device)
-    # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
-    parts = torch.empty(len(views), size, dtype=torch.float64, device=like.device)
-    with full_precision(like.device):
-        for part, block in zip(parts.unbind(), views, strict=True):
-            part.copy_(_squares_in(block, weights))
-    return parts
-
-
-def _squares_in(block: Tensor, weights: Tensor) -> Tensor:
-    """The squared distance of each row to their mean. A call frees its large tensors for the next."""
-    real = torch.view_as_real(block).flatten(1) if block.is_complex() else block
-    wide = real.to(weights.dtype)
-    squares: Tensor = torch.ops.aten.mse_loss.default(wide, weights @ wide, NO_REDUCTION)  # (w - mean)^2 in one pass
-    return squares.sum(dim=1)
-
-
-def row_sums(rows: Tensor) -> Tensor:
-    """The sum of each row, in float64. It is non-finite if a number of the row is, or if the sum overflows."""
-    if rows.element_size() < 4:  # adding up half-precision numbers directly takes five times as long
-        return torch.stack([block.float().sum(dim=1) for block in column_blocks(rows)]).double().sum(dim=0)
-    sums = rows.sum(dim=1)
-    return (sums.abs() if sums.is_complex() else sums).double()
-
-
-def is_finite(row: Tensor) -> bool:
-    """Whether all numbers of a row are finite.
-
-    A non-finite number makes the sum non-finite, but so may overflow: only then is each number checked.
-    """
-    return bool(torch.isfinite(row.sum(dtype=accumulation_dtype(row.dtype)))) or bool(torch.isfinite(row).all())
-
-
 def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]:
     """Split a matrix into blocks of columns; the boundaries depend on its dtype, device type and shape alone.
 
@@ -310,7 +315,11 @@ def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]
         rows: the matrix.
         num_rows: split as a matrix with this number of rows would be; `len(rows)` when None.
     """
-    yield from torch.split(rows, block_width(rows, num_rows or len(rows)), dim=1)
+    width = block_width(rows, num_rows or len(rows))
+    if width >= rows.shape[1]:
+        yield rows
+    else:
+        yield from torch.split(rows, width, dim=1)
 
 
 def block_width(like: Tensor, num_rows: int) -> int:

@@ -11,8 +11,18 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from papa import mixing
 from papa.errors import PapaError
-from papa.product import BlockUpdate, block_width, combine_rows, mix_rows_, squared_distances, update_blocks_
+from papa.product import (
+    BlockUpdate,
+    block_width,
+    column_blocks,
+    combine_rows,
+    mix_rows_,
+    push_blocks_,
+    update_blocks_,
+)
+from papa.row_measures import squared_distances
 
 T = TypeVar("T")
 LEAST_HUGE_BYTES = 16 << 20
@@ -72,6 +82,10 @@ class Group(Protocol):
 
         `synchronised`: all processes have synchronised since rows last changed, so no barrier is needed first.
         """
+
+    def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
+        """`mix_` with the matrix of a push, in which each member keeps the share `keep` of itself."""
+        self.mix_(rows, mixing.push(self.size(len(rows)), keep), synchronised=synchronised)
 
     def update_(
         self,
@@ -188,6 +202,9 @@ class LocalGroup(Group):
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
         mix_rows_(rows, matrix)
+
+    def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
+        push_blocks_(column_blocks(rows), keep)
 
     def update_(
         self,

@@ -21,7 +21,8 @@ from papa.group.base import Columns, chosen_columns, write_columns_, zeros
 from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.group.exchange import ColumnExchange
 from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
-from papa.product import BlockUpdate, combine_block_, is_finite, mix_blocks_, squared_distances_by_block
+from papa.product import BlockUpdate, combine_block_, mix_blocks_
+from papa.row_measures import is_finite, squared_distances_by_block
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from papa.product import (
     column_blocks,
     combine_rows,
     mix_blocks_,
-    squared_distances_by_block,
+    push_blocks_,
     update_blocks_,
 )
+from papa.row_measures import squared_distances_by_block
 
 MEMORY = "/dev/shm"
 """A directory in memory, where there is one."""
@@ -119,8 +120,16 @@ class SharedMemoryGroup(MultiProcessGroup):
         return blocks[mine.start : mine.stop]
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
+        self._change_blocks_(rows, lambda blocks: mix_blocks_(blocks, matrix), synchronised=synchronised)
+
+    def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
+        self._change_blocks_(rows, lambda blocks: push_blocks_(blocks, keep), synchronised=synchronised)
+
+    def _change_blocks_(
+        self, rows: Tensor, change_: Callable[[list[Tensor]], None], *, synchronised: bool = False
+    ) -> None:
         shared = self._share(rows, synchronised=synchronised)
-        mix_blocks_(self._my_blocks(shared), matrix)
+        change_(self._my_blocks(shared))
         self.barrier()
         if shared is not rows:
             rows.copy_(shared[self._local])

@@ -16,7 +16,7 @@ import pytest
 import papa
 from papa.cli import main, report, watch
 from papa.cli.arguments import parse, split_names, split_numbers
-from papa.cli.compare import CompareOptions
+from papa.cli.compare import CompareOptions, jobs_of
 from papa.cli.main import COMMANDS
 from papa.cli.recipe_argument import take_recipe
 from papa.cli.run import RunOptions, take_recipe_or_file
@@ -81,7 +81,8 @@ def test_a_command_of_the_docs_is_understood(line: str, capsys: pytest.CaptureFi
         recipe, rest = take_recipe(arguments, "")
         assert recipe is not None
         options, _ = parse(lambda config: CompareOptions(config=config), recipe, rest, command="compare")
-        options.config.check()
+        for config, _ in jobs_of(options, Path("runs")):
+            config.check()
         assert split_names("--methods", options.methods, list(METHODS))
         assert split_numbers("--seeds", options.seeds)
     elif command == "report":

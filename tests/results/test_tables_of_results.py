@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papa.cli.compare import jobs_of, parse_options
 from papa.errors import RunError
 from papa.lab.config import METHODS, Config
 from papa.lab.recipes import find
@@ -25,6 +27,7 @@ from results.page import detail_page, prose_of, readme_with_headline
 from results.record import LARGEST, read_records, runs_of, write_record
 from results.short import MAIN_CIFAR10, SHORT
 from results.studies import PAGES, STUDIES
+from results.study import Study
 from results.tables import Difference, paired
 
 SOUPS = dict.fromkeys(METHODS, 50.0) | {"independent": 10.0, "papa": 57.0, "papa-all": 56.0, "papa-2": 55.0}
@@ -96,6 +99,14 @@ def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(recor
             assert ("\nBudget mini; seeds 1" if study in SHORT else "\nSeeds 1") in section
             assert "papa 1.2.3; PyTorch 9.8.7; Python 3.12; device cpu." in section
             assert "\n|---|" in section
+
+
+@pytest.mark.parametrize("study", [study for study in STUDIES if study.commands], ids=lambda study: study.name)
+def test_the_options_of_a_study_are_those_that_its_commands_understand(study: Study) -> None:
+    command = study.commands[-1]
+    _, _, recipe, *arguments = shlex.split(command)
+    options, out = parse_options(find(recipe), arguments)
+    assert dict(runs_of(command)) == {str(path.relative_to("runs")): config for config, path in jobs_of(options, out)}
 
 
 def test_the_main_table_has_means_gap_every_run_and_paired_differences(records: Path) -> None:

@@ -61,7 +61,7 @@ def readme_with_headline(readme: str, records: Path = FOLDER) -> str:
         return readme
     if len(BLOCK.findall(readme)) != 1:
         raise RunError("README.md has no block <!-- results --> ... <!-- end of results -->, or several: keep one")
-    filled = f"\n{headline(runs, longer)}\n\n{textwrap.fill(_headline_words(title, runs), 120)}\n\n"
+    filled = f"{headline(runs, longer)}\n\n{textwrap.fill(_headline_words(title, runs), 120)}\n"
     return BLOCK.sub(lambda match: f"{match[1]}{filled}{match[2]}", readme)
 
 
@@ -70,8 +70,7 @@ def _headline_words(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
     seeds = _listed(run["seed"] for run in runs)
     return (
         f"{title} of width {train['model']['width']}, {train['data']['max_train']:,} training images, "
-        f"{train['train']['epochs']} epochs, {train['members']} members; seeds {seeds}, standard deviations in "
-        "parentheses."
+        f"{train['train']['epochs']} epochs, {train['members']} members; seeds {seeds} (standard deviations)."
     )
 
 

@@ -323,8 +323,8 @@ def test_tables_in_prose_come_from_records(records: Path, tmp_path: Path) -> Non
 def test_the_readme_gets_the_main_study(records: Path, tmp_path: Path) -> None:
     readme = "before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n"
     filled = readme_with_headline(readme, records)
-    assert filled.startswith("before\n<!-- results -->\n\n|  | networks at inference | test accuracy, % |")
-    assert filled.endswith("parentheses.\n\n<!-- end of results -->\nafter\n")
+    assert filled.startswith("before\n<!-- results -->\n|  | networks at inference | test accuracy, % |")
+    assert filled.endswith("(standard deviations).\n<!-- end of results -->\nafter\n")
     assert "old" not in filled
     table = [line for line in filled.splitlines() if line.startswith("| ")]
     assert len(table) == 1 + 5

@@ -28,6 +28,8 @@ class _Row:
     width: int = 8
     epochs: int
     weight_decay: float = 5e-4
+    half_life: float = 0.015
+    """Of the push, as a share of training."""
     batch_lr: float = 0.1
     """The learning rate of one network with batches as large as those of all members together."""
 
@@ -37,7 +39,7 @@ class _Row:
 
 
 ROWS = (
-    _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01),
+    _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01, half_life=0.005),
     _Row(data="cifar100", num_images=5_000, epochs=120),
     _Row(data="fashion-mnist", num_images=1_000, image_size=32, width=4, epochs=200, weight_decay=2e-3),
 )
@@ -51,7 +53,7 @@ def population(row: _Row, budget: str) -> Config:
         model=ModelConfig(name="vgg11", width=row.width),
         train=TrainConfig(epochs=row.epochs, lr=0.05, weight_decay=row.weight_decay, channels_last=True),
         average=AverageConfig(
-            half_life=0.015, every_steps=5, every_epochs=row.epochs / MERGES, repair=5, keep_best_soup=True
+            half_life=row.half_life, every_steps=5, every_epochs=row.epochs / MERGES, repair=5, keep_best_soup=True
         ),
         trajectory=TrajectoryConfig(kind="ema", decay=0.999, batch_norm_batches=10),
     )

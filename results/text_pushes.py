@@ -3,8 +3,7 @@
     python -m results.text_pushes run TEXT [VARIANT ...]   train variants that have no record yet
     python -m results.text_pushes write                    write the table into docs/language-models.md
 
-TEXT is a UTF-8 file. All populations of a variant train in one vectorised call, with an AdamW that is written out here,
-so that also its moments can be pushed.
+TEXT is a UTF-8 file. All members of all populations of a variant are one network, whose weights have one more dimension.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.func import stack_module_state
 from torch.nn import functional as F
 
 from papa.lab.models.gpt import GPT
@@ -30,11 +29,11 @@ from papa.storage import write_atomically
 from results.tables import markdown
 
 NUM_MEMBERS, NUM_POPULATIONS = 4, 3
-CONTEXT, BATCH, STEPS, EVERY = 32, 16, 4000, 5
-TRAIN, HELD_OUT = 25_000, 20_000
+CONTEXT, BATCH, STEPS, EVERY = 32, 16, 2500, 5
+TRAIN, HELD_OUT = 20_000, 20_000
 """Characters for training, and as many for validation as for testing after them."""
-LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 200
-SHAPE: dict[str, Any] = {"context": CONTEXT, "num_layers": 2, "num_heads": 2, "width": 32, "dropout": 0.1}
+LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 150
+NUM_LAYERS, NUM_HEADS, WIDTH = 2, 2, 32
 FOLDER = Path(__file__).parent / "text"
 PAGE = Path(__file__).parent.parent / "docs/language-models.md"
 BLOCK = re.compile(r"(<!-- pushes -->\n).*?(<!-- end of pushes -->\n)", re.DOTALL)
@@ -57,6 +56,8 @@ class Variant:
     """A pattern of the tensors that are not pushed."""
     pushes_moments: bool = False
     """Whether the moments of AdamW are pushed too."""
+    shuffled: float = 0.0
+    """The share of weights that is permuted among members after each step (WASH)."""
     parts: bool = False
     """Whether each member has a part of the text of its own."""
     same_order: bool = False
@@ -66,7 +67,6 @@ class Variant:
     starts: float = 0.0
     """The share of training before the first push."""
     is_sgd: bool = False
-    momentum: float = 0.9
     steps: int = STEPS
     size: int = NUM_MEMBERS
 
@@ -93,6 +93,8 @@ VARIANTS: dict[str, Variant] = {
     "parts-0.1": Variant(words="10%, each member another quarter of the text", half_life=0.1, parts=True),
     "order-0.1": Variant(words="10%, the same order of the text", half_life=0.1, same_order=True),
     "late-0.03": Variant(words="3%, from the second half of training on", half_life=0.03, starts=0.5, same_start=True),
+    "shuffled-0.001": Variant(words="0.1% of weights permuted at each step (WASH)", shuffled=0.001),
+    "shuffled-0.01": Variant(words="1% of weights permuted at each step (WASH)", shuffled=0.01),
     "decay-0.1": Variant(words="10%, five times the weight decay", half_life=0.1, decay=5 * DECAY),
     "decay-independent": Variant(words="independent, five times the weight decay", decay=5 * DECAY),
     "sgd-independent": Variant(words="independent, SGD", is_sgd=True, lr=0.5, decay=1e-3),
@@ -108,6 +110,7 @@ def keep(variant: Variant, step: int, lr_ratio: float) -> float:
     return 1.0 - strength * (lr_ratio if variant.scales else 1.0)
 
 
+@torch.no_grad()
 def push_(states: Sequence[State], share: float, variant: Variant) -> None:
     """Move members of each population toward its mean: `share` of itself, the rest the mean."""
     for state in states:
@@ -143,95 +146,127 @@ def windows(codes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return found[..., :-1], found[..., 1:]
 
 
+def logits_of(weights: State, tokens: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """What `GPT` says to `(member, batch, time)` tokens, for all members at once; `dropout` 0 to evaluate."""
+    num_nets, batch, time_ = tokens.shape
+    embedding = weights["embedding.weight"]
+    first = embedding.shape[1] * torch.arange(num_nets)[:, None, None]
+    x = F.embedding(tokens + first, embedding.flatten(0, 1)) + weights["positions.weight"][:, None, :time_]
+    x = F.dropout(x.flatten(1, 2), dropout)
+
+    def linear(name: str, inputs: Tensor) -> Tensor:
+        return torch.baddbmm(weights[f"{name}.bias"][:, None], inputs, weights[f"{name}.weight"].mT)
+
+    def norm(name: str, inputs: Tensor) -> Tensor:
+        scaled = F.layer_norm(inputs, inputs.shape[-1:])
+        return torch.addcmul(weights[f"{name}.bias"][:, None], scaled, weights[f"{name}.weight"][:, None])
+
+    for block in (f"blocks.{index}" for index in range(NUM_LAYERS)):
+        qkv = linear(f"{block}.attention.qkv", norm(f"{block}.attention_norm", x))
+        q, k, v = qkv.view(num_nets * batch, time_, 3, NUM_HEADS, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = y.transpose(1, 2).reshape(num_nets, batch * time_, -1)
+        x = x + F.dropout(linear(f"{block}.attention.out", y), dropout)
+        hidden = F.gelu(linear(f"{block}.mlp.up", norm(f"{block}.mlp_norm", x)))
+        x = x + F.dropout(linear(f"{block}.mlp.out", hidden), dropout)
+    return torch.bmm(norm("norm", x), embedding.mT).view(num_nets, batch, time_, -1)
+
+
+def initial_weights(variant: Variant, vocab_size: int) -> State:
+    """Those of separate networks, or of one for each population."""
+    shape: dict[str, Any] = {"num_layers": NUM_LAYERS, "num_heads": NUM_HEADS, "width": WIDTH, "context": CONTEXT}
+    nets = [GPT(vocab_size=vocab_size, **shape) for _ in range(NUM_POPULATIONS * variant.size)]
+    if variant.same_start:
+        nets = [nets[index - index % variant.size] for index in range(len(nets))]
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in stack_module_state(nets)[0].items()}
+
+
+def optimizer_of(weights: State, variant: Variant) -> torch.optim.Optimizer:
+    """AdamW or SGD that decays matrices only."""
+    matrices = [tensor for tensor in weights.values() if tensor.dim() > 2]
+    others = [tensor for tensor in weights.values() if tensor.dim() <= 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": variant.decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if variant.is_sgd:
+        return torch.optim.SGD(groups, lr=variant.lr, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=variant.lr, betas=BETAS, fused=True)
+
+
 def trained(variant: Variant, codes: Tensor, vocab_size: int, *, seed: int = 1) -> dict[str, Any]:
     """The losses of members, ensemble and soup of every population, on validation and on test text."""
     torch.manual_seed(seed)
-    num_nets = NUM_POPULATIONS * variant.size
-    shape = {**SHAPE, "dropout": variant.dropout}
-    nets = [GPT(vocab_size=vocab_size, **shape) for _ in range(num_nets)]
-    skeleton = GPT(vocab_size=vocab_size, **shape).to("meta")
-    weights: State = {name: tensor.detach().clone() for name, tensor in stack_module_state(nets)[0].items()}
-    if variant.same_start:
-        weights = {name: one[:: variant.size].repeat_interleave(variant.size, 0) for name, one in weights.items()}
-    is_matrix = {name: tensor.dim() > 2 for name, tensor in weights.items()}
-    moments: tuple[State, State] = tuple(
-        {name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(2)
-    )  # type: ignore[assignment]
-
-    def loss(own: State, inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = functional_call(skeleton, own, (inputs,))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    gradients_of = vmap(grad_and_value(loss), randomness="different")
-    begin, last, generator = time.process_time(), 0.0, torch.Generator().manual_seed(seed)
-    size = TRAIN // variant.size if variant.parts else TRAIN
+    weights = initial_weights(variant, vocab_size)
+    optimizer = optimizer_of(weights, variant)
+    generator = torch.Generator().manual_seed(seed)
+    begin, last = time.process_time(), 0.0
     for step in range(variant.steps):
         ratio = lr_ratio(step, variant.steps)
-        shape_of = (NUM_POPULATIONS, 1 if variant.same_order else variant.size, BATCH)
-        starts = torch.randint(size - CONTEXT - 1, shape_of, generator=generator)
-        starts = starts.expand(NUM_POPULATIONS, variant.size, BATCH).clone()
-        if variant.parts:
-            starts += size * torch.arange(variant.size)[:, None]
-        inputs, targets = windows(codes, starts.flatten(0, 1))
-        with torch.no_grad():  # gradients are those of torch.func
-            gradients, losses = gradients_of(weights, inputs, targets)
-        _clip_(gradients)
-        update = sgd_ if variant.is_sgd else adamw_
-        update(weights, gradients, moments, variant, lr=variant.lr * ratio, step=step + 1, is_matrix=is_matrix)
+        for group in optimizer.param_groups:
+            group["lr"] = variant.lr * ratio
+        inputs, targets = windows(codes, starts_of(variant, generator))
+        logits = logits_of(weights, inputs, dropout=variant.dropout)
+        loss = F.cross_entropy(logits.flatten(0, 2), targets.flatten()) * len(inputs)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_(list(weights.values()))
+        optimizer.step()
         if (step + 1) % EVERY == 0 and (share := keep(variant, step + 1, ratio)) < 1.0:
-            push_([weights, *(moments if variant.pushes_moments else ())], share, variant)
-        last = 0.99 * last + 0.01 * float(losses.mean())
-    skeleton.eval()
+            moments = [
+                {name: optimizer.state[tensor][key] for name, tensor in weights.items()}
+                for key in (("exp_avg", "exp_avg_sq") if variant.pushes_moments else ())
+            ]
+            push_([weights, *moments], share, variant)
+        if variant.shuffled:
+            shuffle_(weights, variant, generator)
+        last = 0.99 * last + 0.01 * float(loss.detach()) / len(inputs)
     found = {"train": round(last / (1 - 0.99**variant.steps), 4), "seconds": round(time.process_time() - begin)}
     for part, start in (("validation", TRAIN), ("test", TRAIN + HELD_OUT)):
-        found |= {part: _scores(skeleton, weights, variant, codes[start : start + HELD_OUT])}  # type: ignore[dict-item]
+        found |= {part: _scores(weights, variant, codes[start : start + HELD_OUT])}  # type: ignore[dict-item]
     return found
 
 
-def _clip_(gradients: State) -> None:
-    """To a norm of 1, each member's own."""
-    norms = torch.stack([tensor.flatten(1).norm(dim=1) for tensor in gradients.values()]).norm(dim=0)
-    scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
-    for tensor in gradients.values():
-        tensor.mul_(scale.view(-1, *[1] * (tensor.dim() - 1)))
-
-
-def adamw_(
-    weights: State, gradients: State, moments: tuple[State, State], variant: Variant,
-    *, lr: float, step: int, is_matrix: Mapping[str, bool],
-) -> None:  # fmt: skip
-    """A step of AdamW that decays matrices only."""
-    for name, weight in weights.items():
-        first, second = (kind[name] for kind in moments)
-        first.lerp_(gradients[name], 1 - BETAS[0])
-        second.mul_(BETAS[1]).addcmul_(gradients[name], gradients[name], value=1 - BETAS[1])
-        weight.mul_(1 - lr * variant.decay if is_matrix[name] else 1.0)
-        size = (second / (1 - BETAS[1] ** step)).sqrt_().add_(1e-8)
-        weight.addcdiv_(first, size, value=-lr / (1 - BETAS[0] ** step))
-
-
-def sgd_(
-    weights: State, gradients: State, moments: tuple[State, State], variant: Variant,
-    *, lr: float, step: int, is_matrix: Mapping[str, bool],
-) -> None:  # fmt: skip
-    """A step of SGD with momentum that decays matrices only."""
-    for name, weight in weights.items():
-        gradient = gradients[name].add(weight, alpha=variant.decay if is_matrix[name] else 0.0)
-        moments[0][name].mul_(variant.momentum).add_(gradient)
-        weight.sub_(moments[0][name], alpha=lr)
+def starts_of(variant: Variant, generator: torch.Generator) -> Tensor:
+    """Where the windows of a step begin, `(member, batch)`."""
+    size = TRAIN // variant.size if variant.parts else TRAIN
+    shape = (NUM_POPULATIONS, 1 if variant.same_order else variant.size, BATCH)
+    starts = torch.randint(size - CONTEXT - 1, shape, generator=generator).expand(-1, variant.size, -1)
+    if variant.parts:
+        starts = starts + size * torch.arange(variant.size)[:, None]
+    return starts.flatten(0, 1)
 
 
 @torch.no_grad()
-def _scores(skeleton: GPT, weights: State, variant: Variant, codes: Tensor) -> dict[str, list[float]]:
+def clip_(weights: Sequence[Tensor]) -> None:
+    """Gradients to a norm of 1, each member's own."""
+    gradients = [tensor.grad for tensor in weights if tensor.grad is not None]
+    norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+    scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
+
+
+@torch.no_grad()
+def shuffle_(weights: State, variant: Variant, generator: torch.Generator) -> None:
+    """Permute a share of the weights among the members of each population."""
+    for tensor in weights.values():
+        rows = tensor.view(NUM_POPULATIONS, variant.size, -1)
+        columns = (torch.rand(rows.shape[-1], generator=generator) < variant.shuffled).nonzero().squeeze(1)
+        chosen = rows[..., columns]
+        orders = torch.rand(chosen.shape, generator=generator).argsort(dim=1)
+        rows[..., columns] = chosen.gather(1, orders)
+
+
+@torch.no_grad()
+def _scores(weights: State, variant: Variant, codes: Tensor) -> dict[str, list[float]]:
     """Mean loss of members, loss of the mean of their probabilities, and of their soup, by population."""
-    starts = torch.arange(0, len(codes) - CONTEXT - 1, CONTEXT)
-    inputs, targets = windows(codes, starts)
+    inputs, targets = windows(codes, torch.arange(0, len(codes) - CONTEXT - 1, CONTEXT))
 
     def log_probabilities(own: State) -> Tensor:
-        logits: Tensor = functional_call(skeleton, own, (inputs,))
-        return logits.log_softmax(dim=-1)
+        return logits_of({name: one[None] for name, one in own.items()}, inputs[None])[0].log_softmax(dim=-1)
 
-    def losses(found: Tensor) -> float:
+    def loss(found: Tensor) -> float:
         return float(F.nll_loss(found.flatten(0, 1), targets.flatten()))
 
     soups = soup_of(weights, variant)
@@ -239,11 +274,9 @@ def _scores(skeleton: GPT, weights: State, variant: Variant, codes: Tensor) -> d
     for population in range(NUM_POPULATIONS):
         members = range(population * variant.size, (population + 1) * variant.size)
         outputs = [log_probabilities({name: tensor[one] for name, tensor in weights.items()}) for one in members]
-        rows["mean"].append(fmean(map(losses, outputs)))
-        rows["ensemble"].append(losses(torch.stack(outputs).logsumexp(dim=0) - math.log(len(outputs))))
-        rows["average_soup"].append(
-            losses(log_probabilities({name: tensor[population] for name, tensor in soups.items()}))
-        )
+        rows["mean"].append(fmean(map(loss, outputs)))
+        rows["ensemble"].append(loss(torch.stack(outputs).logsumexp(dim=0) - math.log(len(outputs))))
+        rows["average_soup"].append(loss(log_probabilities({name: soups[name][population] for name in soups})))
     return {key: [round(value, 4) for value in values] for key, values in rows.items()}
 
 

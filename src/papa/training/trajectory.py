@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -46,6 +47,8 @@ class TrajectoryAverage(Callback):
             raise ConfigError(f"every_steps is {every_steps}, expected at least 1")
         self.decay, self.start, self.every_steps = decay, start, every_steps
         self._averages: list[AveragedModel] = []
+        self._tensors: list[list[list[Tensor]]] = []
+        """For each member: weights and buffers of its average, then its own."""
 
     @property
     def networks(self) -> list[nn.Module]:
@@ -59,6 +62,8 @@ class TrajectoryAverage(Callback):
     def setup(self, training: Training) -> None:
         """Copy the members."""
         self._averages = [self._average_of(model) for model in training.population]
+        pairs = zip(self._averages, training.population, strict=True)
+        self._tensors = [_tensors_of(average.module, model) for average, model in pairs]
 
     def _average_of(self, model: nn.Module) -> AveragedModel:
         average = None if self.decay is None else get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
@@ -67,14 +72,27 @@ class TrajectoryAverage(Callback):
     def reset_member_(self, index: int, model: nn.Module) -> None:
         """Start a member's average again."""
         self._averages[index] = self._average_of(model)
+        self._tensors[index] = _tensors_of(self._averages[index].module, model)
 
     def on_step_end(self, training: Training) -> None:
         """Update the averages when it is time."""
         every_epoch = training.length.steps_per_epoch
         every_steps = self.every_steps or (every_epoch if self.decay is None else 1)
         if training.step >= max(round(self.start * training.length.num_steps), 1) and training.step % every_steps == 0:
-            for average, model in zip(self._averages, training.population, strict=True):
-                average.update_parameters(model)
+            for index, model in enumerate(training.population):
+                self._update_(index, model)
+
+    @torch.no_grad()
+    def _update_(self, index: int, model: nn.Module) -> None:
+        """Include a member's weights; the step of an EMA has the bits of torch's own, and searches no modules."""
+        average = self._averages[index]
+        if self.decay is None or not average.n_averaged:
+            average.update_parameters(model)
+            return
+        means, old, weights, buffers = self._tensors[index]
+        torch._foreach_lerp_(means, weights, 1.0 - self.decay)
+        torch._foreach_copy_(old, buffers)
+        average.n_averaged += 1
 
     def member_state(self, index: int) -> dict[str, Tensor]:
         """A member's average."""
@@ -83,3 +101,7 @@ class TrajectoryAverage(Callback):
     def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore a member's average."""
         self._averages[index].load_state_dict(dict(tensors))
+
+
+def _tensors_of(average: nn.Module, model: nn.Module) -> list[list[Tensor]]:
+    return [list(found) for net in (average, model) for found in (net.parameters(), net.buffers())]

@@ -3,7 +3,7 @@
     python -m results.text_pushes run TEXT [VARIANT ...]   train variants that have no record yet
     python -m results.text_pushes write                    write the table into docs/language-models.md
 
-TEXT is a UTF-8 file. All members of all populations of a variant are one network, whose weights have one more dimension.
+TEXT is a UTF-8 file. All members of all populations are one network, whose weights have one more dimension.
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""The network of the text variants, against papa's own, and what pushes and permutations preserve."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from papa.lab.models.gpt import GPT
+from results import text_pushes
+from results.text_pushes import CONTEXT, NUM_HEADS, NUM_LAYERS, NUM_POPULATIONS, VARIANTS, WIDTH, Variant
+
+VOCAB = 11
+PLAIN = Variant(words="independent", size=2, steps=3, dropout=0.1)
+
+
+@pytest.fixture
+def weights() -> text_pushes.State:
+    torch.manual_seed(0)
+    return text_pushes.initial_weights(PLAIN, VOCAB)
+
+
+def test_every_member_says_what_the_network_with_its_weights_says(weights: text_pushes.State) -> None:
+    tokens = torch.randint(VOCAB, (NUM_POPULATIONS * PLAIN.size, 3, CONTEXT))
+    found = text_pushes.logits_of(weights, tokens)
+    for member, of_member in enumerate(tokens):
+        net = GPT(vocab_size=VOCAB, context=CONTEXT, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, width=WIDTH).eval()
+        own = {name: tensor[member].detach() for name, tensor in weights.items()}
+        net.load_state_dict({**own, "head.weight": own["embedding.weight"]})
+        torch.testing.assert_close(found[member], net(of_member))
+
+
+def test_members_of_a_population_share_their_start_only_if_asked() -> None:
+    torch.manual_seed(0)
+    embedding = text_pushes.initial_weights(replace(PLAIN, same_start=True), VOCAB)["embedding.weight"]
+    assert torch.equal(embedding[0], embedding[1])
+    assert not torch.equal(embedding[1], embedding[2])
+
+
+def test_a_push_keeps_the_mean_and_shrinks_differences(weights: text_pushes.State) -> None:
+    before = {name: tensor.detach().clone() for name, tensor in weights.items()}
+    text_pushes.push_([weights], 0.75, replace(PLAIN, left_alone="norm"))
+    for name, tensor in weights.items():
+        old = before[name]
+        if "norm" in name:
+            assert torch.equal(tensor, old)
+            continue
+        torch.testing.assert_close(tensor[0] + tensor[1], old[0] + old[1])
+        torch.testing.assert_close(tensor[0] - tensor[1], 0.75 * (old[0] - old[1]))
+
+
+def test_a_shuffle_permutes_members_in_each_column(weights: text_pushes.State) -> None:
+    before = {name: tensor.detach().clone() for name, tensor in weights.items()}
+    text_pushes.shuffle_(weights, replace(PLAIN, shuffled=0.5), torch.Generator().manual_seed(1))
+    moved = 0
+    for name, tensor in weights.items():
+        rows, old = (one.detach().view(NUM_POPULATIONS, PLAIN.size, -1) for one in (tensor, before[name]))
+        assert torch.equal(rows.sort(dim=1).values, old.sort(dim=1).values)
+        moved += int((rows != old).sum())
+    assert moved
+
+
+def test_clipped_gradients_have_at_most_a_norm_of_one_each(weights: text_pushes.State) -> None:
+    for index, tensor in enumerate(weights.values()):
+        tensor.grad = torch.randn_like(tensor) * torch.tensor([1e-4] + [1.0] * (len(tensor) - 1)).view(
+            -1, *[1] * (tensor.dim() - 1)
+        )
+        if not index:
+            small = tensor.grad[0].clone()
+    text_pushes.clip_(list(weights.values()))
+    squares = sum(tensor.grad.flatten(1).square().sum(dim=1) for tensor in weights.values() if tensor.grad is not None)
+    assert isinstance(squares, torch.Tensor)
+    assert bool((squares.sqrt() <= 1.0 + 1e-5).all())
+    first = next(iter(weights.values())).grad
+    assert first is not None
+    assert torch.equal(first[0], small)
+
+
+@pytest.mark.parametrize("name", ["push-0.03", "moments-0.1", "parts-0.1", "shuffled-0.01", "sgd-0.03"])
+def test_a_few_steps_of_a_variant_give_finite_losses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_pushes, "TRAIN", 400)
+    monkeypatch.setattr(text_pushes, "HELD_OUT", 100)
+    codes = torch.randint(VOCAB, (600,), generator=torch.Generator().manual_seed(0))
+    found = text_pushes.trained(replace(VARIANTS[name], steps=5, size=2), codes, VOCAB)
+    for part in ("validation", "test"):
+        assert all(math.isfinite(value) for values in found[part].values() for value in values)
+        assert len(found[part]["average_soup"]) == NUM_POPULATIONS

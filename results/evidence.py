@@ -47,13 +47,14 @@ class Kind:
         """Populations at the recipe's own setting."""
         return self.command(self.recipe, METHODS, self.seeds, self.recipe)
 
+    def control_command(self, role: str) -> str:
+        """One network with the compute of a population: `long` or `batch`."""
+        return self.command(f"{self.recipe}-{role}", "independent", self.seeds, f"{self.recipe}-{role}")
+
     @property
     def study(self) -> Study:
         """Controls and populations, and the search for the learning rate and weight decay of a single network."""
-        one = [
-            self.command(f"{self.recipe}-{role}", "independent", self.seeds, f"{self.recipe}-{role}")
-            for role in ("long", "batch")
-        ]
+        one = [self.control_command(role) for role in ("long", "batch")]
         tuning = [
             self.command(
                 *(self.recipe, "independent", self.tuning_seeds, f"tune/{self.recipe}-{name}"),
@@ -110,17 +111,18 @@ FASHION = Kind(
     tuning_options="--data.max-train 1900 --data.validation 0.526316",
     half_lives=(0.002, 0.005, 0.015),
 )
+CIFAR10 = Kind(
+    recipe="cifar10-2k",
+    title="CIFAR-10 with 2,000 images",
+    tuned={
+        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+        for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 2e-3))
+    },
+    tuning_options="--data.max-train 2800 --data.validation 0.35714",
+    half_lives=(0.005, 0.015, 0.05),
+)
 KINDS = (
-    Kind(
-        recipe="cifar10-2k",
-        title="CIFAR-10 with 2,000 images",
-        tuned={
-            f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-            for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 2e-3))
-        },
-        tuning_options="--data.max-train 2800 --data.validation 0.35714",
-        half_lives=(0.005, 0.015, 0.05),
-    ),
+    CIFAR10,
     FASHION,
     Kind(
         recipe="breast-cancer-mlp",

@@ -69,7 +69,7 @@ def _headline_words(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
     train = runs[0]["config"]
     seeds = _listed(run["seed"] for run in runs)
     return (
-        f"{title} of width {train['model']['width']}, {train['data']['max_train']:,} training images, "
+        f"{title} of width {train['model']['width']}, {train['data']['max_train']:,} images, "
         f"{train['train']['epochs']} epochs, {train['members']} members; seeds {seeds} (standard deviations)."
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from papa.lab.report.plot import LinePlot
 from results import claims, couplings, pays
-from results.evidence import EVIDENCE
-from results.short import LONG_CIFAR10, MAIN_CIFAR10, SHORT
+from results.evidence import CIFAR10, EVIDENCE
+from results.short import SHORT
 from results.study import Study, Table
 from results.tables import Record
 
@@ -18,7 +18,7 @@ PAGES: dict[str, tuple[Study, ...]] = {
 }
 """The pages in `docs/results/`, and their studies."""
 STUDIES = tuple(study for studies in PAGES.values() for study in studies)
-HEADLINE = "CIFAR-10, VGG-11", MAIN_CIFAR10, LONG_CIFAR10
+HEADLINE = "CIFAR-10, VGG-11", CIFAR10.main_command, CIFAR10.control_command("long")
 """The title of the README's table, the command of its populations, and that of one network trained longer."""
 PICTURES: dict[str, tuple[Table, Callable[[Sequence[Record]], LinePlot]]] = {
     "where-it-pays": (pays.STUDY.tables[-1], pays.picture_of_gains),

@@ -66,6 +66,8 @@ class Variant:
     dropout: float = 0.1
     starts: float = 0.0
     """The share of training before the first push."""
+    ends: float = 1.0
+    """The share of training after which members are left alone."""
     is_sgd: bool = False
     steps: int = STEPS
     size: int = NUM_MEMBERS
@@ -73,38 +75,46 @@ class Variant:
 
 VARIANTS: dict[str, Variant] = {
     "independent": Variant(words="independent"),
-    "long": Variant(words="one network, 4 times longer", size=1, steps=4 * STEPS),
-    **{
-        f"push-{share:g}": Variant(words=f"a half-life of {100 * share:g}%", half_life=share)
-        for share in (0.003, 0.01, 0.03, 0.1, 0.2)
-    },
-    **{
-        f"same-{share:g}": Variant(
-            words=f"a half-life of {100 * share:g}%, the same initial weights", half_life=share, same_start=True
-        )
-        for share in (0.01, 0.1, 0.3)
-    },
-    "constant-0.1": Variant(words="10%, as strong at the end as at the start", half_life=0.1, scales=False),
-    "moments-0.1": Variant(words="10%, moments pushed too", half_life=0.1, pushes_moments=True),
-    "no-embeddings-0.1": Variant(
-        words="10%, embeddings left alone until the soup", half_life=0.1, left_alone="embedding|positions|head"
+    "push-0.01": Variant(words="a half-life of 1%", half_life=0.01),
+    "push-0.1": Variant(words="a half-life of 10%", half_life=0.1),
+    "branch-0.3": Variant(
+        words="a half-life of 0.3% in the first 30% of training, then none", half_life=0.003, ends=0.3
     ),
-    "no-norms-0.1": Variant(words="10%, norms left alone until the soup", half_life=0.1, left_alone="norm"),
-    "parts-0.1": Variant(words="10%, each member another quarter of the text", half_life=0.1, parts=True),
-    "order-0.1": Variant(words="10%, the same order of the text", half_life=0.1, same_order=True),
-    "late-0.03": Variant(words="3%, from the second half of training on", half_life=0.03, starts=0.5, same_start=True),
-    "shuffled-0.001": Variant(words="0.1% of weights permuted at each step (WASH)", shuffled=0.001),
-    "shuffled-0.01": Variant(words="1% of weights permuted at each step (WASH)", shuffled=0.01),
-    "decay-0.1": Variant(words="10%, five times the weight decay", half_life=0.1, decay=5 * DECAY),
-    "decay-independent": Variant(words="independent, five times the weight decay", decay=5 * DECAY),
+    "branch-0.6": Variant(
+        words="a half-life of 0.3% in the first 60% of training, then none", half_life=0.003, ends=0.6
+    ),
+    "long": Variant(words="one network, 4 times longer", size=1, steps=4 * STEPS),
+    "push-0.03": Variant(words="a half-life of 3%", half_life=0.03),
+    "same-0.1": Variant(words="10%, the same initial weights", half_life=0.1, same_start=True),
+    "moments-0.03": Variant(words="3%, moments of AdamW pushed too", half_life=0.03, pushes_moments=True),
     "sgd-independent": Variant(words="independent, SGD", is_sgd=True, lr=0.5, decay=1e-3),
     "sgd-0.03": Variant(words="3%, SGD", half_life=0.03, is_sgd=True, lr=0.5, decay=1e-3),
+    "branch-0.1": Variant(
+        words="a half-life of 0.3% in the first 10% of training, then none", half_life=0.003, ends=0.1
+    ),
+    "shuffled-0.001": Variant(words="0.1% of weights permuted at each step (WASH)", shuffled=0.001),
+    "parts-0.03": Variant(words="3%, each member another quarter of the text", half_life=0.03, parts=True),
+    "no-embeddings-0.03": Variant(
+        words="3%, embeddings left alone until the soup", half_life=0.03, left_alone="embedding|positions"
+    ),
+    "no-norms-0.03": Variant(words="3%, norms left alone until the soup", half_life=0.03, left_alone="norm"),
+    "constant-0.03": Variant(words="3%, as strong at the end as at the start", half_life=0.03, scales=False),
+    "same-0.3": Variant(words="30%, the same initial weights", half_life=0.3, same_start=True),
+    "order-0.03": Variant(words="3%, the same order of the text", half_life=0.03, same_order=True),
+    "late-0.03": Variant(
+        words="3%, in the second half of training, the same initial weights",
+        half_life=0.03,
+        starts=0.5,
+        same_start=True,
+    ),
+    "decay-independent": Variant(words="independent, five times the weight decay", decay=5 * DECAY),
+    "decay-0.03": Variant(words="3%, five times the weight decay", half_life=0.03, decay=5 * DECAY),
 }
 
 
 def keep(variant: Variant, step: int, lr_ratio: float) -> float:
     """The share of itself that a member keeps at a push."""
-    if variant.half_life is None or step < variant.starts * variant.steps:
+    if variant.half_life is None or not variant.starts * variant.steps <= step <= variant.ends * variant.steps:
         return 1.0
     strength: float = 1.0 - 0.5 ** (EVERY / (variant.half_life * variant.steps))
     return 1.0 - strength * (lr_ratio if variant.scales else 1.0)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from helpers import assert_same_bits
 from papa.errors import ConfigError
@@ -72,6 +74,23 @@ def test_ema_is_the_recursion(every_steps: int | None) -> None:
             for state in taken[1:]:
                 expected = 0.9 * expected + 0.1 * state[name]
             torch.testing.assert_close(found.state_dict()[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [network, lambda: nn.Linear(4, 2)], ids=["with buffers", "without buffers"])
+def test_ema_has_the_bits_of_torchs_own(make: Callable[[], nn.Module]) -> None:
+    class Twin(Callback):
+        def setup(self, training: Training) -> None:
+            self.averages = [AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for net in training.population]
+
+        def on_step_end(self, training: Training) -> None:
+            for average, net in zip(self.averages, training.population, strict=True):
+                average.update_parameters(net)
+
+    average, twin = TrajectoryAverage(decay=0.9), Twin()
+    train(make, data(), num_members=2, num_epochs=2, batch_size=20, callbacks=[average, twin])
+    for member, expected in enumerate(twin.averages):
+        assert_same_bits(average.networks[member].state_dict(), expected.module.state_dict())
+        assert average.num_averaged(member) == int(expected.n_averaged)
 
 
 def test_it_leaves_training_alone() -> None:

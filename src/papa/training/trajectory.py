@@ -91,7 +91,8 @@ class TrajectoryAverage(Callback):
             return
         means, old, weights, buffers = self._tensors[index]
         torch._foreach_lerp_(means, weights, 1.0 - self.decay)
-        torch._foreach_copy_(old, buffers)
+        if old:
+            torch._foreach_copy_(old, buffers)
         average.n_averaged += 1
 
     def member_state(self, index: int) -> dict[str, Tensor]:

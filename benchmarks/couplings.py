@@ -4,10 +4,10 @@ Five ResNet-18 of torchvision, one thread, averagers as they are by default: dis
 that act on some columns only. Bytes are what a process sends that holds one of two
 halves of the population, on a smaller network; they are in proportion to its number of weights.
 
-Where the time of 0.5% goes, in milliseconds of computing on a busy machine on which a push takes 65: reading the
-chosen weights 2.0 and writing them 1.8 (one cache line for each, in huge pages), drawing the mask 1.2, looking for
-tensors that have moved 0.8, the product and its checks 0.5, all else 0.8. `Shuffle` adds 0.5 to draw the permutations
-and 1.0 to apply them. So reading and writing alone are 0.06 of a push.
+Where the time of 0.5% goes, in milliseconds of computing on a busy machine on which a push takes about 65: reading the
+chosen weights 2.3 and writing them 2.0 (one cache line for each, in huge pages), drawing the mask 1.0, looking for
+tensors that have moved 0.6, the product and its checks 0.5, all else 0.5. `Shuffle` adds 0.5 to draw the permutations
+and 0.4 to apply them. So reading and writing alone are 0.06 of a push.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from helpers import make_networks
 from papa.averager import Averager
-from papa.masks import depths, draw_columns, draw_permutations, fragments
+from papa.masks import _places, _rate, depths, draw_columns, draw_permutations, fragments
 from papa.population import Population
 from papa.rules import AveragingContext, Elastic, PushPull, Shuffle, SparseAverage
 from papa.streams import stream
@@ -21,10 +21,11 @@ def layout_of(kind: str) -> object:
     return Population(make_networks(kind, 1))._layout
 
 
+@pytest.mark.parametrize("growth", [0.02, 0.0])
 @pytest.mark.parametrize("kind", ["conv_batch_norm", "mixed_dtypes", "tied"])
-def test_each_column_is_chosen_with_the_share_of_its_tensor(kind: str) -> None:
+def test_each_column_is_chosen_with_the_share_of_its_tensor(kind: str, growth: float) -> None:
     layout = layout_of(kind)
-    shares = [0.3 * slot.is_parameter + 0.02 * number for number, slot in enumerate(layout.slots)]
+    shares = [0.3 * slot.is_parameter + growth * number for number, slot in enumerate(layout.slots)]
     counts = {dtype: torch.zeros(columns) for dtype, columns in layout.num_columns.items()}
     for step in range(300):
         for dtype, columns in draw_columns(layout, shares, stream(1, "test", position=step)).items():
@@ -42,6 +43,30 @@ def test_no_column_and_every_column(share: float) -> None:
     layout = layout_of("conv_batch_norm")
     (columns,) = draw_columns(layout, [share] * len(layout.slots), stream(0, "test")).values()
     assert len(columns) == share * sum(slot.numel for slot in layout.slots)
+
+
+@pytest.mark.parametrize("is_first_only", [True, False])
+def test_columns_are_chosen_independently_of_each_other(is_first_only: bool) -> None:
+    """One tensor or all of them with the same share: how often each pair of neighbours is chosen."""
+    layout = layout_of("conv_batch_norm")
+    shares = [0.4 * (number == 0 or not is_first_only) for number in range(len(layout.slots))]
+    first = layout.slots[0]
+    chosen = torch.zeros(500, layout.num_columns[first.dtype], dtype=torch.bool)
+    for step, row in enumerate(chosen):
+        row[draw_columns(layout, shares, stream(2, "test", position=step))[first.dtype]] = True
+    own = chosen[:, first.offset : first.offset + first.numel]
+    both = int((own[:, 1:] & own[:, :-1]).sum())
+    assert scipy.stats.binomtest(both, own[:, 1:].numel(), 0.16).pvalue > 1e-3
+    if is_first_only:
+        assert int(chosen.sum()) == int(own.sum())
+
+
+@pytest.mark.parametrize(("length", "share"), [(2**40, 1e-9), (2**34, 1e-7), (10_000_000, 1e-4)])
+def test_places_are_spread_evenly_over_any_length(length: int, share: float) -> None:
+    places = _places(length, _rate(share), stream(4, "test")).double()
+    assert scipy.stats.poisson.cdf(len(places), share * length) == pytest.approx(0.5, abs=0.499)
+    assert scipy.stats.kstest(places / length, "uniform").pvalue > 1e-3
+    assert bool((places[1:] > places[:-1]).all())
 
 
 @pytest.mark.parametrize("size", [3, 4])

@@ -179,6 +179,29 @@ def test_a_machine_that_joins_takes_over_members_and_the_run_continues(one_proce
     assert same_networks(one_process, out)
 
 
+def test_a_job_that_a_scheduler_ends_is_saved_and_its_ranks_print_no_traceback(tmp_path: Path) -> None:
+    out, log = tmp_path / "run", tmp_path / "agent-0.log"
+    options = ("--members", "2", "--train.epochs", "200", "--out", str(out))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = (sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "papa", "run", "digits")
+    with open(log, "wb") as file:
+        agent = subprocess.Popen((*command, *options), stdout=file, stderr=file, env=environment)
+    try:
+        checkpoints = RunDirectory(out).checkpoints
+        wait_until(lambda: any(checkpoints.glob("step-*")) or all_ended([agent]), "no checkpoint was written")
+        agent.terminate()
+        wait_until(lambda: all_ended([agent]), "torchrun did not end")
+    finally:
+        agent.kill()
+        agent.wait()
+    said = log.read_text()
+    assert re.search(r"papa: stopped at step \d+ of \d+, and saved; continue with: papa resume", said), said
+    own = re.findall(r"Traceback.*?SignalException: Process (\d+) got signal", said, re.DOTALL)
+    assert said.count("Traceback") == len(own), said
+    assert {*own} <= {str(agent.pid)}, "only torchrun's own process has one"
+    assert not RunDirectory(out).is_finished
+
+
 def all_ended(agents: list[subprocess.Popen[bytes]]) -> bool:
     return all(agent.poll() is not None for agent in agents)
 

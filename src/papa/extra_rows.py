@@ -117,14 +117,14 @@ class ExtraRows:
         self._follow_()
         only_members = own is not None or is_permuted
         points = self._points()[: population.size if only_members else None]
-        checked = mixing.check_extended(matrix, points)
+        checked = matrix if is_permuted else mixing.check_extended(matrix, points)
         for dtype, columns in self._columns(mask):
             members = population.matrices[dtype]
             extra = [] if only_members else [self.matrices[row.name][dtype] for row in self.declared]
             if mask is not None and mask.sources is not None:
                 update = permutation(mask.sources[dtype])
             else:
-                update = joint_product(checked, members, points)
+                update = joint_product(checked, members, points if bool(extra) else None)
             population.group.update_(
                 [members, *extra],
                 update,

@@ -6,6 +6,7 @@ sent and written.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -27,17 +28,84 @@ class Mask:
     columns: Mapping[torch.dtype, Tensor | slice]
     """Sorted indices or a slice, for each dtype; a dtype that is missing stays unchanged."""
     sources: Mapping[torch.dtype, Tensor] | None = None
-    """For a rule that permutes: from which member each member takes each column, `(size, columns)`."""
+    """For a rule that permutes: from which member each member takes each column, `(size, columns)` in int32."""
 
 
 def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Generator) -> dict[torch.dtype, Tensor]:
     """Random columns, each of them chosen independently with the share of its tensor; in time for the chosen ones only.
 
-    A Poisson process runs through all columns, at the rate `-log(1 - share)` within a tensor. A column is chosen if the
-    process has a point in it, and the points are sums of exponential gaps. `shares` are in the order of `layout.slots`.
+    `shares` are in the order of `layout.slots`.
+    """
+    chosen = set(shares) - {0.0}
+    if len(chosen) == 1:
+        return _with_one_share(layout, shares, chosen.pop(), generator)
+    return _with_many_shares(layout, shares, generator)
+
+
+def _with_one_share(
+    layout: Layout, shares: Sequence[float], share: float, generator: torch.Generator
+) -> dict[torch.dtype, Tensor]:
+    """The columns of the tensors that have a share, each with the same one.
+
+    From one chosen column to the next it is `1 + floor(x / rate)` columns, where `x` is exponential. These are whole
+    numbers, so none is chosen twice and nothing is rounded at the ends of tensors.
+    """
+    found = {}
+    for dtype in layout.num_columns:
+        spans = _joined([slot for slot, own in zip(layout.slots, shares, strict=True) if own and slot.dtype == dtype])
+        if not spans:
+            found[dtype] = torch.zeros(0, dtype=torch.int64, device=layout.device)
+            continue
+        sizes = [stop - start for start, stop in spans]
+        ends = list(itertools.accumulate(sizes))
+        columns = _places(ends[-1], _rate(share), generator).to(torch.int64)
+        shifts = torch.tensor([stop - end - 1 for (_, stop), end in zip(spans, ends, strict=True)], device="cpu")
+        if len(spans) > 1:
+            last = torch.searchsorted(columns, torch.tensor(ends, device="cpu"), right=True)
+            shifts = torch.repeat_interleave(shifts, torch.diff(last, prepend=last.new_zeros(1)))
+        found[dtype] = columns.add_(shifts).to(layout.device)
+    return found
+
+
+def _joined(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """The first and the last column plus one of slots, those without a gap between them together."""
+    found: list[tuple[int, int]] = []
+    for slot in slots:
+        start, stop = slot.offset, slot.offset + slot.numel
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
+
+
+def _places(length: int, rate: float, generator: torch.Generator) -> Tensor:
+    """Each of `1, ..., length` with probability `1 - exp(-rate)`, sorted."""
+    is_small = length < 2**30 and rate > 2.0**-19  # then gaps are exact in float32, and their sums in int32
+    numbers, whole = (torch.float32, torch.int32) if is_small else (torch.float64, torch.int64)
+    count = min(length, _enough(-math.expm1(-rate) * length))
+    uniform = torch.rand(count, dtype=numbers, generator=generator, device="cpu")
+    gaps = uniform.neg_().log1p_().mul_(-1.0 / rate).add_(1.0).to(whole)
+    places = torch.cumsum(gaps, dim=0, dtype=whole)
+    return places[: int(torch.searchsorted(places, length, right=True))]
+
+
+def _rate(share: float) -> float:
+    """The rate of a Poisson process that has a point in a column with the probability `share`."""
+    return -math.log1p(-min(share, 1.0 - 2.0**-53))
+
+
+def _enough(mean: float) -> int:
+    """More than a Poisson number with this mean, but for a chance of 1e-20."""
+    return int(mean + 10.0 * math.sqrt(mean) + 10.0)
+
+
+def _with_many_shares(layout: Layout, shares: Sequence[float], generator: torch.Generator) -> dict[torch.dtype, Tensor]:
+    """A Poisson process runs through all columns, at the rate `-log(1 - share)` within a tensor.
+
+    A column is chosen if the process has a point in it, and the points are sums of exponential gaps.
     """
     slots = layout.slots
-    rates = torch.tensor([-math.log1p(-min(share, 1.0 - 2.0**-53)) for share in shares], dtype=torch.float64)
+    rates = torch.tensor([_rate(share) for share in shares], dtype=torch.float64)
     first, sizes = layout.spans
     ends = torch.cumsum(rates * sizes, dim=0)
     points = _poisson_points(float(ends[-1]), generator)
@@ -65,18 +133,17 @@ def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Gener
 
 def _poisson_points(length: float, generator: torch.Generator) -> Tensor:
     """The points of a Poisson process of rate 1 on `[0, length)`."""
-    count = int(length + 10.0 * math.sqrt(length) + 10.0)  # enough but for a chance of 1e-20
-    gaps = torch.rand(count, dtype=torch.float32, generator=generator).neg_().log1p_().neg_()  # exponential
+    gaps = torch.rand(_enough(length), dtype=torch.float32, generator=generator).neg_().log1p_().neg_()  # exponential
     points = torch.cumsum(gaps, dim=0, dtype=torch.float64)
     return points[: int(torch.searchsorted(points, length))]
 
 
 def draw_permutations(size: int, num_columns: int, generator: torch.Generator) -> Tensor:
-    """A random permutation of the members for each column, `(size, num_columns)`; all are equally likely."""
+    """A random permutation of the members for each column, `(size, num_columns)` in int32; all are equally likely."""
     if size <= MAX_SIZE_OF_TABLE:
-        table = torch.tensor(list(itertools.permutations(range(size)))).T.contiguous()
-        chosen = torch.randint(table.shape[1], (num_columns,), generator=generator)
-        found = torch.empty(size, num_columns, dtype=torch.int64)
+        table = _all_permutations(size)
+        chosen = torch.randint(table.shape[1], (num_columns,), dtype=torch.int32, generator=generator)
+        found = torch.empty(size, num_columns, dtype=torch.int32)
         for row, target in zip(table, found, strict=True):  # faster than the table at once
             torch.index_select(row, 0, chosen, out=target)
         return found
@@ -86,7 +153,13 @@ def draw_permutations(size: int, num_columns: int, generator: torch.Generator) -
         swapped = order.gather(0, other)
         order.scatter_(0, other, order[last : last + 1].clone())
         order[last : last + 1] = swapped
-    return order
+    return order.to(torch.int32)
+
+
+@functools.cache
+def _all_permutations(size: int) -> Tensor:
+    """One in each column."""
+    return torch.tensor(list(itertools.permutations(range(size))), dtype=torch.int32, device="cpu").T.contiguous()
 
 
 def depths(layout: Layout) -> list[float]:

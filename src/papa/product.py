@@ -159,7 +159,13 @@ def permutation(sources: Tensor) -> BlockUpdate:
 
     def update(blocks: list[Tensor], start: int) -> None:
         for block in blocks:
-            block.copy_(block.gather(0, sources[:, start : start + block.shape[1]].to(block.device)))
+            num_columns = block.shape[1]
+            own = sources[:, start : start + num_columns].to(block.device)
+            # Faster on a CPU than `gather`, and with half of the memory if positions in the block are int32.
+            dtype = torch.int32 if block.numel() < 2**31 else torch.int64
+            columns = torch.arange(num_columns, dtype=dtype, device=block.device)
+            places = torch.add(columns, own, alpha=num_columns).flatten()
+            block.copy_(block.flatten().index_select(0, places).view_as(block))
 
     return update
 

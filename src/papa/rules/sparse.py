@@ -105,8 +105,8 @@ class Shuffle(Rule):
         for dtype, chosen in columns.items():
             drawn = draw_permutations(len(members), len(chosen), generator)
             if len(members) < context.size:
-                whole = torch.arange(context.size).unsqueeze(1).repeat(1, len(chosen))
-                whole[list(members)] = torch.tensor(list(members))[drawn]
+                whole = torch.arange(context.size, dtype=torch.int32).unsqueeze(1).repeat(1, len(chosen))
+                whole[list(members)] = torch.tensor(list(members), dtype=torch.int32)[drawn.long()]
                 drawn = whole
             sources[dtype] = drawn.to(layout.device)
         return Mask(columns, sources)

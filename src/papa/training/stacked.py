@@ -82,13 +82,17 @@ class Stacked:
         self._batches: Iterator[Batch] = iter(())
 
     def start_(self) -> None:
-        """Take over the members' optimizer state."""
+        """Take over the members' optimizer state; steps are recorded anew."""
+        self._steps.clear()
+        self.take_over_()
+
+    def take_over_(self) -> None:
+        """Take over the members' optimizer state, and start from the current step."""
         population = self.training.population
         population.refresh_()
         self.optimizer.take_over_()
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
-        self._steps.clear()
         data = self.training.data
         is_plain = not self.training.batches.is_augmented and not data.parts and _is_in_memory(data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()

@@ -6,8 +6,8 @@ of a checkpoint, since engines differ by rounding.
 
 Engines take turns, and the best time of each counts, since other load on the machine only adds to it. The trial costs
 what it takes to record the stacked step, about as long as 70 to 250 steps of one member, and then 1% of the training.
-What was recorded is used further if the stacked engine is chosen. So where members take 5,000 steps or more together,
-training takes at most about 5% longer than with the better engine.
+What was recorded is used further if the stacked engine is chosen. The aim is that training takes at most 5% longer than
+with the better engine, if it is not very short; `benchmarks/stacked.py` measures it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOP, STACKED = "loop", "stacked"
 LEAST_STEPS = 1000
 """If the members of a process take fewer together, recording a stacked step would be a large part of the training."""
 NUM_ROUNDS = 8
-SECONDS_PER_TURN = 0.01
+SECONDS_PER_TURN = 0.002
 """Shorter steps are repeated, so that what an engine left in the caches counts less."""
 SHARE = 0.01
 """A round is the last one after this share of the expected training time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,26 @@ from papa.data import Arrays, Source, Subset
 from papa.errors import ConfigError, DataError
 from papa.evaluation import Batch
 from papa.inputs import Inputs
+from papa.streams import derive
+from papa.training.draws import Draws, Watch
 from papa.training.loop import Training
 from papa.training.stacked_optimizer import StackedOptimizer, clipped
 from papa.training.traced import Recorded, record
 
 EXAMPLES_AHEAD = 4096
 """The number of examples to gather and prepare at once, if nothing about them is random."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that was recorded."""
+
+    trained: list[str]
+    """The names of parameters that get a gradient."""
+    frozen: list[str]
+    """The names of other parameters."""
+    draws: Draws
+    run: Recorded
 
 
 class Stacked:
@@ -38,8 +53,8 @@ class Stacked:
         ... )
 
     A network's Python code runs when its step is recorded, not in every step: callbacks on modules and counters kept in
-    Python see no steps, and the parameters' `.grad` stays None. Networks that draw random numbers (dropout),
-    optimizers that look at whole tensors, and float16 with its gradient scaler are refused.
+    Python see no steps, and the parameters' `.grad` stays None. Random numbers, such as dropout masks, are those that
+    the loop draws. Optimizers that look at whole tensors, and float16 with its gradient scaler are refused.
 
     Args:
         training: the training whose members take steps.
@@ -63,17 +78,21 @@ class Stacked:
             )
         self.training = training
         self.optimizer = StackedOptimizer(training.population, training.optimizers)
-        self._steps: dict[tuple[Any, ...], tuple[list[str], list[str], Recorded]] = {}
+        self._steps: dict[tuple[Any, ...], _Step] = {}
         self._batches: Iterator[Batch] = iter(())
 
     def start_(self) -> None:
-        """Take over the members' optimizer state."""
+        """Take over the members' optimizer state; steps are recorded anew."""
+        self._steps.clear()
+        self.take_over_()
+
+    def take_over_(self) -> None:
+        """Take over the members' optimizer state, and start from the current step."""
         population = self.training.population
         population.refresh_()
         self.optimizer.take_over_()
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
-        self._steps.clear()
         data = self.training.data
         is_plain = not self.training.batches.is_augmented and not data.parts and _is_in_memory(data.train)
         self._batches = self._plain_batches() if is_plain else self._drawn_batches()
@@ -92,11 +111,12 @@ class Stacked:
         if self.optimizer.follow_matrix_():
             self._steps.clear()  # they were recorded for another memory order
         inputs, targets = next(self._batches)
-        names, other_names, step = self._step_for(inputs, targets)
-        trained, others = [leaves[name] for name in names], [leaves[name] for name in other_names]
+        step = self._step_for(inputs, targets)
+        trained, others = [leaves[name] for name in step.trained], [leaves[name] for name in step.frozen]
+        step.draws.draw_(derive(training.seed, "forward", member, training.step) for member in training.members)
         buffers = self._stacked_buffers()
         with torch.no_grad():
-            *gradients, losses = step(*trained, *others, *buffers.values(), inputs, targets)
+            *gradients, losses = step.run(*trained, *others, *buffers.values(), inputs, targets, *step.draws.tensors)
             for name, buffer in buffers.items():
                 for own, value in zip(self._buffers, buffer, strict=True):
                     own[name].copy_(value)
@@ -118,8 +138,8 @@ class Stacked:
         trained = [parameter.requires_grad for parameter in self.optimizer.parameters[index].values()]
         return (*trained, *[module.training for module in self._modules[index]])
 
-    def _step_for(self, inputs: Tensor, targets: Tensor) -> tuple[list[str], list[str], Recorded]:
-        """The names of trained and other parameters, and the step recorded for them and for batches of this shape."""
+    def _step_for(self, inputs: Tensor, targets: Tensor) -> _Step:
+        """The step recorded for batches of this shape."""
         key = (inputs.shape, inputs.dtype, targets.shape, targets.dtype, self._switches(0))
         if key not in self._steps:
             for index in range(1, len(self._modules)):
@@ -131,15 +151,17 @@ class Stacked:
             self._steps[key] = self._record(inputs, targets)
         return self._steps[key]
 
-    def _record(self, inputs: Tensor, targets: Tensor) -> tuple[list[str], list[str], Recorded]:
+    def _record(self, inputs: Tensor, targets: Tensor) -> _Step:
         leaves, loss_of = self.optimizer.leaves, self.training.loss_of
         network = copy.deepcopy(self.training.population[0])
-        names = _names_with_gradient(copy.deepcopy(network), self.training, inputs[0], targets[0])
+        with Watch() as watch:
+            names = _names_with_gradient(copy.deepcopy(network), self.training, inputs[0], targets[0])
+        draws = Draws(watch.draws, num_members=len(self._modules))
         trained = {name: leaves[name] for name in names}
         frozen = {name: leaf for name, leaf in leaves.items() if name not in trained}
         others = {**frozen, **self._stacked_buffers()}
-        step = record(network, loss_of, trained=trained, others=others, inputs=inputs, targets=targets)
-        return names, list(frozen), step
+        run = record(network, loss_of, trained=trained, others=others, inputs=inputs, targets=targets, draws=draws)
+        return _Step(names, list(frozen), draws, run)
 
     def _plain_batches(self) -> Iterator[Batch]:
         """All members' batches, gathered and prepared many steps at a time; used if nothing about them is random."""

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from papa.errors import ConfigError
+from papa.training.draws import Draws, replace_draws_
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 Recorded: TypeAlias = Callable[..., list[Tensor]]
@@ -25,7 +27,14 @@ LossOf: TypeAlias = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tenso
 
 
 def record(
-    network: nn.Module, loss_of: LossOf, *, trained: Tensors, others: Tensors, inputs: Tensor, targets: Tensor
+    network: nn.Module,
+    loss_of: LossOf,
+    *,
+    trained: Tensors,
+    others: Tensors,
+    inputs: Tensor,
+    targets: Tensor,
+    draws: Draws,
 ) -> Recorded:
     """Record one step of all members, for tensors of these shapes, each with a leading dimension of members.
 
@@ -39,10 +48,11 @@ def record(
             writes to strided ones) and are changed, here and by what is returned.
         inputs: a batch for each member.
         targets: the targets of these batches.
+        draws: the random numbers of a step, which the recorded step takes as inputs.
 
     Returns:
-        A function of `*trained.values(), *others.values(), inputs, targets` that returns a list: the gradients of what
-        is trained, and last the losses.
+        A function of `*trained.values(), *others.values(), inputs, targets, *draws.tensors` that returns a list: the
+        gradients of what is trained, and last the losses.
     """
     num_trained = len(trained)
 
@@ -53,21 +63,22 @@ def record(
         *numbers, inputs, targets = tensors
         here = dict(zip(trained, numbers[:num_trained], strict=True))
         there = dict(zip(others, numbers[num_trained:], strict=True))
-        gradients, losses = vmap(grad_and_value(member_loss))(here, there, inputs, targets)
+        gradients, losses = vmap(grad_and_value(member_loss), randomness="different")(here, there, inputs, targets)
         return [*gradients.values(), losses]
 
     arguments = (*trained.values(), *others.values(), inputs, targets)
     calls = _Calls()
     try:
-        with calls:
+        with calls, _NormsInFullPrecision():
             recorded = make_fx(step)(*arguments)
-    except Exception as error:  # whatever torch raises at an operator that vmap does not know, or at a random one
+    except Exception as error:  # whatever torch raises at an operator that vmap does not know
         raise ConfigError(
             f"the stacked engine cannot train a {type(network).__name__}: it fails at {calls.failed} "
             f"({_first_line(error)}): use the loop engine"
         ) from error
+    replace_draws_(recorded, draws)
     if not _writes(recorded.graph) and not any(True for _ in network.buffers()):
-        _shorten_(recorded, arguments)
+        _shorten_(recorded, (*arguments, *draws.tensors))
     return recorded.forward
 
 
@@ -86,6 +97,27 @@ class _Calls(TorchFunctionMode):
             if self.failed == _Calls.failed:
                 self.failed = getattr(func, "__name__", str(func))
             raise
+
+
+class _NormsInFullPrecision(TorchFunctionMode):
+    """Under autocast, `vmap` fails at norms of half-precision inputs with float32 weights or statistics.
+
+    So inputs are converted to float32 and outputs back. The norms' own kernels compute in float32, too.
+    """
+
+    norms = (F.batch_norm, F.instance_norm, F.layer_norm, torch.batch_norm, torch.instance_norm, torch.layer_norm)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function, a norm in float32 if its inputs have another dtype than its weights."""
+        kwargs = kwargs or {}
+        if func in self.norms and args:
+            inputs, *others = args
+            dtypes = [each.dtype for each in (*others, *kwargs.values()) if isinstance(each, Tensor)]
+            if inputs.dtype in (torch.bfloat16, torch.float16) and inputs.dtype not in dtypes:
+                return func(inputs.float(), *others, **kwargs).to(inputs.dtype)
+        return func(*args, **kwargs)
 
 
 def _first_line(error: Exception) -> str:

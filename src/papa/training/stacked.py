@@ -82,7 +82,7 @@ class Stacked:
         self._batches: Iterator[Batch] = iter(())
 
     def start_(self) -> None:
-        """Take over the members' optimizer state; steps are recorded anew."""
+        """Take over the members' optimizer state; steps are recorded again."""
         self._steps.clear()
         self.take_over_()
 

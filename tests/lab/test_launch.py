@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import shutil
@@ -250,18 +251,39 @@ def test_a_signal_is_not_taken_for_an_error_of_the_code_that_it_interrupts() -> 
         read()
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_signal_that_an_extension_module_turns_into_its_own_error_stops_the_run(is_training: bool) -> None:
+    """As one did while matplotlib converted arguments: it takes any exception for an argument of the wrong type."""
+
+    def draw() -> None:
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise TypeError("incompatible function arguments")
+
+    stop = new_flag()
+    stop.is_training = int(is_training)  # then the signal raises nothing, and the error is one of training
+    expected = pytest.raises(TypeError) if is_training else pytest.raises(StoppedError, match="continue with: this")
+    with expected, watching_signals(stop, "this"):
+        draw()
+    with pytest.raises(TypeError), watching_signals(new_flag(), "this"):
+        raise TypeError("without a signal")
+
+
 @pytest.mark.parametrize("when", ["load_domain", "_finish"])
 def test_a_signal_while_nothing_trains_ends_the_run_at_once(
     when: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    went_on = []
+
     def ask(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("the signal was only stored")
+        went_on.append(when)
 
     with monkeypatch.context() as patch:
         patch.setattr(papa.lab.launch, when, ask)
         with pytest.raises(StoppedError, match="nothing is lost; continue with: papa resume"):
             execute(small_config(), tmp_path / "run", workers=1)
+    assert not went_on, "the signal was only stored"
     execute(small_config(), tmp_path / "run", workers=1, resume=True)
     assert_same_run(whole, tmp_path / "run")
 

@@ -45,7 +45,7 @@ def stop_flag(stop: StopFlag | None, remedy: str) -> Iterator[StopFlag]:
     """The flag that a signal sets: `stop`, or, if that is None, a new one that is set while the block runs."""
     if stop is not None:
         stop.is_training = 0
-        with _stopped_error(remedy):
+        with _stopped_error(stop, remedy):
             yield stop
         return
     stop = new_flag()
@@ -68,23 +68,35 @@ def watching_signals(stop: StopFlag, remedy: str) -> Iterator[None]:
         if stop.value:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         stop.value = number
-        if not stop.is_training and not stop.is_parallel:
+        if _ends_at_once(stop):
             raise _Stop
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    with _handler(handle, numbers), _stopped_error(remedy):
+    with _handler(handle, numbers), _stopped_error(stop, remedy):
         yield
 
 
 @contextlib.contextmanager
-def _stopped_error(remedy: str) -> Iterator[None]:
+def _stopped_error(stop: StopFlag, remedy: str) -> Iterator[None]:
+    """Turn what a signal raises into a `StoppedError`.
+
+    Extension modules may turn it into an error of theirs, as matplotlib's does while it converts its arguments: after
+    such a signal, every other error counts as that.
+    """
     try:
         yield
-    except _Stop:
+    except (_Stop, Exception) as error:
+        if isinstance(error, StoppedError) or not (isinstance(error, _Stop) or (stop.value and _ends_at_once(stop))):
+            raise
         text = f"stopped while no member trained, so nothing is lost; continue with: {remedy}"
         raise StoppedError(text) from None
+
+
+def _ends_at_once(stop: StopFlag) -> bool:
+    """Whether the first signal ends the run, since there is nothing to save."""
+    return not stop.is_training and not stop.is_parallel
 
 
 @contextlib.contextmanager

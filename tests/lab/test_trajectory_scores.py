@@ -36,12 +36,16 @@ def test_averages_are_scored_with_re_estimated_batch_norm() -> None:
     outcome = finalize_run(training, Config(trajectory=TrajectoryConfig(batch_norm_batches=3))).trajectory
     assert outcome is not None
     networks = averages_of(training)
-    batches = training.batches.plain(3)
+    under_own = [list(training.batches.stream_augmented([member], 3)) for member in range(3)]
     soup = average_soup(networks)
-    reset_batch_norm_(soup, batches)
+    reset_batch_norm_(soup, [under_own[0][0], under_own[1][1], under_own[2][2]])
     (expected,), _ = training.evaluate([soup], training.data.test)
     assert outcome.test is not None
     assert outcome.test.average_soup.loss == pytest.approx(expected.loss, rel=1e-5)
+    for network, batches, found in zip(networks, under_own, outcome.test.members, strict=True):
+        reset_batch_norm_(network, batches)
+        (expected,), _ = training.evaluate([network], training.data.test)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     result = outcome.to_json()
     assert len(result["test"]["members"]) == 3
     assert result["greedy_as_it_is"] == {"test": greedy_before.score, "members": sorted(members_before)}

@@ -353,7 +353,7 @@ class TrajectoryConfig:
     linear: bool = False
     """swa: change linearly instead of by half a cosine."""
     batch_norm_batches: int = option(100, at_least=1)
-    """Batches on which BatchNorm statistics of the averages are re-estimated."""
+    """Batches on which BatchNorm statistics of the averages are re-estimated, augmented as in training."""
 
 
 @dataclass(frozen=True, kw_only=True)

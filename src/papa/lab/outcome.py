@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from papa import mixing
 from papa.align import aligned_soups
 from papa.data import Source
 from papa.errors import PapaError
@@ -152,23 +153,27 @@ def aligned_and_repaired_soups(
 def _score_trajectory_averages(
     training: Training, num_batches: int, *, align_soups: bool, num_align_batches: int | None
 ) -> TrajectoryOutcome | None:
-    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None if there are none."""
+    """Re-estimate BatchNorm in the averages, make soups of them, and score everything; None if there are none.
+
+    It is re-estimated on images augmented as in training: networks know the plain ones by heart.
+    """
     averages = next((callback for callback in training.callbacks if isinstance(callback, TrajectoryAverage)), None)
     if averages is None:
         return None
     population = Population(averages.networks, training.group)
     population.dropped = training.population.dropped
 
-    def reset(network: nn.Module, row: Tensor | None = None) -> None:
-        reset_batch_norm_(network, training.batches.stream_plain(num_batches))
+    def reset(network: nn.Module, row: Tensor) -> None:
+        members = row.nonzero().flatten().tolist()
+        reset_batch_norm_(network, training.batches.stream_augmented(members, num_batches))
 
     test = training.data.test
     without_reset = greedy_soup_of(training, population)
     members_without_reset = without_reset.members
     test_without_reset = None if test is None else training.score(without_reset.network, test)
     del without_reset
-    for network in population:
-        reset(network)
+    for member, network in zip(population.members, population, strict=True):
+        reset(network, mixing.soup_row(population.size, [member]))
     aligned = aligned_and_repaired_soups(training, num_align_batches, population) if align_soups else None
     average = average_soup(population, after=reset)
     greedy = greedy_soup_of(training, population, reset)

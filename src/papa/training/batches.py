@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ class Batches:
         self.num_per_epoch = data.num_train // (num_per_batch * settings.accumulate) * settings.accumulate
         """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
-        self.augments = [self._augment_of(settings.transforms.augment, member) for member in members]
+        self._augment = settings.transforms.augment
+        self.augments = [self._augment_of(self._augment, member) for member in members]
         self.is_augmented = settings.transforms.augment is not None
         self._channels_last = settings.numerics.channels_last
         self._streams: dict[int, tuple[int, Iterator[Batch]]] = {}
@@ -95,11 +96,17 @@ class Batches:
 
     def repair_batches(self, member: int) -> list[Inputs]:
         """The inputs REPAIR uses: the same images on every call and for every member, under its own augmentation."""
-        augment = self.augments[member - self.members.start]
-        return [
-            self.formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
-            for number, batch in enumerate(self._fixed(self.num_repair_batches))
-        ]
+        return list(self.stream_augmented([member], self.num_repair_batches))
+
+    def stream_augmented(self, members: Sequence[int], num_batches: int | None) -> Iterator[Inputs]:
+        """The images of `plain`, one batch at a time, under the augmentations of these members in turn.
+
+        Members may be those of other processes.
+        """
+        augments = [self._augment_of(self._augment, member) for member in members]
+        for number, batch in enumerate(self._fixed(num_batches)):
+            augment = augments[number % len(augments)]
+            yield self.formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
 
     def plain_repair(self) -> list[Inputs]:
         """The inputs REPAIR uses, without augmentation."""

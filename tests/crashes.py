@@ -281,7 +281,7 @@ class Reader:
 
     def __init__(self, config: Config) -> None:
         training = build(config)
-        self.num_members = config.members
+        self.num_members = training.population.size
         self.expected = expected_states(training)
 
     def read_all(self, path: Path) -> int:

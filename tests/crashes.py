@@ -26,7 +26,7 @@ import fork_server
 import papa.group.start
 from papa.checkpoint import checkpoints, load_checkpoint
 from papa.cli import main
-from papa.lab.config import Config
+from papa.lab.config import Config, settled
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
@@ -280,7 +280,7 @@ class Reader:
     """Reads every checkpoint of a run, as in a resume."""
 
     def __init__(self, config: Config) -> None:
-        training = build(config)
+        training = build(settled(config))
         self.num_members = training.population.size
         self.expected = expected_states(training)
 

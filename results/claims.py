@@ -10,11 +10,10 @@ from typing import Any
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
 from papa.storage import json_text
-from results.controls import along_trajectory
 from results.evidence import FASHION
 from results.record import OF_THE_MACHINE, runs_of
 from results.study import Study, Table
-from results.tables import Record, Score, by_seed, markdown, mean_text, paired, score, similarity
+from results.tables import Record, Score, along_trajectory, by_seed, markdown, mean_text, paired, score, similarity
 
 SOUP = score("average_soup")
 

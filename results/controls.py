@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from papa.lab.report.metric import metric_of
 from papa.lab.report.table import gap_text, mean_gap_closed
-from results.tables import Record, Score, by_seed, difference_table, markdown, mean_text, paired, score
+from results.tables import (
+    Record,
+    Score,
+    along_trajectory,
+    by_seed,
+    difference_table,
+    markdown,
+    mean_text,
+    paired,
+    score,
+)
 
 
 def best_by_validation(record: Record) -> float | None:
@@ -25,16 +34,6 @@ def best_epoch(record: Record) -> float | None:
     """The test score of the soup of the epoch that is best on validation data; for one network, early stopping."""
     kept = record.get("best_soup")
     return None if not kept or not kept.get("test") else kept["test"]["score"]
-
-
-def along_trajectory(key: str) -> Score:
-    """A function that finds the test score of averages along trajectories (EMA)."""
-
-    def find(record: Record) -> float | None:
-        found: Mapping[str, Any] | None = (record.get("trajectory") or {}).get("test")
-        return None if found is None else found.get(key)
-
-    return find
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -389,7 +389,7 @@ def points_between(records: Sequence[Record]) -> str:
 
 
 def headline(records: Sequence[Record], longer: Sequence[Record]) -> str:
-    """The README's table: what one network, five networks and a soup reach on the same data.
+    """The README's table: what one network, several networks and a soup reach on the same data.
 
     Args:
         records: the populations of the main study.
@@ -397,18 +397,32 @@ def headline(records: Sequence[Record], longer: Sequence[Record]) -> str:
     """
     independent, papa = _of_method(records, "independent"), _of_method(records, "papa")
     members = str(records[0]["config"]["members"])
-    rows: list[tuple[str, str, str]] = [
-        (f"one network (mean of {members})", "1", mean_text([score("mean")(run) for run in independent])),
-        ("greedy soup of independent networks", "1", mean_text([score("greedy_soup")(run) for run in independent])),
-        ("ensemble of independent networks", members, mean_text([score("ensemble")(run) for run in independent])),
-        ("**PAPA, average soup**", "**1**", f"**{mean_text([score('average_soup')(run) for run in papa])}**"),
+    times = round(_length(longer[0]) / _length(papa[0])) if longer else 0
+    rows: list[tuple[str, str, Sequence[Record], Score]] = [
+        (f"one network (mean of {members})", "1", independent, score("mean")),
+        ("greedy soup of independent networks", "1", independent, score("greedy_soup")),
+        (f"one network trained {times} times longer", "1", longer, score("mean")),
+        ("... with weights averaged over time (EMA)", "1", longer, along_trajectory("mean")),
+        ("**PAPA, average soup**", "**1**", papa, score("average_soup")),
+        ("**PAPA with EMA, average soup**", "**1**", papa, along_trajectory("average_soup")),
+        ("ensemble of independent networks", members, independent, score("ensemble")),
     ]
-    if longer:
-        times = round(_length(longer[0]) / _length(papa[0]))
-        rows.append(
-            (f"one network trained {times} times longer", "1", mean_text([score("mean")(run) for run in longer]))
-        )
-    return markdown(("", "networks at inference", "test accuracy, %"), rows)
+    cells = [
+        (label, networks, f"**{text}**" if label.startswith("**") else text)
+        for label, networks, runs, of in rows
+        if (text := mean_text([of(run) for run in runs]))
+    ]
+    return markdown(("", "networks at inference", "test accuracy, %"), cells)
+
+
+def along_trajectory(key: str) -> Score:
+    """A function that finds the test score of averages along trajectories (EMA)."""
+
+    def find(record: Record) -> float | None:
+        found: Mapping[str, Any] | None = (record.get("trajectory") or {}).get("test")
+        return None if found is None else found.get(key)
+
+    return find
 
 
 def prose_number(records: Sequence[Record], key: str) -> str:

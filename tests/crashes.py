@@ -162,6 +162,15 @@ class WorkClock:
 
     def __init__(self, process: Forked) -> None:
         self._process, self._used, self._next_look = process, {process.pid: 0.0}, 0.0
+        self._mark = time.monotonic(), 0.0
+
+    def is_stalled(self) -> bool:
+        """Whether they have done next to nothing for two minutes, which no load of the machine explains."""
+        (begin, before), now = self._mark, time.monotonic()
+        if now < begin + 120.0:
+            return False
+        self._mark = now, self.seconds()
+        return self._mark[1] < before + 0.5
 
     def seconds(self) -> float:
         """The time until now, as far as it was asked for while they were alive."""

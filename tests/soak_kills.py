@@ -230,13 +230,21 @@ class Kills:
         """The exit code of a job that nothing disturbs, and the time of a processor that it took."""
         process, seconds = job.start(directory, self.log), 0.0
         clock = WorkClock(process)
-        while process.code() is None:
+        while process.code() is None and not self._hangs(process, clock, job.name):
             seconds = clock.seconds()
             time.sleep(0.2)
         code = process.code()
         process.end()
-        assert code is not None
-        return code, seconds
+        return -1 if code is None else code, seconds
+
+    def _hangs(self, process: Any, clock: WorkClock, what: str) -> bool:
+        """Whether a process no longer does anything; then it is ended, and where it was is a failure."""
+        if not clock.is_stalled():
+            return False
+        process.send(signal.SIGABRT, [process.pid, *process.children()])
+        time.sleep(2.0)
+        self.failures.append(f"{what}: it hangs; stacks:\n{self._errors()}")
+        return True
 
     def _errors(self) -> str:
         return self.log.read_text()[-3000:] if self.log.exists() else ""
@@ -256,7 +264,9 @@ class Kills:
         """Wait for a random moment of its work, and send a signal; returns whether the process was still there."""
         generator, clock = self.generator, WorkClock(process)
         moment = generator.uniform(0.0, longest)
-        while process.code() is None and clock.seconds() < moment:
+        while (
+            process.code() is None and clock.seconds() < moment and not self._hangs(process, clock, "before a signal")
+        ):
             time.sleep(0.05)
         if generator.random() < 0.4:
             while process.code() is None and not is_writing(killed) and clock.seconds() < moment + longest / 2:

@@ -269,6 +269,20 @@ def test_a_signal_that_an_extension_module_turns_into_its_own_error_stops_the_ru
         raise TypeError("without a signal")
 
 
+def test_a_signal_in_the_instant_in_which_handlers_are_set_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, set_handler = signal.getsignal(signal.SIGTERM), signal.signal
+
+    def set_and_ask(number: int, handler: Any) -> Any:
+        set_handler(number, handler)
+        if number == signal.SIGTERM and handler is not before:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(signal, "signal", set_and_ask)
+    with pytest.raises(StoppedError, match="continue with: this"), watching_signals(new_flag(), "this"):
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize("when", ["load_domain", "_finish"])
 def test_a_signal_while_nothing_trains_ends_the_run_at_once(
     when: str, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch

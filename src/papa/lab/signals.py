@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 from papa.errors import StoppedError
 from papa.group import rank_of_torchrun
@@ -74,7 +75,7 @@ def watching_signals(stop: StopFlag, remedy: str) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    with _handler(handle, numbers), _stopped_error(stop, remedy):
+    with _stopped_error(stop, remedy), _handler(handle, numbers):  # a signal may come as soon as there is a handler
         yield
 
 
@@ -114,8 +115,11 @@ def leaving() -> Iterator[None]:
 def _handler(handle: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
     """Handle signals in this block; nothing happens outside the main thread, where Python permits no handlers."""
     is_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handle) for number in numbers if is_main_thread}
+    before: dict[signal.Signals, Any] = {}
     try:
+        for number in numbers if is_main_thread else ():
+            before[number] = signal.getsignal(number)
+            signal.signal(number, handle)
         yield
     finally:
         for number, handler in before.items():

@@ -76,41 +76,57 @@ def role_of(record: Record) -> str:
 
 
 def controls(records: Sequence[Record]) -> str:
-    """One row for each control: test score, and PAPA's soup minus it."""
+    """One row for each control: test score, and the soups of PAPA, without and with EMA, minus it."""
     roles: dict[str, list[Record]] = {}
     for record in records:
         roles.setdefault(role_of(record), []).append(record)
     metric, size = metric_of(records), str(max(record["config"]["members"] for record in records))
-    ours = by_seed(roles.get("papa", []), score("average_soup"))
+    papa = roles.get("papa", [])
+    ours = {"PAPA": score("average_soup"), "PAPA with EMA": along_trajectory("average_soup")}
+    found = {name: of for name, of in ours.items() if any(of(record) is not None for record in papa)}
     rows = []
     for control in CONTROLS:
         runs = roles.get(control.role, [])
         if not any(control.of(record) is not None for record in runs):
             continue
-        difference = paired(ours, by_seed(runs, control.of))
-        less = ""
-        if difference is not None and difference.mean is not None and control.label != "**PAPA, average soup**":
-            spread = "" if difference.deviation is None else f" ({difference.deviation:.{metric.digits}f})"
-            less = f"{difference.mean:+.{metric.digits}f}{spread}"
         label = control.label.replace("of p", f"of {size}").replace("p times", f"{size} times")
         cells = (label, control.num_networks.replace("p", size), mean_text(list(map(control.of, runs)), metric.digits))
-        rows.append((*cells, less))
-    head = ("", "networks at inference", f"test {metric.name}", "PAPA's soup less this")
-    populations = [*roles.get("independent", []), *roles.get("papa", [])]
-    gap = gap_text(mean_gap_closed(roles.get("papa", []), populations))
-    closed = f"\n\nPAPA's soup closes {gap} of the gap between one network and the ensemble." if gap else ""
+        less = (
+            ""
+            if control.label.strip("*") == f"{name}, average soup"
+            else _less(papa, of, runs, control.of, metric.digits)
+            for name, of in found.items()
+        )
+        rows.append((*cells, *less))
+    head = ("", "networks at inference", f"test {metric.name}", *(f"{name} less this" for name in found))
+    populations = [*roles.get("independent", []), *papa]
+    shares = [gap_text(mean_gap_closed(papa, populations, soups)) for soups in (None, "trajectory")]
+    with_ema = f", with EMA {shares[1]}" if shares[1] else ""
+    closed = (
+        f"\n\nPAPA closes {shares[0]} of the gap between one network and the ensemble{with_ema}." if shares[0] else ""
+    )
     return markdown(head, rows) + closed
 
 
+def _less(papa: Sequence[Record], ours: Score, runs: Sequence[Record], theirs: Score, digits: int) -> str:
+    """The mean of ours minus theirs over seeds, and its standard deviation."""
+    difference = paired(by_seed(papa, ours), by_seed(runs, theirs))
+    if difference is None or difference.mean is None:
+        return ""
+    spread = "" if difference.deviation is None else f" ({difference.deviation:.{digits}f})"
+    return f"{difference.mean:+.{digits}f}{spread}"
+
+
 def verdicts(records: Sequence[Record]) -> str:
-    """PAPA's soup minus each control, seed by seed."""
+    """The soups of PAPA, without and with EMA, minus each control, seed by seed."""
     papa = [record for record in records if role_of(record) == "papa"]
     rows = []
-    for control in CONTROLS:
-        runs = [record for record in records if role_of(record) == control.role]
-        difference = paired(by_seed(papa, score("average_soup")), by_seed(runs, control.of))
-        if difference is not None and control.role != "papa":
-            rows.append((f"PAPA's soup less {control.label}", difference))
+    for name, ours in (("PAPA", score("average_soup")), ("PAPA with EMA", along_trajectory("average_soup"))):
+        for control in CONTROLS:
+            runs = [record for record in records if role_of(record) == control.role]
+            difference = paired(by_seed(papa, ours), by_seed(runs, control.of))
+            if difference is not None and control.role != "papa":
+                rows.append((f"{name} less {control.label}", difference))
     return difference_table(rows, metric_of(records).digits)
 
 

@@ -25,7 +25,7 @@ PROSE = Path(__file__).parent / "prose"
 NUMBER_IN_PROSE = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
 """A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
 TABLE_IN_PROSE = re.compile(r"^\{controls ([\w-]+)\}$", re.MULTILINE)
-"""A table in prose: `{controls cifar10-2k}`, the controls of that study below its commands."""
+"""A table in prose: `{controls cifar10-2k}`, the controls of that study below its command."""
 MAX_VALUES = 5
 """The number of values of one option that are listed."""
 BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
@@ -105,8 +105,8 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
         if study is None:
             raise RunError(f"{path.name} needs {match[0]}, and there is no study of that name: correct the text")
         found = list(read_records(study.tables[-1].commands, records).values())
-        commands = "```console\n" + "\n".join(study.tables[-1].commands) + "\n```"
-        return "\n\n".join([commands, controls(found) if found else "Not run yet."])
+        command = f"```console\npython -m results.make run DATA {study.name}\n```"
+        return "\n\n".join([command, controls(found) if found else "Not run yet."])
 
     text = TABLE_IN_PROSE.sub(fill_table, path.read_text(encoding="utf-8").strip())
     return NUMBER_IN_PROSE.sub(fill, text)

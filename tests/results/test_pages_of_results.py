@@ -47,7 +47,7 @@ def test_the_readmes_first_table_agrees_with_the_records() -> None:
 def test_the_readmes_figure_agrees_with_the_records() -> None:
     """Its text alternative has all its numbers; the drawing itself may differ between versions of matplotlib."""
     plot = headline_plot()
-    assert list(plot.rows) == ["independent", "papa", "papa-all", "papa-2"]
+    assert {"independent", "papa"} <= set(plot.rows)
     picture = PICTURE.read_text()
     assert f'aria-label="{html.escape(plot.alt)}"' in picture, (
         "the README's figure is written from results/: `make results`"

@@ -50,6 +50,9 @@ class Control:
 
 CONTROLS = (
     Control(label="one network (mean of p)", role="independent", of=score("mean")),
+    Control(
+        label="... with weights averaged over time (EMA; mean of p)", role="independent", of=along_trajectory("mean")
+    ),
     Control(label="the best of p by validation", role="independent", of=best_by_validation),
     Control(label="greedy soup of p independent networks", role="independent", of=score("greedy_soup")),
     Control(label="one network, p times longer", role="long", of=score("mean")),

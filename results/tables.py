@@ -400,9 +400,10 @@ def headline(records: Sequence[Record], longer: Sequence[Record]) -> str:
     times = round(_length(longer[0]) / _length(papa[0])) if longer else 0
     rows: list[tuple[str, str, Sequence[Record], Score]] = [
         (f"one network (mean of {members})", "1", independent, score("mean")),
+        ("... with weights averaged over time (EMA)", "1", independent, along_trajectory("mean")),
         ("greedy soup of independent networks", "1", independent, score("greedy_soup")),
         (f"one network trained {times} times longer", "1", longer, score("mean")),
-        ("... with weights averaged over time (EMA)", "1", longer, along_trajectory("mean")),
+        ("... with EMA", "1", longer, along_trajectory("mean")),
         ("**PAPA, average soup**", "**1**", papa, score("average_soup")),
         ("**PAPA with EMA, average soup**", "**1**", papa, along_trajectory("average_soup")),
         ("ensemble of independent networks", members, independent, score("ensemble")),

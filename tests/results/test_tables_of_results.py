@@ -215,6 +215,7 @@ def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records
 
     assert found == {
         "one network (mean of 4)": ["1", "56.00 (1.00)", *less(54)],
+        "... with weights averaged over time (EMA; mean of 4)": ["1", "58.50 (1.00)", *less(56.5)],
         "the best of 4 by validation": ["1", "56.00 (1.00)", *less(54)],
         "greedy soup of 4 independent networks": ["1", "57.00 (1.00)", *less(55)],
         "one network, 4 times longer": ["1", "56.00 (1.00)", *less(54)],
@@ -333,7 +334,7 @@ def test_the_readme_gets_the_main_study(records: Path, tmp_path: Path) -> None:
     assert filled.endswith("(standard deviations).\n<!-- end of results -->\nafter\n")
     assert "old" not in filled
     table = [line for line in filled.splitlines() if line.startswith("| ")]
-    assert len(table) == 1 + 7
+    assert len(table) == 1 + 8
     assert "| **PAPA, average soup** | **1** |" in filled
     assert "4 members; seeds 1, 2, 3" in " ".join(filled.split())
     assert readme_with_headline(filled, records) == filled

@@ -29,11 +29,11 @@ from papa.storage import write_atomically
 from results.tables import markdown
 
 NUM_MEMBERS, NUM_POPULATIONS = 4, 3
-CONTEXT, BATCH, STEPS, EVERY = 32, 16, 2500, 5
-TRAIN, HELD_OUT = 20_000, 20_000
+CONTEXT, BATCH, STEPS, EVERY = 32, 16, 1200, 5
+TRAIN, HELD_OUT = 10_000, 20_000
 """Characters for training, and as many for validation as for testing after them."""
-LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 150
-NUM_LAYERS, NUM_HEADS, WIDTH = 2, 2, 32
+LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 60
+NUM_LAYERS, NUM_HEADS, WIDTH = 2, 2, 48
 FOLDER = Path(__file__).parent / "text"
 PAGE = Path(__file__).parent.parent / "docs/language-models.md"
 BLOCK = re.compile(r"(<!-- pushes -->\n).*?(<!-- end of pushes -->\n)", re.DOTALL)
@@ -68,6 +68,8 @@ class Variant:
     """The share of training before the first push."""
     ends: float = 1.0
     """The share of training after which members are left alone."""
+    last_rate: float = 0.1
+    """The learning rate at the end, as a share of the highest."""
     is_sgd: bool = False
     steps: int = STEPS
     size: int = NUM_MEMBERS
@@ -92,6 +94,7 @@ VARIANTS: dict[str, Variant] = {
     "branch-0.1": Variant(
         words="a half-life of 0.3% in the first 10% of training, then none", half_life=0.003, ends=0.1
     ),
+    "hot-0.03": Variant(words="3%, a learning rate that stays high", half_life=0.03, last_rate=1.0),
     "shuffled-0.001": Variant(words="0.1% of weights permuted at each step (WASH)", shuffled=0.001),
     "parts-0.03": Variant(words="3%, each member another quarter of the text", half_life=0.03, parts=True),
     "no-embeddings-0.03": Variant(
@@ -136,11 +139,12 @@ def soup_of(weights: State, variant: Variant) -> State:
     return {name: tensor.view(-1, variant.size, *tensor.shape[1:]).mean(dim=1) for name, tensor in weights.items()}
 
 
-def lr_ratio(step: int, steps: int) -> float:
-    """Warm-up and a cosine down to a tenth."""
+def lr_ratio(step: int, variant: Variant) -> float:
+    """Warm-up and a cosine."""
     if step < WARMUP:
         return (step + 1) / WARMUP
-    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
+    fall = 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / (variant.steps - WARMUP)))
+    return variant.last_rate + (1.0 - variant.last_rate) * fall
 
 
 def codes_of(path: Path) -> tuple[Tensor, int]:
@@ -212,7 +216,7 @@ def trained(variant: Variant, codes: Tensor, vocab_size: int, *, seed: int = 1) 
     generator = torch.Generator().manual_seed(seed)
     begin, last = time.process_time(), 0.0
     for step in range(variant.steps):
-        ratio = lr_ratio(step, variant.steps)
+        ratio = lr_ratio(step, variant)
         for group in optimizer.param_groups:
             group["lr"] = variant.lr * ratio
         inputs, targets = windows(codes, starts_of(variant, generator))

@@ -188,6 +188,19 @@ def test_scores_of_one_member_agree_however_they_are_made() -> None:
     assert outcome.greedy.members == (0,)
 
 
+@pytest.mark.parametrize("num_members", [1, 2])
+def test_the_score_of_the_soup_after_an_epoch_is_that_of_the_mean_network(num_members: int) -> None:
+    scores = []
+
+    class Look(Callback):
+        def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+            scores.append((record.validation.average_soup, training.score(training.current_soup())))
+
+    train(make_net, make_data(), num_members=num_members, num_epochs=3, batch_size=16, callbacks=[Look()])
+    assert len(scores) == 3
+    assert all(found == expected for found, expected in scores)
+
+
 def test_the_default_push_is_due_in_the_shortest_trainings_too() -> None:
     rules = []
 

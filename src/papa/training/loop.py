@@ -360,7 +360,8 @@ class Training:
 
     def _epoch_scores(self, source: Source, soup: nn.Module) -> EpochScores:
         members, ensemble = self.evaluate_population(source)
-        return EpochScores(members, ensemble, self.score(soup, source))
+        is_alone = self.population.size == 1  # then its soup is a copy of it
+        return EpochScores(members, ensemble, members[0] if is_alone else self.score(soup, source))
 
     def evaluate_population(
         self, source: Source, population: Population | None = None

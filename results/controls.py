@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from papa.lab.report.metric import metric_of
@@ -42,12 +42,14 @@ class Control:
 
     label: str
     role: str
-    """Whose runs: `independent`, `papa` and so on for populations; `long`, `batch` or `distilled` for one network."""
+    """Whose runs: `independent`, `papa` and so on for populations, `papa-same-init` for one initialisation of all
+    members; `long`, `batch` or `distilled` for one network."""
     of: Score
     num_networks: str = "1"
     """The number of networks at inference; `p` for all members."""
 
 
+SAME_INIT = "papa-same-init"
 CONTROLS = (
     Control(label="one network (mean of p)", role="independent", of=score("mean")),
     Control(
@@ -64,6 +66,8 @@ CONTROLS = (
     Control(label="PAPA-all, average soup", role="papa-all", of=score("average_soup")),
     Control(label="**PAPA, average soup**", role="papa", of=score("average_soup")),
     Control(label="PAPA with EMA, average soup", role="papa", of=along_trajectory("average_soup")),
+    Control(label="PAPA from the same initial weights, average soup", role=SAME_INIT, of=score("average_soup")),
+    Control(label="... with EMA, average soup", role=SAME_INIT, of=along_trajectory("average_soup")),
     Control(label="ensemble of p independent networks", role="independent", of=score("ensemble"), num_networks="p"),
 )
 
@@ -75,6 +79,8 @@ def role_of(record: Record) -> str:
             return role
     if record["config"]["train"].get("teacher"):
         return "distilled"
+    if record["method"] == "papa" and record["config"]["diversity"].get("same_init"):
+        return SAME_INIT
     return str(record["method"])
 
 
@@ -102,13 +108,28 @@ def controls(records: Sequence[Record]) -> str:
         )
         rows.append((*cells, *less))
     head = ("", "networks at inference", f"test {metric.name}", *(f"{name} less this" for name in found))
-    populations = [*roles.get("independent", []), *papa]
-    shares = [gap_text(mean_gap_closed(papa, populations, soups)) for soups in (None, "trajectory")]
-    with_ema = f", with EMA {shares[1]}" if shares[1] else ""
-    closed = (
-        f"\n\nPAPA closes {shares[0]} of the gap between one network and the ensemble{with_ema}." if shares[0] else ""
-    )
-    return markdown(head, rows) + closed
+    return markdown(head, rows) + _closed(roles)
+
+
+def _closed(roles: Mapping[str, list[Record]]) -> str:
+    """A sentence on the gap between one network and the ensemble."""
+
+    def share(role: str, soups: str | None = None) -> str:
+        runs = [_as_if_apart(run) for run in roles.get(role, [])]
+        return gap_text(mean_gap_closed(runs, [*roles.get("independent", []), *runs], soups))
+
+    if not share("papa"):
+        return ""
+    with_ema = f", with EMA {found}" if (found := share("papa", "trajectory")) else ""
+    others = [share(SAME_INIT), share(SAME_INIT, "trajectory")]
+    same = f"; from the same initial weights {others[0]}, with EMA {others[1]}" if all(others) else ""
+    return f"\n\nPAPA closes {share('papa')} of the gap between one network and the ensemble{with_ema}{same}."
+
+
+def _as_if_apart(record: Record) -> Record:
+    """A run that is compared with independent members, whose initial weights always differ."""
+    config = record["config"]
+    return {**record, "config": {**config, "diversity": {**config["diversity"], "same_init": False}}}
 
 
 def _less(papa: Sequence[Record], ours: Score, runs: Sequence[Record], theirs: Score, digits: int) -> str:

@@ -35,6 +35,8 @@ class Kind:
     """Learning rates that were tried for one network with larger batches."""
     half_lives: tuple[float, ...] = ()
     """Half-lives of the push that were tried, as shares of training."""
+    same_init: tuple[float, ...] = ()
+    """The same for members with the same initial weights, the chosen one first."""
 
     def command(self, recipe: str, methods: str, seeds: str, out: str, *options: str) -> str:
         """A command at the recipe's own setting."""
@@ -77,12 +79,19 @@ class Kind:
                 )
                 for seed in self.seeds.split(",")
             ]
+        if self.same_init:
+            chosen = f"--diversity.same-init --average.half-life {self.same_init[0]:g}"
+            one.append(self.command(self.recipe, "papa", self.seeds, f"{self.recipe}-same-init", chosen))
         strengths = [
             self.command(
-                *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.recipe}-half-life-{share:g}"),
-                *(self.tuning_options, f"--average.half-life {share:g}"),
+                *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.recipe}-{name}-{share:g}"),
+                *(self.tuning_options, option, f"--average.half-life {share:g}"),
             )
-            for share in self.half_lives
+            for name, option, shares in (
+                ("half-life", "", self.half_lives),
+                ("same-init", "--diversity.same-init", sorted(self.same_init)),
+            )
+            for share in shares
         ]
         tables = [
             Table(
@@ -146,7 +155,8 @@ TEXT = Kind(
         for dropout, decay in ((0.0, 0.1), (0.1, 0.1), (0.2, 0.1), (0.1, 0.5))
     },
     tuning_members=1,
-    half_lives=(0.005, 0.03, 0.1),
+    half_lives=(0.005, 0.03),
+    same_init=(0.03, 0.1),
     has_distilled=True,
 )
 EVIDENCE = tuple(kind.study for kind in (*KINDS, TEXT))

@@ -296,9 +296,10 @@ def tuned_options(records: Sequence[Record]) -> str:
 def tuned_strengths(records: Sequence[Record]) -> str:
     """Scores for each half-life of the push that was tried, best average soup on validation data first."""
     metric = metric_of(records)
-    groups: dict[float, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(_share(record), []).append(record)
+        same = ", the same initial weights" if record["config"]["diversity"].get("same_init") else ""
+        groups.setdefault(f"{100 * _share(record):g}%{same}", []).append(record)
 
     def mean(runs: Sequence[Record], part: str, key: str) -> float:
         return fmean(run[part][key] for run in runs)
@@ -308,8 +309,8 @@ def tuned_strengths(records: Sequence[Record]) -> str:
     )
     columns = (("validation", "average_soup"), ("validation", "mean"), ("test", "average_soup"), ("test", "mean"))
     rows = [
-        (f"{100 * share:g}%", *(f"{mean(runs, *column):.{metric.digits}f}" for column in columns))
-        for share, runs in ordered
+        (tried, *(f"{mean(runs, *column):.{metric.digits}f}" for column in columns))
+        for tried, runs in ordered
     ]
     heads = (f"{KEYS[key]} on {part} data" for part, key in columns)
     return markdown(("half-life, share of training", *heads), rows)

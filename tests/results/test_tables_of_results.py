@@ -236,6 +236,20 @@ def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records
     assert longer[1:] == [", ".join([f"{gain - 54:+.2f}"] * 3), f"{gain - 54:+.2f}", "0.00", "yes, above"]
 
 
+def test_members_with_the_same_initial_weights_have_rows_of_their_own(records: Path) -> None:
+    runs = list(read_records(EVIDENCE[0].tables[-1].commands, records).values())
+    same = [copy.deepcopy(dict(run)) for run in runs if run["method"] == "papa"]
+    for run in same:
+        run["config"]["diversity"]["same_init"] = True
+        run["test"]["average_soup"] += 0.5
+    page = controls([*runs, *same])
+    assert rows_of(page, "**PAPA, average soup**") == rows_of(controls(runs), "**PAPA, average soup**")
+    (row,) = rows_of(page, "PAPA from the same initial weights, average soup")
+    assert row[3] == "-0.50 (0.00)"
+    share = (57.5 - runs[0]["config"]["average"]["half_life"] - 54) / 4
+    assert page.endswith(f"; from the same initial weights {100 * share:.0f}%, with EMA {100 * 4.5 / 4:.0f}%.")
+
+
 def test_the_member_that_is_best_on_validation_data_is_shown_by_its_test_score(records: Path) -> None:
     runs = [copy.deepcopy(dict(record)) for record in read_records(EVIDENCE[0].tables[-1].commands, records).values()]
     for run in runs:

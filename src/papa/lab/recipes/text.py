@@ -56,7 +56,7 @@ def gpt(
             half_life=0.005, every_steps=5, every_epochs=epochs / 20, ensemble="probabilities", keep_best_soup=True
         ),
         diversity=DiversityConfig(grid="none"),
-        trajectory=TrajectoryConfig(kind="ema", decay=0.999),
+        trajectory=TrajectoryConfig(kind="ema", decay=0.99),
     )
     if budget != "smoke":
         return config

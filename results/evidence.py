@@ -154,6 +154,7 @@ TEXT = Kind(
         f"{dropout:g}-{decay:g}": f"--gpt.dropout {dropout:g} --train.weight-decay {decay:g}"
         for dropout, decay in ((0.0, 0.1), (0.1, 0.1), (0.2, 0.1), (0.1, 0.5))
     },
+    tuning_options="--trajectory.decay 0.999",
     tuning_members=1,
     half_lives=(0.005, 0.03),
     same_init=(0.03, 0.1),

@@ -308,10 +308,7 @@ def tuned_strengths(records: Sequence[Record]) -> str:
         groups.items(), key=lambda one: mean(one[1], "validation", "average_soup"), reverse=metric.higher_is_better
     )
     columns = (("validation", "average_soup"), ("validation", "mean"), ("test", "average_soup"), ("test", "mean"))
-    rows = [
-        (tried, *(f"{mean(runs, *column):.{metric.digits}f}" for column in columns))
-        for tried, runs in ordered
-    ]
+    rows = [(tried, *(f"{mean(runs, *column):.{metric.digits}f}" for column in columns)) for tried, runs in ordered]
     heads = (f"{KEYS[key]} on {part} data" for part, key in columns)
     return markdown(("half-life, share of training", *heads), rows)
 

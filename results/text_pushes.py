@@ -29,10 +29,10 @@ from papa.storage import write_atomically
 from results.tables import markdown
 
 NUM_MEMBERS, NUM_POPULATIONS = 4, 3
-CONTEXT, BATCH, STEPS, EVERY = 32, 16, 1200, 5
+CONTEXT, BATCH, STEPS, EVERY = 32, 16, 800, 5
 TRAIN, HELD_OUT = 10_000, 20_000
 """Characters for training, and as many for validation as for testing after them."""
-LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 60
+LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 40
 NUM_LAYERS, NUM_HEADS, WIDTH = 2, 2, 48
 FOLDER = Path(__file__).parent / "text"
 PAGE = Path(__file__).parent.parent / "docs/language-models.md"
@@ -49,8 +49,6 @@ class Variant:
     words: str
     half_life: float | None = None
     """A share of training; None for no push."""
-    scales: bool = True
-    """Whether the push weakens with the learning rate."""
     same_start: bool = False
     left_alone: str = ""
     """A pattern of the tensors that are not pushed."""
@@ -64,12 +62,8 @@ class Variant:
     decay: float = DECAY
     lr: float = LR
     dropout: float = 0.1
-    starts: float = 0.0
-    """The share of training before the first push."""
     ends: float = 1.0
     """The share of training after which members are left alone."""
-    last_rate: float = 0.1
-    """The learning rate at the end, as a share of the highest."""
     is_sgd: bool = False
     steps: int = STEPS
     size: int = NUM_MEMBERS
@@ -77,50 +71,48 @@ class Variant:
 
 VARIANTS: dict[str, Variant] = {
     "independent": Variant(words="independent"),
-    "push-0.01": Variant(words="a half-life of 1%", half_life=0.01),
-    "push-0.1": Variant(words="a half-life of 10%", half_life=0.1),
-    "branch-0.3": Variant(
-        words="a half-life of 0.3% in the first 30% of training, then none", half_life=0.003, ends=0.3
+    "apart": Variant(words="own initial weights, a half-life of 1%", half_life=0.01),
+    "same": Variant(words="**the same initial weights, a half-life of 3%**", same_start=True, half_life=0.03),
+    "weak": Variant(words="... 10%", same_start=True, half_life=0.1),
+    "moments": Variant(words="... moments of AdamW pushed too", same_start=True, half_life=0.03, pushes_moments=True),
+    "no-embeddings": Variant(
+        words="... embeddings left alone until the soup",
+        same_start=True,
+        half_life=0.03,
+        left_alone="embedding|positions",
     ),
-    "branch-0.6": Variant(
-        words="a half-life of 0.3% in the first 60% of training, then none", half_life=0.003, ends=0.6
+    "no-norms": Variant(
+        words="... norms left alone until the soup", same_start=True, half_life=0.03, left_alone="norm"
+    ),
+    "parts": Variant(words="... each member another quarter of the text", same_start=True, half_life=0.03, parts=True),
+    "order": Variant(
+        words="... all members the same order of the text", same_start=True, half_life=0.03, same_order=True
+    ),
+    "branch": Variant(
+        words="... 0.3% in the first 30% of training, then none", same_start=True, half_life=0.003, ends=0.3
+    ),
+    "shuffled": Variant(
+        words="... 0.1% of weights permuted at each step instead (WASH)", same_start=True, shuffled=0.001
+    ),
+    "sgd-independent": Variant(words="SGD, independent", is_sgd=True, lr=0.5, decay=1e-3),
+    "sgd": Variant(
+        words="SGD, the same initial weights, a half-life of 3%",
+        same_start=True,
+        half_life=0.03,
+        is_sgd=True,
+        lr=0.5,
+        decay=1e-3,
     ),
     "long": Variant(words="one network, 4 times longer", size=1, steps=4 * STEPS),
-    "push-0.03": Variant(words="a half-life of 3%", half_life=0.03),
-    "same-0.1": Variant(words="10%, the same initial weights", half_life=0.1, same_start=True),
-    "moments-0.03": Variant(words="3%, moments of AdamW pushed too", half_life=0.03, pushes_moments=True),
-    "sgd-independent": Variant(words="independent, SGD", is_sgd=True, lr=0.5, decay=1e-3),
-    "sgd-0.03": Variant(words="3%, SGD", half_life=0.03, is_sgd=True, lr=0.5, decay=1e-3),
-    "branch-0.1": Variant(
-        words="a half-life of 0.3% in the first 10% of training, then none", half_life=0.003, ends=0.1
-    ),
-    "hot-0.03": Variant(words="3%, a learning rate that stays high", half_life=0.03, last_rate=1.0),
-    "shuffled-0.001": Variant(words="0.1% of weights permuted at each step (WASH)", shuffled=0.001),
-    "parts-0.03": Variant(words="3%, each member another quarter of the text", half_life=0.03, parts=True),
-    "no-embeddings-0.03": Variant(
-        words="3%, embeddings left alone until the soup", half_life=0.03, left_alone="embedding|positions"
-    ),
-    "no-norms-0.03": Variant(words="3%, norms left alone until the soup", half_life=0.03, left_alone="norm"),
-    "constant-0.03": Variant(words="3%, as strong at the end as at the start", half_life=0.03, scales=False),
-    "same-0.3": Variant(words="30%, the same initial weights", half_life=0.3, same_start=True),
-    "order-0.03": Variant(words="3%, the same order of the text", half_life=0.03, same_order=True),
-    "late-0.03": Variant(
-        words="3%, in the second half of training, the same initial weights",
-        half_life=0.03,
-        starts=0.5,
-        same_start=True,
-    ),
-    "decay-independent": Variant(words="independent, five times the weight decay", decay=5 * DECAY),
-    "decay-0.03": Variant(words="3%, five times the weight decay", half_life=0.03, decay=5 * DECAY),
 }
 
 
 def keep(variant: Variant, step: int, lr_ratio: float) -> float:
     """The share of itself that a member keeps at a push."""
-    if variant.half_life is None or not variant.starts * variant.steps <= step <= variant.ends * variant.steps:
+    if variant.half_life is None or step > variant.ends * variant.steps:
         return 1.0
     strength: float = 1.0 - 0.5 ** (EVERY / (variant.half_life * variant.steps))
-    return 1.0 - strength * (lr_ratio if variant.scales else 1.0)
+    return 1.0 - strength * lr_ratio
 
 
 @torch.no_grad()
@@ -139,12 +131,11 @@ def soup_of(weights: State, variant: Variant) -> State:
     return {name: tensor.view(-1, variant.size, *tensor.shape[1:]).mean(dim=1) for name, tensor in weights.items()}
 
 
-def lr_ratio(step: int, variant: Variant) -> float:
-    """Warm-up and a cosine."""
+def lr_ratio(step: int, steps: int) -> float:
+    """Warm-up and a cosine down to a tenth."""
     if step < WARMUP:
         return (step + 1) / WARMUP
-    fall = 0.5 * (1.0 + math.cos(math.pi * (step - WARMUP) / (variant.steps - WARMUP)))
-    return variant.last_rate + (1.0 - variant.last_rate) * fall
+    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
 
 
 def codes_of(path: Path) -> tuple[Tensor, int]:
@@ -216,7 +207,7 @@ def trained(variant: Variant, codes: Tensor, vocab_size: int, *, seed: int = 1) 
     generator = torch.Generator().manual_seed(seed)
     begin, last = time.process_time(), 0.0
     for step in range(variant.steps):
-        ratio = lr_ratio(step, variant)
+        ratio = lr_ratio(step, variant.steps)
         for group in optimizer.param_groups:
             group["lr"] = variant.lr * ratio
         inputs, targets = windows(codes, starts_of(variant, generator))

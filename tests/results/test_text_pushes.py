@@ -93,3 +93,9 @@ def test_members_are_pushed_within_their_share_of_training_only() -> None:
     variant = Variant(words="a part", half_life=0.1, ends=0.5, steps=100)
     pushed = [step for step in range(5, 101, 5) if text_pushes.keep(variant, step, 1.0) < 1.0]
     assert pushed == list(range(5, 51, 5))
+
+
+def test_the_table_on_the_page_agrees_with_the_records() -> None:
+    block = text_pushes.BLOCK.search(text_pushes.PAGE.read_text())
+    assert block is not None
+    assert block[0] == f"{block[1]}\n{text_pushes.table()}\n\n{block[2]}", "run `python -m results.text_pushes write`"

@@ -45,30 +45,26 @@ class Control:
     """Whose runs: `independent`, `papa` and so on for populations, `papa-same-init` for one initialisation of all
     members; `long`, `batch` or `distilled` for one network."""
     of: Score
-    num_networks: str = "1"
-    """The number of networks at inference; `p` for all members."""
 
 
 SAME_INIT = "papa-same-init"
 CONTROLS = (
     Control(label="one network (mean of p)", role="independent", of=score("mean")),
-    Control(
-        label="... with weights averaged over time (EMA; mean of p)", role="independent", of=along_trajectory("mean")
-    ),
+    Control(label="... with EMA (mean of p)", role="independent", of=along_trajectory("mean")),
     Control(label="the best of p by validation", role="independent", of=best_by_validation),
     Control(label="greedy soup of p independent networks", role="independent", of=score("greedy_soup")),
     Control(label="one network, p times longer", role="long", of=score("mean")),
     Control(label="... with early stopping", role="long", of=best_epoch),
-    Control(label="... with weights averaged over time (EMA)", role="long", of=along_trajectory("mean")),
+    Control(label="... with EMA", role="long", of=along_trajectory("mean")),
     Control(label="one network, distilled from the ensemble of p", role="distilled", of=score("mean")),
     Control(label="one network, batches p times larger", role="batch", of=score("mean")),
     Control(label="PAPA-2, average soup", role="papa-2", of=score("average_soup")),
     Control(label="PAPA-all, average soup", role="papa-all", of=score("average_soup")),
     Control(label="**PAPA, average soup**", role="papa", of=score("average_soup")),
     Control(label="PAPA with EMA, average soup", role="papa", of=along_trajectory("average_soup")),
-    Control(label="PAPA from the same initial weights, average soup", role=SAME_INIT, of=score("average_soup")),
+    Control(label="PAPA, same initial weights, average soup", role=SAME_INIT, of=score("average_soup")),
     Control(label="... with EMA, average soup", role=SAME_INIT, of=along_trajectory("average_soup")),
-    Control(label="ensemble of p independent networks", role="independent", of=score("ensemble"), num_networks="p"),
+    Control(label="ensemble of p independent networks, all at inference", role="independent", of=score("ensemble")),
 )
 
 
@@ -84,22 +80,25 @@ def role_of(record: Record) -> str:
     return str(record["method"])
 
 
-def controls(records: Sequence[Record]) -> str:
-    """One row for each control: test score, and the soups of PAPA, without and with EMA, minus it."""
+OURS: Mapping[str, Score] = {"PAPA": score("average_soup"), "PAPA with EMA": along_trajectory("average_soup")}
+"""The soups that controls are compared with."""
+
+
+def controls(records: Sequence[Record], soups: Sequence[str] = tuple(OURS)) -> str:
+    """One row for each control: its test score, and `soups` of PAPA minus it."""
     roles: dict[str, list[Record]] = {}
     for record in records:
         roles.setdefault(role_of(record), []).append(record)
     metric, size = metric_of(records), str(max(record["config"]["members"] for record in records))
     papa = roles.get("papa", [])
-    ours = {"PAPA": score("average_soup"), "PAPA with EMA": along_trajectory("average_soup")}
-    found = {name: of for name, of in ours.items() if any(of(record) is not None for record in papa)}
+    found = {name: OURS[name] for name in soups if any(OURS[name](record) is not None for record in papa)}
     rows = []
     for control in CONTROLS:
         runs = roles.get(control.role, [])
         if not any(control.of(record) is not None for record in runs):
             continue
         label = control.label.replace("of p", f"of {size}").replace("p times", f"{size} times")
-        cells = (label, control.num_networks.replace("p", size), mean_text(list(map(control.of, runs)), metric.digits))
+        cells = (label, mean_text(list(map(control.of, runs)), metric.digits))
         less = (
             ""
             if control.label.strip("*") == f"{name}, average soup"
@@ -107,7 +106,7 @@ def controls(records: Sequence[Record]) -> str:
             for name, of in found.items()
         )
         rows.append((*cells, *less))
-    head = ("", "networks at inference", f"test {metric.name}", *(f"{name} less this" for name in found))
+    head = ("", f"test {metric.name}", *(f"{name} less this" for name in found))
     return markdown(head, rows) + _closed(roles)
 
 

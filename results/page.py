@@ -106,7 +106,7 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
             raise RunError(f"{path.name} needs {match[0]}, and there is no study of that name: correct the text")
         found = list(read_records(study.tables[-1].commands, records).values())
         command = f"```console\npython -m results.make run DATA {study.name}\n```"
-        return "\n\n".join([command, controls(found) if found else "Not run yet."])
+        return "\n\n".join([command, controls(found, ["PAPA"]) if found else "Not run yet."])
 
     text = TABLE_IN_PROSE.sub(fill_table, path.read_text(encoding="utf-8").strip())
     return NUMBER_IN_PROSE.sub(fill, text)

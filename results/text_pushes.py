@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.func import stack_module_state
 from torch.nn import functional as F
 
+from papa.errors import PapaError, RunError, did_you_mean
 from papa.lab.models.gpt import GPT
 from papa.storage import write_atomically
 from results.tables import markdown
@@ -140,7 +141,12 @@ def lr_ratio(step: int, steps: int) -> float:
 
 def codes_of(path: Path) -> tuple[Tensor, int]:
     """The characters of a text as numbers, and how many different ones there are."""
-    words = path.read_text(encoding="utf-8", errors="replace")[5_000 : 5_000 + TRAIN + 2 * HELD_OUT]
+    try:
+        words = path.read_text(encoding="utf-8", errors="replace")[5_000 : 5_000 + TRAIN + 2 * HELD_OUT]
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    if len(words) < TRAIN + 2 * HELD_OUT:
+        raise RunError(f"{path} is too short: {5_000 + TRAIN + 2 * HELD_OUT:,} characters are needed")
     known = sorted(set(words))
     return torch.tensor([known.index(one) for one in words]), len(known)
 
@@ -287,6 +293,9 @@ def _scores(weights: State, variant: Variant, codes: Tensor) -> dict[str, list[f
 
 def run(path: Path, names: Sequence[str]) -> None:
     """Train what has no record yet."""
+    for name in names:
+        if name not in VARIANTS:
+            raise RunError(f"there is no variant {name}: {did_you_mean(name, list(VARIANTS))}")
     torch.set_num_threads(1)
     codes, vocab_size = codes_of(path)
     FOLDER.mkdir(exist_ok=True)
@@ -327,4 +336,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except PapaError as error:
+        sys.stderr.write(f"text_pushes: {error}\n")
+        sys.exit(1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from papa.errors import RunError
 from papa.lab.models.gpt import GPT
 from results import text_pushes
 from results.text_pushes import CONTEXT, NUM_HEADS, NUM_LAYERS, NUM_POPULATIONS, VARIANTS, WIDTH, Variant
@@ -99,3 +101,13 @@ def test_the_table_on_the_page_agrees_with_the_records() -> None:
     block = text_pushes.BLOCK.search(text_pushes.PAGE.read_text())
     assert block is not None
     assert block[0] == f"{block[1]}\n{text_pushes.table()}\n\n{block[2]}", "run `python -m results.text_pushes write`"
+
+
+def test_a_text_that_is_missing_or_too_short_and_an_unknown_variant_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="cannot be read: No such file"):
+        text_pushes.run(tmp_path / "none.txt", [])
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(RunError, match="too short: 55,000 characters"):
+        text_pushes.run(tmp_path / "short.txt", [])
+    with pytest.raises(RunError, match="there is no variant momets: did you mean moments"):
+        text_pushes.run(tmp_path / "short.txt", ["momets"])

@@ -7,7 +7,8 @@ import torch
 
 from helpers import assert_same_bits, small_training
 from papa import Push, average_soup
-from papa.training import BestSoup, Callback, EpochRecord, Training, finalize
+from papa.errors import ConfigError
+from papa.training import BestSoup, Callback, EpochRecord, Monitoring, Training, finalize
 
 
 class Epochs(Callback):
@@ -42,6 +43,23 @@ def test_scoring_the_soup_changes_no_bit() -> None:
     watched.run([Epochs()])
     for found, expected in zip(watched.population, plain.population, strict=True):
         assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("every", [2, 3, 9])
+def test_scoring_fewer_epochs_gives_the_same_records_of_these_and_the_same_weights(every: int) -> None:
+    each, some = Epochs(), Epochs()
+    plain, training = small_training(num_epochs=5), small_training(num_epochs=5, validate_every=every)
+    plain.run([each])
+    training.run([some])
+    assert [record.epoch for record in some.records] == sorted({*range(every, 6, every), 5})
+    assert some.records == [each.records[record.epoch - 1] for record in some.records]
+    for found, expected in zip(training.population, plain.population, strict=True):
+        assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+def test_epochs_between_scores_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="validate_every is 0, expected a number of epochs, at least 1"):
+        Monitoring(validate_every=0)
 
 
 def test_the_best_soup_is_that_of_the_best_epoch() -> None:

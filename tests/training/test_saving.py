@@ -92,9 +92,10 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         {"make_optimizer": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)},
         {"average": 0.9},
         {"monitoring": Monitoring(keep_best_soup=True)},
+        {"monitoring": Monitoring(keep_best_soup=True, validate_every=2)},
         {"engine": Stacked},
     ],
-    ids=["push", "delayed", "merge", "adamw", "average", "best soup", "stacked"],
+    ids=["push", "delayed", "merge", "adamw", "average", "best soup", "rare scores", "stacked"],
 )
 @pytest.mark.parametrize("last", [7, 10, NUM_STEPS])
 def test_a_call_that_was_broken_off_goes_on_to_the_same_bits(

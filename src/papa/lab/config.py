@@ -211,8 +211,10 @@ class TrainConfig:
     """The teacher's share of the loss, 0 to 1."""
     temperature: float = option(2.0, above=0)
     """Divides the logits of both when they are compared with the teacher's."""
+    validate_every: int = option(1, at_least=1)
+    """Epochs between scores on validation data; the last epoch is always scored."""
     test_each_epoch: bool = False
-    """Score members, ensemble and average soup on the test data too, after every epoch."""
+    """Score members, ensemble and average soup on the test data too, whenever they are scored on validation data."""
     engine: str = option("loop", known=ENGINES)
     """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches. auto
     measures both at the start and takes the faster; results then depend on the machine, by rounding."""

@@ -27,7 +27,7 @@ class EpochScores:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What is known of the population after an epoch."""
+    """What is known of the population after an epoch, by default after each; see `Monitoring.validate_every`."""
 
     epoch: int
     """Epochs completed."""
@@ -51,9 +51,9 @@ class Callback:
     """Override the methods you need; all do nothing by default.
 
     In each step they are called in this order: `on_step_begin`, `on_averaging` if members were averaged, `on_step_end`,
-    `on_epoch_end` after the last step of an epoch, `on_step_complete`. At each point, callbacks are called in the order
-    in which they were given. Every method gets the `Training`, whose `population`, `optimizers`, `step`, `epoch`,
-    `length` and `data` may be read, and which `stop` ends.
+    `on_epoch_end` after the last step of an epoch that is scored, `on_step_complete`. At each point, callbacks are
+    called in the order in which they were given. Every method gets the `Training`, whose `population`, `optimizers`,
+    `step`, `epoch`, `length` and `data` may be read, and which `stop` ends.
 
     A callback that keeps tensors for each member, such as an average of its weights, overrides `member_state` and the
     two methods after it; these tensors are then saved in checkpoints.

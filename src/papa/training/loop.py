@@ -324,10 +324,13 @@ class Training:
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         return torch.amp.GradScaler(self.device.type) if self.settings.numerics.autocast is torch.float16 else None
 
-    def _finish_epoch(self) -> EpochRecord:
+    def _finish_epoch(self) -> EpochRecord | None:
         self._handle_nonfinite(self.averager.check_health())
-        losses = self._mean_losses()
+        is_scored = self.epoch % self.settings.monitoring.validate_every == 0 or self.step == self.length.num_steps
+        losses = self._mean_losses() if is_scored else []
         self.loss_sums.zero_()
+        if not is_scored:
+            return None
         soup = self.current_soup()
         test = self.data.test if self.settings.monitoring.test_each_epoch else None
         return EpochRecord(

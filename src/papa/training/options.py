@@ -125,8 +125,14 @@ class Monitoring:
 
     keep_best_soup: bool = False
     """Keep the average soup of the epoch with the best validation score, besides that of the last."""
+    validate_every: int = 1
+    """Epochs between scores on validation data, which are also computed after the last epoch."""
     test_each_epoch: bool = False
-    """Score members, ensemble and average soup on the test data too, after every epoch."""
+    """Score members, ensemble and average soup on the test data too, whenever they are scored on validation data."""
+
+    def __post_init__(self) -> None:
+        if self.validate_every < 1:
+            raise ConfigError(f"validate_every is {self.validate_every}, expected a number of epochs, at least 1")
 
 
 class Engine(Protocol):

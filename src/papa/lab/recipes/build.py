@@ -98,7 +98,11 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
             measure=average.measure,
         ),
         numerics=numerics_for(config),
-        monitoring=Monitoring(keep_best_soup=average.keep_best_soup, test_each_epoch=config.train.test_each_epoch),
+        monitoring=Monitoring(
+            keep_best_soup=average.keep_best_soup,
+            validate_every=config.train.validate_every,
+            test_each_epoch=config.train.test_each_epoch,
+        ),
         engine={"loop": None, "stacked": Stacked, "auto": Auto}[config.train.engine],
         same_order=config.diversity.same_order,
     )

@@ -130,9 +130,25 @@ CIFAR10 = Kind(
     tuning_options="--data.max-train 2800 --data.validation 0.35714",
     half_lives=(0.005, 0.015, 0.05),
 )
+DIGITS = Kind(
+    recipe="digits-150",
+    title="150 handwritten digits",
+    seeds="1,2,3,4,5",
+    options="--trajectory.kind ema --trajectory.decay 0.9 --average.keep-best-soup",
+    tuned={
+        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+        for rate, decay in ((0.1, 5e-4), (0.1, 5e-3), (0.1, 2e-2), (0.1, 5e-2), (0.05, 2e-2), (0.2, 2e-2))
+    },
+    tuning_seeds="11,12,13,14,15",
+    tuning_options="--data.max-train 300 --data.validation 0.6 --train.validate-every 10",
+    tuning_members=4,
+    batch_rates=(0.05, 0.1, 0.2, 0.4),
+    half_lives=(0.003, 0.01, 0.03, 0.1),
+)
 KINDS = (
     CIFAR10,
     FASHION,
+    DIGITS,
     Kind(
         recipe="breast-cancer-mlp",
         title="The breast cancer table",

@@ -91,10 +91,12 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
     path = prose / f"{name}.md"
     if not path.exists():
         return ""
-    known = read_records([command for study in studies for command in study.commands], records)
+    commands = {command: runs_of(command) for study in studies for command in study.commands}
 
     def fill(match: re.Match[str]) -> str:
-        runs = [record for run, record in known.items() if fnmatchcase(run, f"{match[1]}-seed*")]
+        pattern = f"{match[1]}-seed*"
+        named = [command for command, runs in commands.items() if any(fnmatchcase(run, pattern) for run in runs)]
+        runs = [record for run, record in read_records(named, records).items() if fnmatchcase(run, pattern)]
         number = prose_number(runs, match[2])
         if not number:
             raise RunError(f"{path.name} needs {match[0]}, of which there is no record: collect it, or change the text")

@@ -12,16 +12,16 @@ from results.controls import role_of
 from results.study import Study, Table
 from results.tables import Difference, Record, by_seed, markdown, mean_text, paired, score
 
-RECIPE = "fashion-mnist-1k"
+RECIPE = "digits-150"
 NUM_MEMBERS = 4
-EPOCHS = {1_000: (12, 25, 50, 100, 200, 400), 4_000: (3, 6, 12, 25, 50, 100)}
+EPOCHS = {75: (12, 20, 40, 80, 160, 320), 300: (3, 5, 10, 20, 40, 80)}
 """Lengths of training in epochs, by the number of images: the same numbers of steps for both."""
 
 
 def commands(size: int, epochs: int) -> tuple[str, str]:
     """Populations of that length, and one network that is trained as many times longer as they have members."""
     place = f"runs/small/pays/{size}-images-{epochs}-epochs"
-    words = f"--seeds 1,2,3 --data.max-train {size} --parallel 2 --data.root DATA"
+    words = f"--seeds 1,2,3,4,5 --data.max-train {size} --parallel 2 --data.root DATA"
     return (
         f"papa compare {RECIPE} --methods independent,papa --train.epochs {epochs} {words} --out {place}",
         f"papa compare {RECIPE}-long --methods independent --train.epochs {NUM_MEMBERS * epochs} {words} "
@@ -140,7 +140,7 @@ STUDY = Study(
     title="Where averaging stops paying",
     tables=(
         Table(
-            title=f"Fashion-MNIST, {' and '.join(f'{size:,}' for size in EPOCHS)} images",
+            title=f"Handwritten digits, {' and '.join(f'{size:,}' for size in EPOCHS)} images",
             commands=tuple(
                 command for size, lengths in EPOCHS.items() for epochs in lengths for command in commands(size, epochs)
             ),

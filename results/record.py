@@ -30,7 +30,7 @@ ENVIRONMENT = ("papa", "torch", "python", "system", "processors", "threads", "de
 OF_THE_MACHINE = ("device", "data.root", "model.weights")
 """Options that depend on the machine."""
 DIGITS = 6
-MAX_EPOCHS = 50
+MAX_EPOCHS = 20
 """The largest number of epochs in a record; of a longer run every second, third, ... epoch is kept, and the last."""
 
 
@@ -167,10 +167,17 @@ def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, di
         for name, config in runs_of(command).items():
             path = folder / f"{name}.json"
             if path.exists():
-                with file_errors(path, kind="a valid record"):
-                    records[name] = checked_result(read_json(path))
-                check_config(records[name]["config"], config, f"the record {name}")
+                records[name] = _read_record(name, config, path, path.stat().st_mtime_ns)
     return records
+
+
+@cache
+def _read_record(name: str, config: Config, path: Path, changed: int) -> dict[str, Any]:
+    """A record that was checked against its command; read again only if the file has changed since."""
+    with file_errors(path, kind="a valid record"):
+        record = checked_result(read_json(path))
+    check_config(record["config"], config, f"the record {name}")
+    return record
 
 
 def names_of(folder: Path = FOLDER) -> list[str]:

@@ -1,6 +1,7 @@
 """Why a push keeps so little of an ensemble's gain on text: one small transformer, many ways to push it.
 
     python -m results.text_pushes run TEXT [VARIANT ...]   train variants that have no record yet
+    python -m results.text_pushes moments TEXT             the recipe text-gpt-mini, with moments of AdamW pushed too
     python -m results.text_pushes write                    write the table into docs/language-models.md
 
 TEXT is a UTF-8 file. All members of all populations are one network, whose weights have one more dimension.
@@ -14,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -24,9 +25,14 @@ from torch import Tensor
 from torch.func import stack_module_state
 from torch.nn import functional as F
 
+from papa import Averaging, Callback
 from papa.errors import PapaError, RunError, did_you_mean
+from papa.lab.config import DiversityConfig
+from papa.lab.launch import RunSpec, execute
 from papa.lab.models.gpt import GPT
+from papa.lab.recipes import find
 from papa.storage import write_atomically
+from papa.training import Training
 from results.tables import markdown
 
 NUM_MEMBERS, NUM_POPULATIONS = 4, 3
@@ -306,6 +312,37 @@ def run(path: Path, names: Sequence[str]) -> None:
             sys.stdout.write(f"{name}: {found}\n")
 
 
+class PushMoments(Callback):
+    """Pushes the moments of AdamW as far as the weights were pushed; for members in one process."""
+
+    @torch.no_grad()
+    def on_averaging(self, training: Training, averaging: Averaging) -> None:
+        """Move the moments of each parameter toward their mean over members."""
+        assert averaging.alpha is not None
+        states = (
+            [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+            for optimizer in training.optimizers
+        )
+        for same in zip(*states, strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments = [state[key] for state in same]
+                mean = torch.stack(moments).mean(dim=0)
+                for moment in moments:
+                    moment.lerp_(mean, 1.0 - averaging.alpha)
+
+
+def with_moments(path: Path, out: Path) -> dict[str, float]:
+    """Validation scores of the best push of `text-gpt-mini` with moments pushed too; the seed is that of all trials."""
+    config = replace(find("text-gpt-mini").config(), method="papa", seed=11, diversity=DiversityConfig(same_init=True))
+    config = replace(
+        config,
+        average=replace(config.average, half_life=0.03),
+        data=replace(config.data, root=str(path)),
+    )
+    found = execute(RunSpec(config=config, path=out, workers=1, resume=True, callbacks=[PushMoments()]))
+    return {key: round(found["validation"][key], 4) for key in ("mean", "ensemble", "average_soup")}
+
+
 def table() -> str:
     """One row for each variant that was run."""
     rows = []
@@ -326,6 +363,8 @@ def main(arguments: Sequence[str]) -> int:
     match list(arguments):
         case ["run", path, *names]:
             run(Path(path), names)
+        case ["moments", path]:
+            sys.stdout.write(f"{with_moments(Path(path), Path('runs/small/text-moments'))}\n")
         case ["write"]:
             page = PAGE.read_text()
             write_atomically(PAGE, BLOCK.sub(lambda match: f"{match[1]}\n{table()}\n\n{match[2]}", page))

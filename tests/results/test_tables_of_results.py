@@ -279,13 +279,13 @@ def test_the_search_for_the_strength_has_the_best_soup_on_validation_data_first(
 
 def test_where_averaging_pays_has_a_row_and_two_points_for_each_size_and_length(records: Path) -> None:
     runs = list(read_records(pays.STUDY.commands, records).values())
-    rows = rows_of(pays.table(runs), "1,000")
-    assert [row[1] for row in rows] == [f"{epochs}" for epochs in pays.EPOCHS[1_000]]
+    rows = rows_of(pays.table(runs), "75")
+    assert [row[1] for row in rows] == [f"{epochs}" for epochs in pays.EPOCHS[75]]
     soup, longer = 57.0 - find(pays.RECIPE).config().average.half_life, 54.0
     assert rows[0][-2:] == [f"{soup - longer:.2f} (0.00)", f"{100 * (soup - longer) / 4:.0f}%"]
     for plot, height in ((pays.picture_of_gains(runs), 3.0), (pays.picture_of_shares(runs), 75.0)):
-        assert [line.name for line in plot.lines] == ["1,000 images", "4,000 images"]
-        assert [x for x, _ in plot.lines[0].points] == list(pays.EPOCHS[1_000])
+        assert [line.name for line in plot.lines] == ["75 images", "300 images"]
+        assert [x for x, _ in plot.lines[0].points] == list(pays.EPOCHS[75])
         assert {round(y) for line in plot.lines for _, y in line.points} == {height}
         assert "<svg" in standalone_svg(plot)
 
@@ -325,10 +325,11 @@ def test_the_chosen_options_of_couplings_are_the_best_on_validation_data() -> No
 
 def test_a_coupling_is_chosen_by_the_soup_on_validation_data(records: Path) -> None:
     coupling = couplings.BY_METHOD["sparta"]
-    runs = [dict(record) for record in read_records(coupling.trials, records).values()]
-    runs[2] = {**runs[2], "validation": {**runs[2]["validation"], "average_soup": 99.0}}
+    by_value = [list(read_records([command], records).values()) for command in coupling.trials]
+    by_value[2] = [{**run, "validation": {**run["validation"], "average_soup": 99.0}} for run in by_value[2]]
+    runs = [run for some in by_value for run in some]
     assert couplings.best_tried(runs, coupling) == coupling.tried[2]
-    assert couplings.best_tried(runs[:2], coupling) is None
+    assert couplings.best_tried([run for some in by_value[:2] for run in some], coupling) is None
     assert "99.00" in couplings.trials(runs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import small_training
+from papa import Averaging
 from papa.errors import RunError
 from papa.lab.models.gpt import GPT
 from results import text_pushes
@@ -101,6 +104,19 @@ def test_the_table_on_the_page_agrees_with_the_records() -> None:
     block = text_pushes.BLOCK.search(text_pushes.PAGE.read_text())
     assert block is not None
     assert block[0] == f"{block[1]}\n{text_pushes.table()}\n\n{block[2]}", "run `python -m results.text_pushes write`"
+
+
+def test_moments_are_pushed_as_far_as_weights() -> None:
+    training = small_training(make_optimizer=lambda network: torch.optim.AdamW(network.parameters(), lr=0.01))
+    training.run()
+    before = copy.deepcopy([optimizer.state_dict()["state"] for optimizer in training.optimizers])
+    text_pushes.PushMoments().on_averaging(training, Averaging(15, "Push", 0.75, None))
+    for index in before[0]:
+        for key in ("exp_avg", "exp_avg_sq"):
+            old = torch.stack([state[index][key] for state in before])
+            new = torch.stack([optimizer.state_dict()["state"][index][key] for optimizer in training.optimizers])
+            assert old.std(dim=0).max() > 0.0
+            torch.testing.assert_close(new, 0.75 * old + 0.25 * old.mean(dim=0))
 
 
 def test_a_text_that_is_missing_or_too_short_and_an_unknown_variant_are_clear_errors(tmp_path: Path) -> None:

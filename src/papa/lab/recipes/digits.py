@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from papa.lab.config import AverageConfig, Config, DataConfig, DiversityConfig, ModelConfig, TrainConfig
+from papa.lab.recipes.controls import with_controls
 from papa.lab.recipes.recipe import Recipe
 
 
@@ -27,12 +28,13 @@ def few_digits(budget: str) -> Config:
         config,
         members=4,
         data=replace(config.data, max_train=150, validation=0.2),
-        train=replace(config.train, epochs=1 if budget == "smoke" else 60, batch_size=32),
+        train=replace(config.train, epochs=1 if budget == "smoke" else 60, batch_size=30, weight_decay=0.005),
+        average=replace(config.average, half_life=0.03),
         diversity=DiversityConfig(grid="none"),
     )
 
 
 RECIPES = (
     Recipe("digits", "scikit-learn's handwritten digits, a small convolutional network, seconds on a CPU", digits),
-    Recipe("digits-150", "the same on 150 images, until they are used up", few_digits),
+    *with_controls(Recipe("digits-150", "the same on 150 images, until they are used up", few_digits), batch_lr=0.2),
 )

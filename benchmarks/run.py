@@ -31,6 +31,23 @@ FOLDER = Path(__file__).parent
 PROSE = "where_time_goes.md"
 """Text written by hand, which follows the table."""
 PACKAGES = ("torchvision", "timm")
+LEADING = (
+    ("train", "papa against the script", "training four ResNet-20 on two cores, against the script one would write"),
+    ("text", "papa against the loop", "training transformers, against a plain loop"),
+    ("distributed", "training, 2 against 1", "training on two processes, against one"),
+    (
+        "push",
+        "Averager.step, measured / torch foreach",
+        "`Averager.step()` of five ResNet-18, against `torch._foreach`",
+    ),
+    ("push", "Averager.step, measured / loop over state dicts", "... against a loop over state dicts"),
+    ("couplings", "SparseAverage, 0.5%", "averaging 0.5% of the weights, against a push of all"),
+    ("checkpoint", "pause of a checkpoint", "the pause of a checkpoint, against a copy of weights and momentum"),
+    ("soup_files", "papa.soup_files", "the soup of files, against moving their bytes"),
+    ("stacked", "logistic regression, batch size 1: stacked", "all members in one call, tiny networks, against a loop"),
+    ("start", "papa --help", "`papa --help`, against `import torch`"),
+)
+"""What a user feels: the script and the name of its line, and how the page's first table calls it."""
 QUIET_LOAD = 0.5
 """The load average up to which a machine counts as quiet before the first script."""
 QUIET_SHARE = 0.05
@@ -42,6 +59,8 @@ class Runs:
     """The output of all repetitions of one script."""
 
     command: str
+    script: str = ""
+    """The name of the script."""
     results: list[list[Result]] = field(default_factory=list)
     """The results of each successful repetition, in the order of the script."""
     failures: list[str] = field(default_factory=list)
@@ -178,6 +197,7 @@ def render(all_runs: Sequence[Runs], *, command: str, repeats: int, usage: Usage
             f"- repetitions: {repeats}",
             "",
             *([f"> **Warning.** {warning}", ""] if warning else []),
+            *leading_lines(all_runs),
             "| what | time | ratio or memory | target | |",
             "|---|--:|--:|--:|---|",
             *(line for runs in all_runs for line in table_lines(runs)),
@@ -185,6 +205,18 @@ def render(all_runs: Sequence[Runs], *, command: str, repeats: int, usage: Usage
             "",
         ]
     )
+
+
+def leading_lines(all_runs: Sequence[Runs]) -> list[str]:
+    """The lines that a user cares about, as far as their scripts were run, as a table of their own."""
+    found = {(runs.script, row.middle.name): row for runs in all_runs for row in summarize(runs.results)}
+    lines = []
+    for script, name, words in LEADING:
+        if (script, name) in found:
+            row = found[script, name]
+            target = "" if row.middle.target is None else f"<= {row.middle.target:.3g}"
+            lines.append(f"| {words} | {_measured(row.middle.ratio, row.spread, '')} | {target} | {row.verdict} |")
+    return ["| what a user feels | ratio | target | |", "|---|--:|--:|---|", *lines, ""] if lines else []
 
 
 def table_lines(runs: Runs) -> list[str]:
@@ -278,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     usage = Usage()
-    all_runs = {script: Runs(f"python {options.folder.name}/{script.name} --json") for script in scripts}
+    all_runs = {script: Runs(f"python {options.folder.name}/{script.name} --json", script.stem) for script in scripts}
     is_complete = True
     try:
         for repeat in range(options.repeats):  # all scripts once, then again: a busy hour then affects all of them

@@ -79,6 +79,17 @@ def test_the_table_has_medians_and_ranges(run: ModuleType, tmp_path: Path, capsy
     assert "tiny.py, 3 of 3" in capsys.readouterr().err
 
 
+def test_what_a_user_feels_leads_the_page(run: ModuleType, tmp_path: Path) -> None:
+    script, name, words = run.LEADING[0]
+    out = tmp_path / "out.md"
+    write_script(tmp_path / "scripts", script, line(name, ratio=0.45, target=0.4) + "\n" + line("another", ratio=1.0))
+    assert run.main(["--folder", str(tmp_path / "scripts"), "--repeats", "1", "--out", str(out)]) == 1
+    page = out.read_text()
+    assert cells_of(page, words) == [words, "0.450 [0.450, 0.450]", "<= 0.4", "**MISSED** (0 of 1 ok)"]
+    assert page.index(words) < page.index("| what | time |")
+    assert [line for line in page.splitlines() if line.startswith("|---|--:|--:|---|")] == ["|---|--:|--:|---|"]
+
+
 def test_the_page_lists_machine_and_versions(run: ModuleType, tmp_path: Path) -> None:
     write_script(tmp_path / "scripts", "tiny", line("push", ratio=1.0))
     assert run.main(["--folder", str(tmp_path / "scripts"), "--repeats", "1", "--out", str(tmp_path / "out.md")]) == 0

@@ -18,7 +18,7 @@ from papa.averager import Averager
 from papa.averaging_report import Averaging
 from papa.errors import MixingError, PapaWarning
 from papa.population import Population
-from papa.rules import AveragingContext, Independent, MergeAll, MergePairs, Mix, Push, Rule
+from papa.rules import AveragingContext, Independent, MergeAll, MergePairs, Mix, OuterStep, Push, Rule, SparseAverage
 
 
 def sgd(network: nn.Module, lr: float = 0.1) -> optim.SGD:
@@ -475,3 +475,22 @@ def test_training_that_goes_on_after_its_end_is_reported() -> None:
     assert [averager.step() is not None for _ in range(4)] == [False, True, False, False]
     with pytest.warns(UserWarning, match="training goes on after num_steps = 4"):
         averager.step()
+
+
+def test_more_fragments_than_tensors_leave_some_turns_empty() -> None:
+    population = Population([nn.Linear(3, 2) for _ in range(3)])
+    averager = Averager(population, OuterStep(every_steps=8, fragments=8))
+    is_changed = []
+    for _ in range(8):
+        before = population.matrix.clone()
+        assert averager.step() is not None
+        is_changed.append(not torch.equal(before, population.matrix))
+    assert sum(is_changed) == 2
+    assert (population.matrix == population.matrix[0]).all()
+
+
+def test_a_share_of_nothing_changes_nothing() -> None:
+    population = Population([nn.Linear(3, 2) for _ in range(3)])
+    before = population.matrix.clone()
+    assert Averager(population, SparseAverage(share=0.0)).step() is not None
+    assert torch.equal(before, population.matrix)

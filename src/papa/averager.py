@@ -268,7 +268,9 @@ class Averager(AveragerState):
 
     def _read_chosen(self, mask: Mask | None) -> dict[torch.dtype, Tensor] | None:
         """The columns of a mask that is given by indices, which are few and hold no buffers; else None."""
-        if mask is None or not all(isinstance(columns, Tensor) for columns in mask.columns.values()):
+        if mask is None or not mask.columns:
+            return None
+        if not all(isinstance(columns, Tensor) for columns in mask.columns.values()):
             return None
         return self.population._chosen(mask.columns)
 

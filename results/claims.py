@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import scipy.stats
 
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
@@ -13,7 +16,18 @@ from papa.storage import json_text
 from results.evidence import DIGITS
 from results.record import OF_THE_MACHINE, runs_of
 from results.study import Study, Table
-from results.tables import Record, Score, along_trajectory, by_seed, markdown, mean_text, paired, score, similarity
+from results.tables import (
+    Difference,
+    Record,
+    Score,
+    along_trajectory,
+    by_seed,
+    markdown,
+    mean_text,
+    paired,
+    score,
+    similarity,
+)
 
 SOUP = score("average_soup")
 
@@ -119,24 +133,45 @@ CLAIMS = (
 )  # fmt: skip
 
 
+Cells = tuple[str, str, str, str]
+"""Both scores of a claim, their difference, and whether it shows."""
+
+
+def _cells(claim: Claim, records: Sequence[Record]) -> Cells:
+    digits = metric_of(records).digits
+    ours, theirs = claim.ours.of(records), claim.theirs.of(records)
+    found = paired(by_seed(ours, claim.of), by_seed(theirs, claim.of_theirs))
+    if found is None:
+        return "", "", "", "not run yet"
+    return (
+        mean_text(list(map(claim.of, ours)), digits),
+        mean_text(list(map(claim.of_theirs, theirs)), digits),
+        mean_text(list(found.by_seed.values()), digits),
+        verdict(found),
+    )
+
+
+def verdict(found: Difference) -> str:
+    """Whether zero is outside the 95% interval of the mean over seeds (Student's t), and on which side."""
+    if found.mean is None or found.deviation is None or found.values is None:
+        return "cannot be told"
+    count = len(found.values)
+    margin = float(scipy.stats.t.ppf(0.975, count - 1)) * found.deviation / math.sqrt(count)
+    if abs(found.mean) <= margin:
+        return "cannot be told"
+    return "**shows**" if found.mean > 0 else "**the opposite shows**"
+
+
 def claims(records: Sequence[Record]) -> str:
     """One row for each claim: both scores, their difference, and whether it shows."""
-    digits = metric_of(records).digits
-    rows = []
-    for claim in CLAIMS:
-        ours, theirs = claim.ours.of(records), claim.theirs.of(records)
-        found = paired(by_seed(ours, claim.of), by_seed(theirs, claim.of_theirs))
-        if found is None:
-            rows.append((claim.says, claim.compared, "", "", "", "not run yet"))
-            continue
-        scores = (mean_text(list(map(claim.of, ours)), digits), mean_text(list(map(claim.of_theirs, theirs)), digits))
-        verdict = {"yes, above": "**shows**", "yes, below": "**the opposite shows**"}.get(
-            found.verdict, "cannot be told"
-        )
-        difference = mean_text(list(found.by_seed.values()), digits)
-        rows.append((claim.says, claim.compared, *scores, difference, verdict))
-    head = ("the paper says", "compared", "the first", "the second", "difference", "here")
-    return markdown(head, rows)
+    rows = [(claim.says, claim.compared, *_cells(claim, records)) for claim in CLAIMS]
+    return markdown(("the paper says", "compared", "the first", "the second", "difference", "here"), rows)
+
+
+def claims_in_brief(records: Sequence[Record]) -> str:
+    """The same without the scores."""
+    rows = [(claim.says, claim.compared, *_cells(claim, records)[2:]) for claim in CLAIMS]
+    return markdown(("the paper says", "compared", "difference", "here"), rows)
 
 
 def with_features(records: Sequence[Record]) -> str:

@@ -15,6 +15,7 @@ from papa.errors import RunError
 from papa.lab.report.figures import members_to_soup
 from papa.lab.report.plot import DotPlot
 from papa.rules import Push
+from results import claims
 from results.controls import controls
 from results.record import FOLDER, names_of, read_records, runs_of
 from results.studies import HEADLINE, PAGES, STUDIES
@@ -24,6 +25,10 @@ from results.tables import headline, prose_number
 PROSE = Path(__file__).parent / "prose"
 NUMBER_IN_PROSE = re.compile(r"\{([\w./-]+)\s+([\w.]+)\}")
 """A number in prose: `{main/cifar10-vgg11/papa average_soup}`, the mean over the seeds of these runs."""
+CLAIMS_IN_PROSE = "{claims}"
+"""The table of the paper's claims."""
+HOURS_IN_PROSE = "{hours}"
+"""The time of all runs in hours."""
 TABLE_IN_PROSE = re.compile(r"^\{controls ([\w-]+)\}$", re.MULTILINE)
 """A table in prose: `{controls cifar10-2k}`, the controls of that study below its command."""
 MAX_VALUES = 5
@@ -111,7 +116,17 @@ def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Se
         return "\n\n".join([command, controls(found, ["PAPA"]) if found else "Not run yet."])
 
     text = TABLE_IN_PROSE.sub(fill_table, path.read_text(encoding="utf-8").strip())
+    if HOURS_IN_PROSE in text:
+        text = text.replace(HOURS_IN_PROSE, f"{_hours(list(commands), records):.0f}")
+    if CLAIMS_IN_PROSE in text:
+        found = list(read_records(claims.STUDY.tables[-1].all_commands, records).values())
+        text = text.replace(CLAIMS_IN_PROSE, claims.claims_in_brief(found) if found else "Not run yet.")
     return NUMBER_IN_PROSE.sub(fill, text)
+
+
+def _hours(commands: Sequence[str], records: Path) -> float:
+    """How long all runs took that have a record."""
+    return sum(sum(record["seconds"].values()) for record in read_records(commands, records).values()) / 3600
 
 
 def _table_part(table: Table, records: Path, studies: Sequence[Study]) -> str:

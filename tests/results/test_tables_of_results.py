@@ -283,10 +283,11 @@ def test_where_averaging_pays_has_a_row_and_two_points_for_each_size_and_length(
     assert [row[1] for row in rows] == [f"{epochs}" for epochs in pays.EPOCHS[75]]
     soup, longer = 57.0 - find(pays.RECIPE).config().average.half_life, 54.0
     assert rows[0][-2:] == [f"{soup - longer:.2f} (0.00)", f"{100 * (soup - longer) / 4:.0f}%"]
-    for plot, height in ((pays.picture_of_gains(runs), 3.0), (pays.picture_of_shares(runs), 75.0)):
+    gain = soup - longer
+    for plot, height in ((pays.picture_of_gains(runs), gain), (pays.picture_of_shares(runs), 100 * gain / 4)):
         assert [line.name for line in plot.lines] == ["75 images", "300 images"]
         assert [x for x, _ in plot.lines[0].points] == list(pays.EPOCHS[75])
-        assert {round(y) for line in plot.lines for _, y in line.points} == {height}
+        assert all(y == pytest.approx(height) for line in plot.lines for _, y in line.points)
         assert "<svg" in standalone_svg(plot)
 
 
@@ -298,6 +299,9 @@ def test_claims_have_scores_difference_and_verdict(records: Path) -> None:
     by_words = {row[1]: row for row in rows}
     assert by_words["PAPA, PAPA-all"][-2:] == ["1.00 (0.00)", "**shows**"]
     assert by_words["8 members, 2 members"][-2:] == ["0.00 (0.00)", "cannot be told"]
+    # The 95% interval of three values with a standard deviation of 1 reaches 2.48 to each side of their mean.
+    for mean, expected in ((2.5, "**shows**"), (2.4, "cannot be told"), (-2.5, "**the opposite shows**")):
+        assert claims.verdict(Difference({seed: mean + seed - 2 for seed in (1, 2, 3)})) == expected
     own = list(read_records([claims.EIGHT.command], records).values())
     assert {record["config"]["members"] for record in claims.EIGHT.of(runs)} == {8}
     assert claims.EIGHT.of(runs) == own
@@ -341,6 +345,14 @@ def test_tables_in_prose_come_from_records(records: Path, tmp_path: Path) -> Non
     assert "| test accuracy | PAPA less this |" in page
     assert "Not run yet." in prose_of("opening", tmp_path, tmp_path)
     (tmp_path / "opening.md").write_text("{controls cifar11}")
+    (tmp_path / "time.md").write_text("{hours} hours")
+    all_commands = [command for study in STUDIES for command in study.commands]
+    seconds = sum(sum(one["seconds"].values()) for one in read_records(all_commands, records).values())
+    assert prose_of("time", records, tmp_path) == f"{seconds / 3600:.0f} hours"
+    assert prose_of("time", tmp_path, tmp_path) == "0 hours"
+    (tmp_path / "claims.md").write_text("{claims}")
+    assert rows_of(prose_of("claims", records, tmp_path), "... | PAPA, PAPA-2")[0][2] == "2.00 (0.00)"
+    assert prose_of("claims", tmp_path, tmp_path) == "Not run yet."
     with pytest.raises(RunError, match=r"opening.md needs \{controls cifar11\}, and there is no study of that name"):
         prose_of("opening", records, tmp_path)
 

@@ -59,28 +59,28 @@ NUM_MEMBERS = 4
 STEPS_PER_EPOCH = 4
 COUPLINGS = (
     Coupling(
-        method="papa", option="average.half-life", tried=(0.01, 0.03, 0.1, 0.3), chosen=0.03,
+        method="papa", option="average.half-life", tried=(0.01, 0.03, 0.1, 0.3), chosen=0.1,
         exchanges=lambda value, steps: steps / 5,
     ),
     Coupling(method="papa-auto", exchanges=lambda value, steps: steps / 5),
     Coupling(
-        method="papa-all", option="average.every-epochs", tried=(1, 3, 10, 30), chosen=1,
+        method="papa-all", option="average.every-epochs", tried=(1, 3, 10, 30), chosen=10,
         exchanges=lambda value, steps: steps / STEPS_PER_EPOCH / value,
     ),
     Coupling(
-        method="papa-2", option="average.every-epochs", tried=(1, 3, 10, 30), chosen=1,
+        method="papa-2", option="average.every-epochs", tried=(1, 3, 10, 30), chosen=3,
         exchanges=lambda value, steps: steps / STEPS_PER_EPOCH / value,
     ),
     Coupling(
-        method="sparta", option="coupling.share", tried=(0.005, 0.02, 0.06, 0.2), chosen=0.06,
+        method="sparta", option="coupling.share", tried=(0.005, 0.02, 0.06, 0.2), chosen=0.02,
         exchanges=lambda value, steps: steps * value,
     ),
     Coupling(
-        method="wash", option="coupling.share", tried=(0.001, 0.01, 0.05, 0.2), chosen=0.01,
+        method="wash", option="coupling.share", tried=(0.001, 0.01, 0.05, 0.2), chosen=0.05,
         exchanges=lambda value, steps: steps * value / 2,
     ),
     Coupling(
-        method="easgd", option="coupling.every-steps", tried=(1, 2, 5, 10), chosen=2,
+        method="easgd", option="coupling.every-steps", tried=(1, 2, 5, 10), chosen=10,
         exchanges=lambda value, steps: steps / value * (1 + 1 / NUM_MEMBERS),
     ),
     Coupling(
@@ -88,19 +88,19 @@ COUPLINGS = (
         exchanges=lambda value, steps: steps / value * (1 + 1 / NUM_MEMBERS),
     ),
     Coupling(
-        method="diloco", option="coupling.every-steps", tried=(5, 20, 60, 120), chosen=20,
+        method="diloco", option="coupling.every-steps", tried=(5, 20, 60, 120), chosen=120,
         exchanges=lambda value, steps: steps / value * (1 + 2 / NUM_MEMBERS),
     ),
     Coupling(
-        method="noloco", option="coupling.every-steps", tried=(2, 5, 20, 60), chosen=5,
+        method="noloco", option="coupling.every-steps", tried=(2, 5, 20, 60), chosen=2,
         exchanges=lambda value, steps: steps / value,
     ),
     Coupling(
-        method="dppf", option="coupling.spread", tried=(0.2, 0.5, 2, 5), chosen=2,
+        method="dppf", option="coupling.spread", tried=(0.2, 0.5, 2, 5), chosen=0.2,
         exchanges=lambda value, steps: steps * 1.5 / 4,
     ),
     Coupling(
-        method="grawa", option="coupling.every-steps", tried=(1, 4, 16, 64), chosen=4,
+        method="grawa", option="coupling.every-steps", tried=(1, 4, 16, 64), chosen=64,
         exchanges=lambda value, steps: steps / value,
     ),
 )  # fmt: skip

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import scipy.stats
 
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
@@ -17,7 +14,6 @@ from results.evidence import DIGITS
 from results.record import OF_THE_MACHINE, runs_of
 from results.study import Study, Table
 from results.tables import (
-    Difference,
     Record,
     Score,
     along_trajectory,
@@ -26,6 +22,7 @@ from results.tables import (
     mean_text,
     paired,
     score,
+    shows,
     similarity,
 )
 
@@ -147,19 +144,8 @@ def _cells(claim: Claim, records: Sequence[Record]) -> Cells:
         mean_text(list(map(claim.of, ours)), digits),
         mean_text(list(map(claim.of_theirs, theirs)), digits),
         mean_text(list(found.by_seed.values()), digits),
-        verdict(found),
+        shows(found),
     )
-
-
-def verdict(found: Difference) -> str:
-    """Whether zero is outside the 95% interval of the mean over seeds (Student's t), and on which side."""
-    if found.mean is None or found.deviation is None or found.values is None:
-        return "cannot be told"
-    count = len(found.values)
-    margin = float(scipy.stats.t.ppf(0.975, count - 1)) * found.deviation / math.sqrt(count)
-    if abs(found.mean) <= margin:
-        return "cannot be told"
-    return "**shows**" if found.mean > 0 else "**the opposite shows**"
 
 
 def claims(records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ from papa.lab.report.metric import metric_of
 from papa.lab.report.plot import Line, LinePlot
 from papa.lab.report.table import gap_text, mean_gap_closed
 from results.study import Study, Table
-from results.tables import Record, markdown, mean_text, score
+from results.tables import Record, by_seed, markdown, mean_text, paired, score, shows
 
 RECIPE = "digits-150"
 SEEDS, OTHER_SEEDS = "1,2,3,4,5,6,7,8,9,10", "11,12,13"
@@ -185,12 +185,20 @@ def comparison(records: Sequence[Record]) -> str:
         cells = (mean_text([score(key)(run) for run in runs]) for key in ("mean", "ensemble", "average_soup"))
         spread = mean_text([run["epochs"][-1]["distance"] for run in runs])
         gap = gap_text(mean_gap_closed(runs, records)) if method != "independent" else ""
-        rows.append((method, own, *cells, gap, spread, sent))
+        rows.append((method, own, *cells, *_gain(runs, records), gap, spread, sent))
     head = (
-        *("method", "its option", "mean of members", "ensemble", "average soup", "gap to the ensemble closed"),
+        *("method", "its option", "mean of members", "ensemble", "average soup"),
+        *("soup less the mean of independent networks", "a gain", "gap to the ensemble closed"),
         *("distance to the mean at the end", "megabytes sent"),
     )
     return markdown(head, rows)
+
+
+def _gain(runs: Sequence[Record], records: Sequence[Record]) -> tuple[str, str]:
+    """The average soup minus the mean of independent members, by seed, and whether it shows."""
+    apart = by_seed([record for record in records if record["method"] == "independent"], score("mean"))
+    found = paired(by_seed(runs, score("average_soup")), apart)
+    return ("", "") if found is None else (mean_text(list(found.by_seed.values())), shows(found))
 
 
 def picture(records: Sequence[Record]) -> LinePlot:

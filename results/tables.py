@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
+
+import scipy.stats
 
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
@@ -118,6 +121,17 @@ class Difference:
         if abs(self.mean) <= 2 * self.deviation:
             return "no"
         return "yes, above" if self.mean > 0 else "yes, below"
+
+
+def shows(found: Difference) -> str:
+    """Whether zero is outside the 95% interval of the mean over seeds (Student's t), and on which side."""
+    if found.mean is None or found.deviation is None or found.values is None:
+        return "cannot be told"
+    count = len(found.values)
+    margin = float(scipy.stats.t.ppf(0.975, count - 1)) * found.deviation / math.sqrt(count)
+    if abs(found.mean) <= margin:
+        return "cannot be told"
+    return "**shows**" if found.mean > 0 else "**the opposite shows**"
 
 
 def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Difference | None:

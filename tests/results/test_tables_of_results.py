@@ -301,7 +301,7 @@ def test_claims_have_scores_difference_and_verdict(records: Path) -> None:
     assert by_words["8 members, 2 members"][-2:] == ["0.00 (0.00)", "cannot be told"]
     # The 95% interval of three values with a standard deviation of 1 reaches 2.48 to each side of their mean.
     for mean, expected in ((2.5, "**shows**"), (2.4, "cannot be told"), (-2.5, "**the opposite shows**")):
-        assert claims.verdict(Difference({seed: mean + seed - 2 for seed in (1, 2, 3)})) == expected
+        assert tables.shows(Difference({seed: mean + seed - 2 for seed in (1, 2, 3)})) == expected
     own = list(read_records([claims.EIGHT.command], records).values())
     assert {record["config"]["members"] for record in claims.EIGHT.of(runs)} == {8}
     assert claims.EIGHT.of(runs) == own
@@ -313,6 +313,7 @@ def test_couplings_are_compared_with_what_they_send(records: Path) -> None:
     rows = [line.split(" | ") for line in couplings.comparison(runs).splitlines()[2:]]
     assert {row[0].strip("| ") for row in rows} == {"independent", *couplings.BY_METHOD}
     assert rows[0][0] == "| papa"
+    assert rows[0][5:7] == [f"{57.0 - couplings.BY_METHOD['papa'].chosen - 54.0:.2f} (0.00)", "**shows**"]
     sparta, push = (next(record for record in runs if record["method"] == name) for name in ("sparta", "papa"))
     ratio = couplings.megabytes(couplings.BY_METHOD["sparta"], sparta) / couplings.megabytes(
         couplings.BY_METHOD["papa"], push

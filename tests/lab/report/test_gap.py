@@ -73,6 +73,12 @@ def test_independent_members_of_another_training_are_no_yardstick() -> None:
     assert mean_gap_closed([papa], [{**many, "recipe": "cifar10-vgg11"}]) is None
 
 
+def test_options_of_a_coupling_do_not_matter_for_its_yardstick() -> None:
+    independent, coupled = make("independent"), make("noloco", soup=91.0)
+    independent["config"]["coupling"], coupled["config"]["coupling"] = {"every_steps": None}, {"every_steps": 2}
+    assert mean_gap_closed([coupled], [independent]) == pytest.approx(50)
+
+
 def test_a_comparison_with_independent_members_has_a_column_of_it() -> None:
     independent, papa = make("independent", soup=10.0), make("papa", soup=91.5)
     independent["aligned"] = {"test": {"average_soup": 90.5, "greedy_soup": 91.0}}

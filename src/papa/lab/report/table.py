@@ -265,6 +265,6 @@ def _training_options(result: Mapping[str, Any]) -> dict[str, Any]:
     config = {
         name: value
         for name, value in flat(result.get("config"))
-        if name not in NOT_COMPARED and not name.startswith("average.")
+        if name not in NOT_COMPARED and not name.startswith(("average.", "coupling."))
     }
     return {**config, "recipe": result.get("recipe"), "seed": result.get("seed")}

@@ -49,7 +49,7 @@ def detail_page(
     _check_all_belong(records, studies)
     parts = [prose_of(name, records, prose, studies)]
     for study in pages[name]:
-        words = prose_of(study.name, records, prose, studies)
+        words = prose_of(study.name, records, prose, studies) if study.name != name else ""  # the page has them
         parts += [f"## {study.title}", *([words] if words else [])]
         parts += [_table_part(table, records, studies) for table in study.tables]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -322,6 +322,12 @@ def test_couplings_are_compared_with_what_they_send(records: Path) -> None:
     assert "<svg" in standalone_svg(couplings.picture(runs))
 
 
+def test_a_page_with_one_study_of_its_name_has_its_words_once(records: Path) -> None:
+    page = detail_page("couplings", records)
+    assert page.count("# Couplings compared") == 1
+    assert page.count("*Megabytes sent* is") == 1
+
+
 def test_the_chosen_options_of_couplings_are_the_best_on_validation_data() -> None:
     runs = list(read_records(couplings.STUDY.tables[0].commands).values())
     for coupling in couplings.COUPLINGS:

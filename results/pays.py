@@ -21,7 +21,7 @@ EPOCHS = {75: (12, 20, 40, 80, 160, 320), 300: (3, 5, 10, 20, 40, 80)}
 def commands(size: int, epochs: int) -> tuple[str, str]:
     """Populations of that length, and one network that is trained as many times longer as they have members."""
     place = f"runs/small/pays/{size}-images-{epochs}-epochs"
-    words = f"--seeds 1,2,3,4,5 --data.max-train {size} --parallel 2 --data.root DATA"
+    words = f"--seeds 1,2,3 --data.max-train {size} --parallel 2 --data.root DATA"
     return (
         f"papa compare {RECIPE} --methods independent,papa --train.epochs {epochs} {words} --out {place}",
         f"papa compare {RECIPE}-long --methods independent --train.epochs {NUM_MEMBERS * epochs} {words} "

@@ -358,7 +358,9 @@ def test_tables_in_prose_come_from_records(records: Path, tmp_path: Path) -> Non
     assert prose_of("time", records, tmp_path) == f"{seconds / 3600:.0f} hours"
     assert prose_of("time", tmp_path, tmp_path) == "0 hours"
     (tmp_path / "claims.md").write_text("{claims}")
-    assert rows_of(prose_of("claims", records, tmp_path), "... | PAPA, PAPA-2")[0][2] == "2.00 (0.00)"
+    page = prose_of("claims", records, tmp_path)
+    assert rows_of(page, "PAPA is better than its variants | PAPA, PAPA-2")[0][2:] == ["2.00 (0.00)", "**shows**"]
+    assert "Cannot be told:\n\n- more members help: 8 members, 2 members 0.00 (0.00); 5 members, 3 members" in page
     assert prose_of("claims", tmp_path, tmp_path) == "Not run yet."
     with pytest.raises(RunError, match=r"opening.md needs \{controls cifar11\}, and there is no study of that name"):
         prose_of("opening", records, tmp_path)

@@ -7,13 +7,15 @@ from statistics import fmean, stdev
 
 from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.plot import Line, LinePlot, Point
-from papa.lab.report.table import gap_text, mean_gap_closed
+from papa.lab.report.table import LOWEST, gap_text, mean_gap_closed
 from results.controls import role_of
 from results.study import Study, Table
 from results.tables import Difference, Record, by_seed, markdown, mean_text, paired, score
 
 RECIPE = "digits-150"
 NUM_MEMBERS = 4
+LOWEST_GAIN = -5.0
+"""In points; what is below is drawn there."""
 EPOCHS = {75: (12, 20, 40, 80, 160, 320), 300: (3, 5, 10, 20, 40, 80)}
 """Lengths of training in epochs, by the number of images: the same numbers of steps for both."""
 
@@ -93,11 +95,12 @@ def table(records: Sequence[Record]) -> str:
 
 def picture_of_gains(records: Sequence[Record]) -> LinePlot:
     """PAPA's soup minus one network trained longer, against the length of training."""
-    lines = _lines(records, lambda runs: (found.values or []) if (found := gain(runs)) else [])
+    lines = _lines(records, lambda runs: (found.values or []) if (found := gain(runs)) else [], lowest=LOWEST_GAIN)
     return LinePlot(
         name="where-it-pays",
-        title="What PAPA's soup gains over one network trained 4 times longer",
-        caption="Above zero the population is the better use of the compute. Areas: one standard deviation.",
+        title="PAPA's soup minus one network trained 4 times longer",
+        caption=f"Above zero the population is the better use of the compute. Less than {LOWEST_GAIN:g} points is "
+        "drawn as that. Areas: one standard deviation.",
         x_label="epochs over the data",
         y_label="accuracy, points",
         lines=lines,
@@ -111,24 +114,33 @@ def picture_of_shares(records: Sequence[Record]) -> LinePlot:
     return LinePlot(
         name="gap-closed",
         title="The share of the ensemble's gain that PAPA's soup keeps",
-        caption="100% is the ensemble of 4 independent networks, 0% one of them. Areas: one standard deviation.",
+        caption="100% is the ensemble of 4 independent networks, 0% one of them; less than -100% is drawn as that. "
+        "Areas: one standard deviation.",
         x_label="epochs over the data",
         y_label="share, %",
-        lines=_lines(records, shares),
+        lines=_lines(records, shares, lowest=LOWEST),
         has_zero=True,
         is_log=True,
     )
 
 
-def _lines(records: Sequence[Record], values_of: Callable[[Sequence[Record]], Sequence[float]]) -> list[Line]:
-    """A line for each size of the data: means over seeds, with their standard deviation as a band."""
+def _lines(
+    records: Sequence[Record], values_of: Callable[[Sequence[Record]], Sequence[float]], *, lowest: float
+) -> list[Line]:
+    """A line for each size of the data: means over seeds, with their standard deviation as a band.
+
+    What is below `lowest` is drawn there, so that the rest can be seen.
+    """
     points: dict[int, list[Point]] = {}
     bands: dict[int, list[tuple[float, float, float]]] = {}
     for (size, epochs), runs in by_case(records).items():
         if values := values_of(runs):
             mean, spread = fmean(values), stdev(values) if len(values) > 1 else 0.0
-            points.setdefault(size, []).append((epochs, mean))
-            bands.setdefault(size, []).append((epochs, mean - spread, mean + spread))
+            if mean < lowest:
+                mean, spread = lowest, 0.0
+            low, middle, high = max(lowest, mean - spread), mean, mean + spread
+            points.setdefault(size, []).append((epochs, middle))
+            bands.setdefault(size, []).append((epochs, low, high))
     return [
         Line(f"{size:,} images", points[size], color=color, band=bands[size])
         for size, color in zip(points, SERIES_COLORS, strict=False)

@@ -291,6 +291,17 @@ def test_where_averaging_pays_has_a_row_and_two_points_for_each_size_and_length(
         assert "<svg" in standalone_svg(plot)
 
 
+def test_what_is_far_below_is_drawn_at_the_lowest_height(records: Path) -> None:
+    runs = [copy.deepcopy(record) for record in read_records(pays.STUDY.commands, records).values()]
+    for run in runs:
+        if run["method"] == "papa" and run["config"]["train"]["epochs"] == pays.EPOCHS[75][0]:
+            run["test"]["average_soup"] = 10.0 + run["seed"]
+    first, second, *_ = pays.picture_of_gains(runs).lines[0].points
+    assert first == (pays.EPOCHS[75][0], pays.LOWEST_GAIN)
+    assert second[1] > 0
+    assert pays.picture_of_gains(runs).lines[0].band[0] == (pays.EPOCHS[75][0], pays.LOWEST_GAIN, pays.LOWEST_GAIN)
+
+
 def test_claims_have_scores_difference_and_verdict(records: Path) -> None:
     table = claims.STUDY.tables[0]
     runs = list(read_records(table.all_commands, records).values())

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: help demo test lint types unit audit docs results format bench soak soak-async rows clean
 
 help:
-	@echo "make demo    compare populations with one longer training, on 150 handwritten digits (about a minute)"
+	@echo "make demo    compare populations with one longer training, on 150 handwritten digits (a minute or two)"
 	@echo "make test    lint, type check and all tests"
 	@echo "make audit   look the installed packages up in the database of known vulnerabilities"
 	@echo "make docs    build the documentation into build/site; a warning is an error"
@@ -34,7 +34,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 
 demo: $(VENV)/.installed
 	@echo "papa: four ways to use the same compute on 150 of scikit-learn's handwritten digits, three seeds each"
-	@$(BIN)/papa compare digits-150 --methods independent,longer,papa,papa-all --seeds 1,2,3 --out runs/demo --overwrite
+	@$(BIN)/papa compare digits-150 --methods independent,longer,papa,papa-all --seeds 1,2,3 --parallel 2 --out runs/demo --overwrite
 
 # The type checker uses one processor, and would leave the others idle.
 test: lint

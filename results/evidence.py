@@ -118,6 +118,7 @@ FASHION = Kind(
         for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.1, 2e-3))
     },
     tuning_options="--data.max-train 1900 --data.validation 0.526316",
+    batch_rates=(0.05, 0.1, 0.2),
     half_lives=(0.002, 0.005, 0.015),
 )
 CIFAR10 = Kind(
@@ -128,6 +129,7 @@ CIFAR10 = Kind(
         for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 2e-3))
     },
     tuning_options="--data.max-train 2800 --data.validation 0.35714",
+    batch_rates=(0.05, 0.1, 0.2),
     half_lives=(0.005, 0.015, 0.05),
 )
 DIGITS = Kind(
@@ -172,6 +174,7 @@ TEXT = Kind(
     },
     tuning_options="--trajectory.decay 0.999",
     tuning_members=1,
+    batch_rates=(2e-3, 3e-3, 6e-3),
     half_lives=(0.005, 0.03),
     same_init=(0.03, 0.1),
     has_distilled=True,

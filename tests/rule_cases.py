@@ -83,15 +83,15 @@ def by_matrix(rule: Rule, rows: Tensor, context: AveragingContext, memory: Memor
 
 def sparse_average(rule: Any, rows: Tensor, context: AveragingContext, memory: Memory, mask: Mask) -> Tensor:
     rows = rows.clone()
-    for column in mask.columns[torch.float64].tolist():
+    for column in mask.columns[torch.float64].indices.tolist():
         rows[:, column] = rows[:, column].mean()
     return rows
 
 
 def shuffle(rule: Any, rows: Tensor, context: AveragingContext, memory: Memory, mask: Mask) -> Tensor:
-    new = rows.clone()
-    for position, column in enumerate(mask.columns[torch.float64].tolist()):
-        for member, source in enumerate(mask.sources[torch.float64][:, position].tolist()):
+    new, lines = rows.clone(), mask.columns[torch.float64]
+    for position, column in enumerate(lines.indices.tolist()):
+        for member, source in enumerate(mask.sources[torch.float64][:, position // lines.width].tolist()):
             new[member, column] = rows[source, column]
     return new
 
@@ -201,7 +201,9 @@ CASES: dict[str, Case] = {
     ),
     "MergeElite": case(MergeElite, losses=candidate_losses, seed=3),
     "SparseAverage": case(SparseAverage, sparse_average, share=0.2, seed=3),
+    "SparseAverage of single columns": case(SparseAverage, sparse_average, share=0.2, seed=3, by_lines=False),
     "Shuffle": case(Shuffle, shuffle, share=0.4, seed=3),
+    "Shuffle of single columns": case(Shuffle, shuffle, share=0.4, seed=3, by_lines=False),
     "Shuffle with momentum": case(Shuffle, shuffle, share=0.4, depth="constant", move_momentum=True),
     "Elastic": case(Elastic, elastic),
     "Lookahead": case(Lookahead, lookahead),

@@ -11,6 +11,7 @@ import torch
 
 from helpers import make_networks
 from papa.averager import Averager
+from papa.columns import Lines, chosen_columns, write_columns_
 from papa.masks import _places, _rate, depths, draw_columns, draw_permutations, fragments
 from papa.population import Population
 from papa.rules import AveragingContext, Elastic, PushPull, Shuffle, SparseAverage
@@ -21,28 +22,53 @@ def layout_of(kind: str) -> object:
     return Population(make_networks(kind, 1))._layout
 
 
+@pytest.mark.parametrize("by_lines", [False, True])
 @pytest.mark.parametrize("growth", [0.02, 0.0])
 @pytest.mark.parametrize("kind", ["conv_batch_norm", "mixed_dtypes", "tied"])
-def test_each_column_is_chosen_with_the_share_of_its_tensor(kind: str, growth: float) -> None:
+def test_each_column_is_chosen_with_the_share_of_its_tensor(kind: str, growth: float, by_lines: bool) -> None:
     layout = layout_of(kind)
     shares = [0.3 * slot.is_parameter + growth * number for number, slot in enumerate(layout.slots)]
     counts = {dtype: torch.zeros(columns) for dtype, columns in layout.num_columns.items()}
     for step in range(300):
-        for dtype, columns in draw_columns(layout, shares, stream(1, "test", position=step)).items():
-            assert bool((columns[1:] > columns[:-1]).all())
-            counts[dtype][columns] += 1
+        drawn = draw_columns(layout, shares, stream(1, "test", position=step), by_lines=by_lines)
+        for dtype, lines in drawn.items():
+            assert lines.width == (64 // dtype.itemsize if by_lines else 1)
+            assert bool((lines.numbers[1:] > lines.numbers[:-1]).all())
+            counts[dtype][lines.indices] += 1
     for slot, share in zip(layout.slots, shares, strict=True):
-        hits = int(counts[slot.dtype][slot.offset : slot.offset + slot.numel].sum())
-        counts[slot.dtype][slot.offset : slot.offset + slot.numel] = 0
-        assert scipy.stats.binomtest(hits, 300 * slot.numel, share).pvalue > 1e-3
+        width = 64 // slot.dtype.itemsize if by_lines else 1
+        stop = slot.offset + -(-slot.numel // width) * width
+        hits = counts[slot.dtype][slot.offset : stop].view(-1, width)
+        assert torch.equal(hits, hits[:, :1].expand_as(hits)), "the columns of a line are chosen together"
+        assert scipy.stats.binomtest(int(hits[:, 0].sum()), 300 * len(hits), share).pvalue > 1e-3
+        hits.zero_()
     assert all(int(left.sum()) == 0 for left in counts.values()), "nothing but tensors is chosen"
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_no_column_and_every_column(share: float) -> None:
     layout = layout_of("conv_batch_norm")
-    (columns,) = draw_columns(layout, [share] * len(layout.slots), stream(0, "test")).values()
+    shares = [share] * len(layout.slots)
+    (columns,) = draw_columns(layout, shares, stream(0, "test"), by_lines=False).values()
     assert len(columns) == share * sum(slot.numel for slot in layout.slots)
+    (lines,) = draw_columns(layout, shares, stream(0, "test"), by_lines=True).values()
+    last = layout.slots[-1]
+    assert len(lines) == share * -(-(last.offset + last.numel) // 16) * 16
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_lines_are_read_and_written_like_their_columns(width: int) -> None:
+    rows, numbers = torch.randn(3, 48), torch.tensor([0, 2, 5])
+    lines = Lines(numbers, width)
+    assert lines.indices.tolist() == [width * number + place for number in (0, 2, 5) for place in range(width)]
+    assert len(lines) == len(lines.indices)
+    found = chosen_columns(rows, lines)
+    assert torch.equal(found, rows[:, lines.indices])
+    assert torch.equal(lines.part(width, 3 * width).indices, lines.indices[width:])
+    expected = rows.clone()
+    expected[:, lines.indices] = -found
+    write_columns_(rows, lines, -found)
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("is_first_only", [True, False])
@@ -53,7 +79,8 @@ def test_columns_are_chosen_independently_of_each_other(is_first_only: bool) -> 
     first = layout.slots[0]
     chosen = torch.zeros(500, layout.num_columns[first.dtype], dtype=torch.bool)
     for step, row in enumerate(chosen):
-        row[draw_columns(layout, shares, stream(2, "test", position=step))[first.dtype]] = True
+        drawn = draw_columns(layout, shares, stream(2, "test", position=step), by_lines=False)
+        row[drawn[first.dtype].indices] = True
     own = chosen[:, first.offset : first.offset + first.numel]
     both = int((own[:, 1:] & own[:, :-1]).sum())
     assert scipy.stats.binomtest(both, own[:, 1:].numel(), 0.16).pvalue > 1e-3
@@ -114,16 +141,18 @@ def one_step(rule: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TestLaws:
+    @pytest.mark.parametrize("by_lines", [False, True])
     @pytest.mark.parametrize("depth", ["decreasing", "constant", "increasing"])
-    def test_a_shuffle_keeps_the_mean_and_the_total_spread(self, depth: str) -> None:
-        before, after = one_step(Shuffle(share=0.5, depth=depth))
+    def test_a_shuffle_keeps_the_mean_and_the_total_spread(self, depth: str, by_lines: bool) -> None:
+        before, after = one_step(Shuffle(share=0.5, depth=depth, by_lines=by_lines))
         assert torch.allclose(after.mean(dim=0), before.mean(dim=0), rtol=0, atol=1e-14)
         assert float(spread_of(after)) == pytest.approx(float(spread_of(before)), rel=1e-13)
         assert torch.equal(after.sort(dim=0).values, before.sort(dim=0).values), "each column keeps its numbers"
         assert not torch.equal(after, before)
 
-    def test_a_sparse_average_keeps_the_mean_and_shrinks_the_spread_by_its_share(self) -> None:
-        before, after = one_step(SparseAverage(share=0.5))
+    @pytest.mark.parametrize("by_lines", [False, True])
+    def test_a_sparse_average_keeps_the_mean_and_shrinks_the_spread_by_its_share(self, by_lines: bool) -> None:
+        before, after = one_step(SparseAverage(share=0.5, by_lines=by_lines))
         assert torch.allclose(after.mean(dim=0), before.mean(dim=0), rtol=0, atol=1e-14)
         changed = (after != before).any(dim=0)
         assert torch.allclose(after[:, changed], after[:, changed].mean(dim=0).expand(5, -1))

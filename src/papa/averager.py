@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from papa import mixing
 from papa.averager_state import AveragerState
 from papa.averaging_report import Averaging, MergeHook
+from papa.columns import Lines
 from papa.delayed import DelayedPush
 from papa.diagnostics import Diagnostics
 from papa.errors import MixingError, PapaWarning
@@ -267,10 +268,10 @@ class Averager(AveragerState):
             permute_state_(self.population, self._rates.optimizers, mask)
 
     def _read_chosen(self, mask: Mask | None) -> dict[torch.dtype, Tensor] | None:
-        """The columns of a mask that is given by indices, which are few and hold no buffers; else None."""
+        """The columns of a mask of lines, which are few and hold no buffers; else None."""
         if mask is None or not mask.columns:
             return None
-        if not all(isinstance(columns, Tensor) for columns in mask.columns.values()):
+        if not all(isinstance(columns, Lines) for columns in mask.columns.values()):
             return None
         return self.population._chosen(mask.columns)
 

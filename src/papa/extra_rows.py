@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from papa import layout, mixing
+from papa.columns import Columns, Lines, chosen_columns, write_columns_
 from papa.delayed import dtype_name
 from papa.errors import MixingError
-from papa.group import Columns, chosen_columns, write_columns_
 from papa.masks import Mask
 from papa.population import Population
 from papa.product import joint_product, permutation, update_blocks_
@@ -122,7 +122,8 @@ class ExtraRows:
             members = population.matrices[dtype]
             extra = [] if only_members else [self.matrices[row.name][dtype] for row in self.declared]
             if mask is not None and mask.sources is not None:
-                update = permutation(mask.sources[dtype])
+                assert isinstance(columns, Lines)
+                update = permutation(mask.sources[dtype], columns.width)
             else:
                 update = joint_product(checked, members, points if bool(extra) else None)
             population.group.update_(

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from papa.layout import Layout, Slot
+from papa.columns import Lines
+from papa.layout import ALIGNMENT_BYTES, Layout, Slot
 
 MAX_SIZE_OF_TABLE = 6
 """Up to this number of members, permutations are looked up in a table of all of them, which is faster."""
@@ -25,53 +26,65 @@ MAX_SIZE_OF_TABLE = 6
 class Mask:
     """The columns that a rule acts on."""
 
-    columns: Mapping[torch.dtype, Tensor | slice]
-    """Sorted indices or a slice, for each dtype; a dtype that is missing stays unchanged."""
+    columns: Mapping[torch.dtype, Lines | slice]
+    """For each dtype; one that is missing stays unchanged."""
     sources: Mapping[torch.dtype, Tensor] | None = None
-    """For a rule that permutes: from which member each member takes each column, `(size, columns)` in int32."""
+    """For a rule that permutes: from which member each member takes each line, `(size, lines)` in int32."""
 
 
-def draw_columns(layout: Layout, shares: Sequence[float], generator: torch.Generator) -> dict[torch.dtype, Tensor]:
-    """Random columns, each of them chosen independently with the share of its tensor; in time for the chosen ones only.
+def draw_columns(
+    layout: Layout, shares: Sequence[float], generator: torch.Generator, *, by_lines: bool
+) -> dict[torch.dtype, Lines]:
+    """Random columns, each with the probability of its tensor, in time for the chosen ones only.
 
-    `shares` are in the order of `layout.slots`.
+    Whole lines of 64 bytes are chosen independently of each other, or single columns. No line has columns of two
+    tensors; the last one of a tensor may have columns that belong to none, and are zero. `shares` are in the order of
+    `layout.slots`.
     """
+    widths = {dtype: ALIGNMENT_BYTES // dtype.itemsize if by_lines else 1 for dtype in layout.num_columns}
     chosen = set(shares) - {0.0}
     if len(chosen) == 1:
-        return _with_one_share(layout, shares, chosen.pop(), generator)
-    return _with_many_shares(layout, shares, generator)
+        found = _with_one_share(layout, shares, chosen.pop(), generator, widths)
+    else:
+        found = _with_many_shares(layout, shares, generator, widths)
+    return {dtype: Lines(numbers.to(layout.device), widths[dtype]) for dtype, numbers in found.items()}
 
 
 def _with_one_share(
-    layout: Layout, shares: Sequence[float], share: float, generator: torch.Generator
+    layout: Layout,
+    shares: Sequence[float],
+    share: float,
+    generator: torch.Generator,
+    widths: Mapping[torch.dtype, int],
 ) -> dict[torch.dtype, Tensor]:
-    """The columns of the tensors that have a share, each with the same one.
+    """The numbers of lines of the tensors that have a share, all with the same one.
 
-    From one chosen column to the next it is `1 + floor(x / rate)` columns, where `x` is exponential. These are whole
+    From one chosen line to the next it is `1 + floor(x / rate)` lines, where `x` is exponential. These are whole
     numbers, so none is chosen twice and nothing is rounded at the ends of tensors.
     """
     found = {}
-    for dtype in layout.num_columns:
-        spans = _joined([slot for slot, own in zip(layout.slots, shares, strict=True) if own and slot.dtype == dtype])
+    for dtype, width in widths.items():
+        slots = [slot for slot, own in zip(layout.slots, shares, strict=True) if own and slot.dtype == dtype]
+        spans = _joined(slots, width)
         if not spans:
-            found[dtype] = torch.zeros(0, dtype=torch.int64, device=layout.device)
+            found[dtype] = torch.zeros(0, dtype=torch.int64)
             continue
         sizes = [stop - start for start, stop in spans]
         ends = list(itertools.accumulate(sizes))
-        columns = _places(ends[-1], _rate(share), generator).to(torch.int64)
+        numbers = _places(ends[-1], _rate(share), generator).to(torch.int64)
         shifts = torch.tensor([stop - end - 1 for (_, stop), end in zip(spans, ends, strict=True)], device="cpu")
         if len(spans) > 1:
-            last = torch.searchsorted(columns, torch.tensor(ends, device="cpu"), right=True)
+            last = torch.searchsorted(numbers, torch.tensor(ends, device="cpu"), right=True)
             shifts = torch.repeat_interleave(shifts, torch.diff(last, prepend=last.new_zeros(1)))
-        found[dtype] = columns.add_(shifts).to(layout.device)
+        found[dtype] = numbers.add_(shifts)
     return found
 
 
-def _joined(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """The first and the last column plus one of slots, those without a gap between them together."""
+def _joined(slots: Sequence[Slot], width: int) -> list[tuple[int, int]]:
+    """The first and the last line plus one of slots, those without a gap between them together."""
     found: list[tuple[int, int]] = []
     for slot in slots:
-        start, stop = slot.offset, slot.offset + slot.numel
+        start, stop = slot.offset // width, -(-(slot.offset + slot.numel) // width)
         if found and found[-1][1] == start:
             start = found.pop()[0]
         found.append((start, stop))
@@ -99,14 +112,16 @@ def _enough(mean: float) -> int:
     return int(mean + 10.0 * math.sqrt(mean) + 10.0)
 
 
-def _with_many_shares(layout: Layout, shares: Sequence[float], generator: torch.Generator) -> dict[torch.dtype, Tensor]:
-    """A Poisson process runs through all columns, at the rate `-log(1 - share)` within a tensor.
+def _with_many_shares(
+    layout: Layout, shares: Sequence[float], generator: torch.Generator, widths: Mapping[torch.dtype, int]
+) -> dict[torch.dtype, Tensor]:
+    """A Poisson process runs through all lines, at the rate `-log(1 - share)` within a tensor.
 
-    A column is chosen if the process has a point in it, and the points are sums of exponential gaps.
+    A line is chosen if the process has a point in it, and the points are sums of exponential gaps.
     """
     slots = layout.slots
     rates = torch.tensor([_rate(share) for share in shares], dtype=torch.float64)
-    first, sizes = layout.spans
+    first, sizes = (layout.spans / torch.tensor([widths[slot.dtype] for slot in slots], device="cpu")).ceil()
     ends = torch.cumsum(rates * sizes, dim=0)
     points = _poisson_points(float(ends[-1]), generator)
     counts = torch.diff(torch.searchsorted(points, ends), prepend=torch.zeros(1, dtype=torch.int64))
@@ -115,19 +130,17 @@ def _with_many_shares(layout: Layout, shares: Sequence[float], generator: torch.
     def of_points(values: Tensor) -> Tensor:
         return values.index_select(0, slot_of_points)
 
-    # column = first + (point - start of the tensor) / rate
-    columns_per_point = torch.where(rates > 0, 1.0 / rates, 0.0)
-    places = points.mul_(of_points(columns_per_point)).add_(
-        of_points(first - (ends - rates * sizes) * columns_per_point)
-    )
+    # line = first + (point - start of the tensor) / rate
+    lines_per_point = torch.where(rates > 0, 1.0 / rates, 0.0)
+    places = points.mul_(of_points(lines_per_point)).add_(of_points(first - (ends - rates * sizes) * lines_per_point))
     places.clamp_(min=of_points(first), max=of_points(first + sizes - 1.0))  # rounding at the ends of tensors
-    columns = places.to(torch.int64)
+    numbers = places.to(torch.int64)
     found = {}
     for dtype in layout.num_columns:
-        chosen = columns
+        chosen = numbers
         if len(layout.num_columns) > 1:
-            chosen = columns[of_points(torch.tensor([slot.dtype == dtype for slot in slots]))]
-        found[dtype] = torch.unique_consecutive(chosen).to(layout.device)
+            chosen = numbers[of_points(torch.tensor([slot.dtype == dtype for slot in slots]))]
+        found[dtype] = torch.unique_consecutive(chosen)
     return found
 
 

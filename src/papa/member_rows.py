@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from papa import layout
 from papa.binding import BoundMember
-from papa.group import Columns, Group, chosen_columns
+from papa.columns import Columns, chosen_columns
+from papa.group import Group
 from papa.row_measures import is_finite, row_sums
 
 
@@ -126,7 +127,7 @@ class MemberRows:
         return {dtype: rows[first : first + len(self)] for dtype, rows in self.matrices.items()}
 
     def _chosen(self, columns: Mapping[torch.dtype, Columns]) -> dict[torch.dtype, Tensor]:
-        """Some columns of the local rows; copies where they are given by indices."""
+        """Some columns of the local rows; copies of lines."""
         local = self._local_rows()
         return {dtype: chosen_columns(local[dtype], chosen) for dtype, chosen in columns.items()}
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from papa.columns import Lines
 from papa.layout import Slot, named_tensors
 from papa.masks import Mask
 from papa.population import Population
@@ -26,15 +27,15 @@ def permute_state_(population: Population, optimizers: Sequence[Optimizer], mask
     keys = sorted({key for one in found for key in one})
     assert mask.sources is not None
     for dtype, columns in mask.columns.items():
-        assert isinstance(columns, Tensor)
-        parts = _by_slot([slot for slot in population._layout.slots if slot.dtype == dtype], columns)
+        assert isinstance(columns, Lines)
+        parts = _by_slot([slot for slot in population._layout.slots if slot.dtype == dtype], columns.indices)
         for key in keys:
-            rows = torch.zeros(len(population), len(columns), dtype=dtype, device=columns.device)
+            rows = torch.zeros(len(population), len(columns), dtype=dtype, device=columns.numbers.device)
             for own, row in zip(states, rows, strict=True):
                 for name, places, within in parts:
                     if key in own.get(name, {}):
                         row[within] = own[name][key][places].to(dtype)
-            population.group.update_copies_(rows, permutation(mask.sources[dtype]))
+            population.group.update_copies_(rows, permutation(mask.sources[dtype], columns.width))
             for own, row in zip(states, rows, strict=True):
                 for name, places, within in parts:
                     if key in own.get(name, {}):

@@ -154,18 +154,18 @@ def joint_product(matrix: Tensor, like: Tensor, points: Tensor | None = None) ->
     return update
 
 
-def permutation(sources: Tensor) -> BlockUpdate:
-    """The update in which row `j` of each column takes the number of row `sources[j]` of that column."""
+def permutation(sources: Tensor, width: int) -> BlockUpdate:
+    """The update in which row `j` of each line of `width` columns takes those of row `sources[j]`."""
 
     def update(blocks: list[Tensor], start: int) -> None:
         for block in blocks:
-            num_columns = block.shape[1]
-            own = sources[:, start : start + num_columns].to(block.device)
+            first, num_lines = start // width, block.shape[1] // width
+            own = sources[:, first : first + num_lines].to(block.device)
             # Faster on a CPU than `gather`, and with half of the memory if positions in the block are int32.
             dtype = torch.int32 if block.numel() < 2**31 else torch.int64
-            columns = torch.arange(num_columns, dtype=dtype, device=block.device)
-            places = torch.add(columns, own, alpha=num_columns).flatten()
-            block.copy_(block.flatten().index_select(0, places).view_as(block))
+            places = torch.add(torch.arange(num_lines, dtype=dtype, device=block.device), own, alpha=num_lines)
+            lines = block.flatten() if width == 1 else block.reshape(-1, width)
+            block.copy_(lines.index_select(0, places.flatten()).view_as(block))
 
     return update
 

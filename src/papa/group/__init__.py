@@ -24,7 +24,7 @@ processes need the same kind of CPU, build of PyTorch and number of threads, and
 
 from typing import TYPE_CHECKING
 
-from papa.group.base import Columns, Group, LocalGroup, balanced_ranges, chosen_columns, gather_or_raise, write_columns_
+from papa.group.base import Group, LocalGroup, balanced_ranges, gather_or_raise
 from papa.group.distributed import EXCHANGES, DistributedGroup
 from papa.group.mesh import as_group
 from papa.group.shared_memory import SharedMemoryGroup
@@ -67,7 +67,6 @@ __all__ = [
     "PUBLISHED",
     "SOUP",
     "WEIGHTS",
-    "Columns",
     "DistributedGroup",
     "Group",
     "LocalGroup",
@@ -79,7 +78,6 @@ __all__ = [
     "as_group",
     "balanced_ranges",
     "check_wrappers",
-    "chosen_columns",
     "connect_members",
     "gather_or_raise",
     "group_of_environment",
@@ -95,5 +93,4 @@ __all__ = [
     "save_distributed",
     "start_workers",
     "whole",
-    "write_columns_",
 ]

@@ -6,12 +6,13 @@ import contextlib
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from papa import mixing
+from papa.columns import Columns, chosen_columns, write_columns_
 from papa.errors import PapaError
 from papa.product import (
     BlockUpdate,
@@ -27,8 +28,6 @@ from papa.row_measures import squared_distances
 T = TypeVar("T")
 LEAST_HUGE_BYTES = 16 << 20
 """The size of a matrix from which on it is worth having in huge pages."""
-Columns: TypeAlias = Tensor | slice | None
-"""Some columns of a matrix: sorted indices, a slice, or None for all."""
 
 
 class Group(Protocol):
@@ -246,25 +245,6 @@ def zeros(num_rows: int, num_columns: int, *, dtype: torch.dtype, device: torch.
     with contextlib.suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(num_rows, num_columns)
-
-
-def chosen_columns(rows: Tensor, columns: Columns) -> Tensor:
-    """Some columns of a matrix: a view, or a copy where they are given by indices."""
-    if columns is None:
-        return rows
-    if isinstance(columns, slice):
-        return rows[:, columns]
-    found = torch.empty(len(rows), len(columns), dtype=rows.dtype, device=rows.device)
-    for row, target in zip(rows, found, strict=True):
-        torch.index_select(row, 0, columns, out=target)
-    return found
-
-
-def write_columns_(rows: Tensor, columns: Columns, values: Tensor) -> None:
-    """Write back what `chosen_columns` returned."""
-    if isinstance(columns, Tensor):
-        for row in reversed(range(len(rows))):  # the last row that was read is most likely in the cache
-            rows[row].scatter_(0, columns, values[row])
 
 
 def gather_or_raise(group: Group, work: Callable[[], list[T]]) -> list[T]:

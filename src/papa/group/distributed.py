@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa import mixing
+from papa.columns import Columns, Lines, chosen_columns, write_columns_
 from papa.errors import ConfigError, MemberError, did_you_mean
 from papa.group.background import BackgroundThread
-from papa.group.base import Columns, chosen_columns, write_columns_, zeros
+from papa.group.base import zeros
 from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.group.exchange import ColumnExchange
 from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
@@ -171,7 +172,7 @@ class DistributedGroup(MultiProcessGroup):
         def wait() -> None:
             arrived()
             for rows, part in zip(parts[1:], copies[1:], strict=True):
-                if isinstance(columns, Tensor):
+                if isinstance(columns, Lines):
                     write_columns_(rows, columns, part)
                 else:
                     chosen_columns(rows, columns).copy_(part)

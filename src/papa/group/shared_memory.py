@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from papa.columns import Columns, Lines, chosen_columns, write_columns_
 from papa.errors import ConfigError, MemberError, RunError
-from papa.group.base import Columns, balanced_ranges, chosen_columns, write_columns_
+from papa.group.base import balanced_ranges
 from papa.group.collectives import MultiProcessGroup, all_gather_object, connection_errors
 from papa.product import (
     BlockUpdate,
@@ -159,7 +160,7 @@ class SharedMemoryGroup(MultiProcessGroup):
         mine = balanced_ranges(-(-num_columns // width), self.num_ranks)[self.rank]
         start, stop = mine.start * width, min(mine.stop * width, num_columns)
         if start < stop:
-            local = _part_of(columns.cpu() if isinstance(columns, Tensor) else columns, start, stop)
+            local = _part_of(columns, start, stop)
             found = [chosen_columns(mapping, local) for mapping in shared]
             update_blocks_(found, update, width=width, start=start)
             for mapping, part in zip(shared, found, strict=True):
@@ -184,7 +185,7 @@ class SharedMemoryGroup(MultiProcessGroup):
 
 def _copy_columns_(target: Tensor, source: Tensor, columns: Columns) -> None:
     """Copy some columns between a mapping and the memory of an accelerator."""
-    if isinstance(columns, Tensor):
+    if isinstance(columns, Lines):
         values = chosen_columns(source, columns.to(source.device)).to(target.device)
         write_columns_(target, columns.to(target.device), values)
     else:
@@ -192,15 +193,15 @@ def _copy_columns_(target: Tensor, source: Tensor, columns: Columns) -> None:
 
 
 def _num_columns(rows: Tensor, columns: Columns) -> int:
-    if isinstance(columns, Tensor):
+    if isinstance(columns, Lines):
         return len(columns)
     return len(range(rows.shape[1])[slice(None) if columns is None else columns])
 
 
 def _part_of(columns: Columns, start: int, stop: int) -> Columns:
     """The columns from one position to another among the chosen ones."""
-    if isinstance(columns, Tensor):
-        return columns[start:stop]
+    if isinstance(columns, Lines):
+        return columns.part(start, stop).to(torch.device("cpu"))
     first = 0 if columns is None else columns.start or 0
     return slice(first + start, first + stop)
 

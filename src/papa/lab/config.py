@@ -69,8 +69,8 @@ MERGE_OPTIONS = frozenset({"average.every_epochs"})
 """Options that only merges use."""
 COUPLING_OPTIONS = {
     "papa-auto": ("every_steps", "check_every"),
-    "sparta": ("every_steps", "share"),
-    "wash": ("every_steps", "share", "depth", "move_momentum"),
+    "sparta": ("every_steps", "share", "by_lines"),
+    "wash": ("every_steps", "share", "by_lines", "depth", "move_momentum"),
     "easgd": ("every_steps", "rate"),
     "lookahead": ("every_steps", "rate"),
     "diloco": ("every_steps", "outer_lr", "outer_momentum", "fragments", "delay", "mix"),
@@ -298,6 +298,8 @@ class CouplingConfig:
     """papa-auto: steps between comparisons of the average with its members; 60."""
     share: float | None = option(None, at_least=0)
     """sparta, wash: the share of weights at a time; 0.005, 0.001."""
+    by_lines: bool = True
+    """sparta, wash: choose weights that are neighbours in memory together; each on its own takes longer."""
     depth: str = option("decreasing", known=DEPTHS)
     """wash: how the share changes from the first to the last layer."""
     move_momentum: bool = False

@@ -23,12 +23,15 @@ from papa.rules.sparse import Depth
 
 COUPLINGS: dict[str, Callable[[CouplingConfig, int], Callable[..., Rule]]] = {
     "papa-auto": lambda options, seed: partial(AdaptivePush, **given(check_every=options.check_every)),
-    "sparta": lambda options, seed: partial(SparseAverage, seed=seed, **given(share=options.share)),
+    "sparta": lambda options, seed: partial(
+        SparseAverage, seed=seed, by_lines=options.by_lines, **given(share=options.share)
+    ),
     "wash": lambda options, seed: partial(
         Shuffle,
         seed=seed,
         depth=cast(Depth, options.depth),
         move_momentum=options.move_momentum,
+        by_lines=options.by_lines,
         **given(share=options.share),
     ),
     "easgd": lambda options, seed: partial(Elastic, **given(moving_rate=options.rate)),

@@ -28,6 +28,7 @@ LIBRARY = [
         "layout",
         "binding",
         "scratch",
+        "columns",
         "product",
         "row_measures",
         "group",

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from papa.lab.report import draw
 from papa.lab.report.draw import DARK, LIGHT, SERIES_COLORS, pdf_bytes, png_bytes, standalone_svg, svg
@@ -211,3 +212,12 @@ def test_colors_contrast_with_background_and_each_other_for_every_kind_of_sight(
     for sight in SIGHT:
         distances = [math.dist(lab(a, sight), lab(b, sight)) for a, b in itertools.combinations(lines, 2)]
         assert min(distances) >= 12.0, sight
+
+
+def test_names_of_near_points_do_not_overlap() -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    draw._name_points(axes, [Line(f"point {number}", [(0.5 + number / 100, 0.5)]) for number in range(4)])
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))

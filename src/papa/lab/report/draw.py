@@ -158,8 +158,7 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
         same = sum(other.color == line.color for other in plot.lines[:place] if not line.is_member)
         _draw_line(axes, line, DASHES[same % len(DASHES)])
     if plot.names_points:
-        for line in labelled:
-            axes.annotate(_shortened(line.name), line.points[-1], (4, 4), textcoords="offset points", fontsize=8)
+        _name_points(axes, labelled)
         return
     shown = labelled[:MAX_LABELS]
     wanted = [min(1.0, max(0.0, (line.points[-1][1] - low) / (high - low))) for line in shown]
@@ -169,6 +168,19 @@ def _draw_lines(axes: Axes, plot: LinePlot) -> None:
         _beside(axes, height, _shortened(line.name) + edge, LIGHT[line.color])
     if len(labelled) > MAX_LABELS:
         _beside(axes, 1 + LABEL_GAP, f"and {len(labelled) - MAX_LABELS} more", LIGHT["quiet"])
+
+
+def _name_points(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write each name above or below its point, right or left of it, where no other name is."""
+    taken: list[Any] = []
+    for line in lines:
+        text = axes.annotate(_shortened(line.name), line.points[-1], (4, 4), textcoords="offset points", fontsize=8)
+        for offset, side in (((4, 4), "left"), ((4, -10), "left"), ((-4, 4), "right"), ((-4, -10), "right")):
+            text.set(position=offset, horizontalalignment=side)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
 
 
 def _draw_line(axes: Axes, line: Line, dashes: Any) -> None:

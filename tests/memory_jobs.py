@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,7 @@ from papa import (
 from papa.checkpoint import CheckpointWriter, load_checkpoint
 from papa.data import Data, as_source
 from papa.group import DistributedGroup, SharedMemoryGroup
-from papa.lab.analysis import analyse
+from papa.lab import analysis
 from papa.repair import RepairMerges
 from papa.training import Training
 from papa.training.state import expected_states, load_state_, member_states, shared_state
@@ -75,6 +77,11 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
             assert writer.save(0, member_states(training), shared_state(training), lambda: None) is None
             assert writer.settle() is None
 
+    def analysed() -> object:
+        with pytest.MonkeyPatch.context() as patch:  # fewer points of each line
+            patch.setattr(analysis, "curve_between", functools.partial(analysis.curve_between, num_points=3))
+            return analysis.analyse(training)
+
     def resume() -> None:
         found = load_checkpoint(folder / "step-00000000", expected_states(training), num_members=SIZE)
         load_state_(training, found.step, found.state, found.members)
@@ -93,7 +100,7 @@ def operations(training: Training, folder: Path) -> dict[str, Callable[[], Any]]
             population, score, batches[0], by="weights", symmetries=groups
         ),
         "deriving symmetries": lambda: symmetries(population[0], batches[0]),
-        "analysis": lambda: analyse(training),
+        "analysis": analysed,
         "checkpoint in the foreground": save,
         "resume": resume,
         "three networks too many": lambda: [average_soup(population) for _ in range(3)],

@@ -263,7 +263,7 @@ def run_rule(
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in population]
     averager = Averager(population, rule, optimizers, on_nonfinite=policy)
     logs = []
-    for step in range(1, 10):
+    for step in range(1, 9):
         step_(population, optimizers, step)
         if step == nonfinite_at:
             for index, member in enumerate(population.members):

@@ -35,6 +35,8 @@ ROOT = Path(papa.__file__).parents[2]
 TIMEOUT = 150.0
 """Seconds that a test waits for processes; they take a few, unless the machine is busy."""
 
+EPOCHS = 20
+"""Enough for a worker to be killed before they are over."""
 TORCHRUN = ("-m", "torch.distributed.run")
 
 
@@ -74,7 +76,7 @@ def is_worker(process: int) -> bool:
 
 def two_machine_config() -> Config:
     config = replace(find("digits").config(), members=3)
-    train = replace(config.train, epochs=40, batch_size=64)
+    train = replace(config.train, epochs=EPOCHS, batch_size=64)
     return replace(config, train=train, average=replace(config.average, every_steps=5, delay=2))
 
 
@@ -109,7 +111,7 @@ def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(
     machines: Machines, one_process: Path, tmp_path: Path
 ) -> None:
     config, out = two_machine_config(), tmp_path / "two"
-    options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64")
+    options = ("--members", "3", "--train.epochs", str(EPOCHS), "--train.batch-size", "64")
     options += ("--average.every-steps", "5", "--average.delay", "2", "--out", str(out))
     rendezvous = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "4", "--rdzv-backend", "c10d")
     rendezvous += ("--rdzv-endpoint", f"{machines.addresses[0]}:29511", "--rdzv-id", "papa")
@@ -143,8 +145,8 @@ def test_two_machines_with_a_killed_worker_have_the_bits_of_one_process(
 
 def test_a_machine_that_joins_takes_over_members_and_the_run_continues(one_process: Path, tmp_path: Path) -> None:
     out = tmp_path / "elastic"
-    options = ("--members", "3", "--train.epochs", "40", "--train.batch-size", "64", "--average.every-steps", "5")
-    options += ("--average.delay", "2", "--overwrite", "--out", str(out))
+    options = ("--members", "3", "--train.epochs", str(EPOCHS), "--train.batch-size", "64")
+    options += ("--average.every-steps", "5", "--average.delay", "2", "--overwrite", "--out", str(out))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"

@@ -49,6 +49,7 @@ ROWS = (
         epochs=200,
         weight_decay=2e-3,
         half_life=0.005,
+        batch_lr=0.05,
     ),
 )
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from group_jobs import message_of
-from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, average_soup, save_soup
+from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, Shuffle, average_soup, save_soup
 from papa.group import SharedMemoryGroup, connect_members
 from papa.group.collectives import all_gather_object
 from papa.saved_soups import soup_state
@@ -119,7 +119,21 @@ def train(kind: str, directory: Path, port: int) -> dict[str, Any]:
     soup = message_of(lambda: average_soup(population))
     nonfinite, restarted = average_with_nonfinite_shard(population, is_here=(member, half) == (1, 1))
     found = {"record": record, "saved": saved, "merged": merged, "soup": soup, "size": population.size}
-    return {**found, "nonfinite": nonfinite, "restarted": restarted}
+    return {**found, "nonfinite": nonfinite, "restarted": restarted, "shuffled": shuffle(population, optimizer)}
+
+
+def shuffle(population: Population, optimizer: Optimizer) -> tuple[bool, bool]:
+    """Whether a permutation changed weights, and whether momenta that were their opposites are so still."""
+    for parameter, state in optimizer.state.items():
+        with torch.no_grad():
+            parameter.mul_(1 + population.members[0])
+        state["momentum_buffer"].copy_(-parameter.detach())
+    before = state_of(population[0])
+    Averager(population, Shuffle(share=0.5, depth="constant", move_momentum=True), [optimizer]).step()
+    after = state_of(population[0])
+    pairs = [(parameter, state["momentum_buffer"]) for parameter, state in optimizer.state.items()]
+    moved = any(not torch.equal(before[name], after[name]) for name in before)
+    return moved, all(bool((parameter == -momentum).all()) for parameter, momentum in pairs)
 
 
 def save_soups(population: Population, directory: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import scipy.stats
@@ -12,9 +13,10 @@ import torch
 from helpers import make_networks
 from papa.averager import Averager
 from papa.columns import Lines, chosen_columns, write_columns_
-from papa.masks import _places, _rate, depths, draw_columns, draw_permutations, fragments
+from papa.errors import MixingError
+from papa.masks import Mask, _places, _rate, depths, draw_columns, draw_permutations, fragments
 from papa.population import Population
-from papa.rules import AveragingContext, Elastic, PushPull, Shuffle, SparseAverage
+from papa.rules import AveragingContext, Elastic, MergeAll, PushPull, Shuffle, SparseAverage
 from papa.streams import stream
 
 
@@ -59,6 +61,7 @@ def test_no_column_and_every_column(share: float) -> None:
 @pytest.mark.parametrize("width", [1, 8])
 def test_lines_are_read_and_written_like_their_columns(width: int) -> None:
     rows, numbers = torch.randn(3, 48), torch.tensor([0, 2, 5])
+    assert chosen_columns(rows[:0], Lines(numbers, width)).shape == (0, 3 * width), "no row of an anchor is here"
     lines = Lines(numbers, width)
     assert lines.indices.tolist() == [width * number + place for number in (0, 2, 5) for place in range(width)]
     assert len(lines) == len(lines.indices)
@@ -174,3 +177,92 @@ class TestLaws:
         Averager(population, PushPull(spread=spread, pull=0.1, every_steps=1)).step()
         found = (population.matrix - rows.mean(dim=0))[:, :count].norm(dim=1)
         assert torch.allclose(found, distances + 0.1 * (spread - distances))
+
+
+class TestBadMasks:
+    """What is wrong is said before anything is changed."""
+
+    @staticmethod
+    def refused(columns: object, sources: object = None, dtype: torch.dtype = torch.float32) -> str:
+        population = Population(make_networks("linear", 3))
+        before = population.matrix.clone()
+
+        @dataclass(frozen=True)
+        class Masked(MergeAll):
+            def mask(self, context: AveragingContext, layout: object) -> Mask:
+                return Mask({dtype: columns}, None if sources is None else {dtype: sources})
+
+        with pytest.raises(MixingError) as error:
+            Averager(population, Masked(every_steps=1)).step()
+        assert torch.equal(population.matrix, before)
+        return str(error.value)
+
+    def test_columns(self) -> None:
+        assert "papa.columns.Lines(indices)" in self.refused(torch.arange(3))
+        assert "papa.columns.Lines(indices)" in self.refused([1, 2])
+        assert "a slice without a step" in self.refused(slice(0, 8, 2))
+        assert "float64, which the networks do not have" in self.refused(slice(0, 8), dtype=torch.float64)
+        assert "expected a vector in int64" in self.refused(Lines(torch.arange(3, dtype=torch.int32)))
+        assert "the width of lines is 3, expected a divisor of 16" in self.refused(Lines(torch.arange(1), 3))
+        assert "the width of lines is 32" in self.refused(Lines(torch.arange(1), 32))
+
+    def test_sources(self) -> None:
+        two = torch.zeros(3, 2, dtype=torch.int32)
+        assert "one column for each of its lines" in self.refused(slice(0, 2), two)
+        assert "shape (3, 2)" in self.refused(Lines(torch.arange(1), 16), two)
+        assert "shape (2, 2)" in self.refused(Lines(torch.arange(2)), two[:2])
+
+    def test_a_matrix_is_checked_as_without_a_mask(self) -> None:
+        @dataclass(frozen=True)
+        class Negative(SparseAverage):
+            def matrix(self, context: AveragingContext) -> torch.Tensor:
+                return torch.tensor([[2.0, -1.0], [0.0, 1.0]])
+
+        with pytest.raises(MixingError, match="negative"):
+            Averager(Population(make_networks("linear", 2)), Negative(share=0.5)).step()
+
+    def test_shares_and_momenta(self) -> None:
+        for share in (2.0, -0.1, "0.1", None):
+            with pytest.raises(MixingError, match=r"share is .*, expected a number from 0 to 1"):
+                SparseAverage(share=share)
+        with pytest.raises(MixingError, match="move_momentum needs the members' optimizers"):
+            Averager(Population(make_networks("linear", 2)), Shuffle(move_momentum=True))
+
+
+@pytest.mark.parametrize("by_lines", [False, True])
+@pytest.mark.parametrize("kind", ["conv_batch_norm", "mixed_dtypes"])
+def test_momenta_move_with_the_weights_and_step_counters_stay(kind: str, by_lines: bool) -> None:
+    population = Population(make_networks(kind, 4))
+    for member, net in enumerate(population):
+        net.register_parameter("scale", torch.nn.Parameter(torch.tensor(float(member))))
+    population = Population(list(population))
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.0) for net in population]
+    for member, (net, optimizer) in enumerate(zip(population, optimizers, strict=True)):
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter, state in optimizer.state.items():
+            state["exp_avg"].copy_(-parameter.detach())
+            state["step"].fill_(member)
+    before = {dtype: rows.clone() for dtype, rows in population.matrices.items()}
+    Averager(population, Shuffle(share=1.0, depth="constant", move_momentum=True, by_lines=by_lines), optimizers).step()
+    assert any(not torch.equal(rows, before[dtype]) for dtype, rows in population.matrices.items())
+    for member, (net, optimizer) in enumerate(zip(population, optimizers, strict=True)):
+        for parameter in net.parameters():
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], -parameter.detach())
+            assert float(optimizer.state[parameter]["step"]) == member
+
+
+def test_a_member_that_is_dropped_now_takes_no_part_in_the_permutation() -> None:
+    population = Population(make_networks("linear", 3))
+    for member, net in enumerate(population):
+        for parameter in net.parameters():
+            torch.nn.init.constant_(parameter, float(member) if member < 2 else float("nan"))
+    Averager(population, Shuffle(share=1.0, depth="constant"), on_nonfinite="drop").step()
+    kept = torch.stack([torch.cat([p.detach().flatten() for p in net.parameters()]) for net in list(population)[:2]])
+    assert torch.equal(kept.sort(dim=0).values, torch.tensor([[0.0], [1.0]]).expand_as(kept))
+
+
+def test_a_share_that_averages_in_a_large_part_of_training_is_too_weak() -> None:
+    assert "half-life of 1.39e+03 steps, 87% of the training" in str(SparseAverage(share=0.001).too_weak_for(1600))
+    assert SparseAverage(share=0.02).too_weak_for(1600) is None

@@ -124,6 +124,8 @@ class Averager(AveragerState):
                 unhealthy_reason=unhealthy_reason,
                 watched=watched,
             )
+        if getattr(rule, "move_momentum", False) and not self._rates.optimizers:
+            raise MixingError("move_momentum needs the members' optimizers: Averager(population, rule, optimizers)")
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
         facts = {"num_steps": str(num_steps), "measure": str(measure), "on_nonfinite": str(on_nonfinite)}
         population.group.check_same(
@@ -192,6 +194,8 @@ class Averager(AveragerState):
             )
             before = measured.distances
         found = self.found_nonfinite = self._check(context, measured, chosen)
+        if found and self.population.dropped:
+            mask = self._mask(context)  # those that were just dropped take no part
         if found or self.population.dropped or self.merge_hooks:
             chosen = None  # these columns have changed, or may change
         if has_distances and (found or self.population.dropped):
@@ -263,7 +267,8 @@ class Averager(AveragerState):
             mix_ = self.population._mix_refreshed_ if refreshed else self.population.mix_
             mix_(matrix, synchronised=synchronised, signed=self.rule.is_signed)
             return
-        self._rows.update_(matrix, mask, self.rule.own_matrix(context), synchronised=synchronised, chosen=chosen)
+        own, signed = self.rule.own_matrix(context), self.rule.is_signed
+        self._rows.update_(matrix, mask, own, signed=signed, synchronised=synchronised, chosen=chosen)
         if mask is not None and mask.sources is not None and getattr(self.rule, "move_momentum", False):
             permute_state_(self.population, self._rates.optimizers, mask)
 
@@ -278,8 +283,12 @@ class Averager(AveragerState):
     def _mask(self, context: AveragingContext) -> Mask | None:
         population, active = self.population, self.population.active
         if len(active) == context.size:
-            return self.rule.mask(context, population._layout)
-        return self.rule.mask_among(context, population._layout, active)
+            mask = self.rule.mask(context, population._layout)
+        else:
+            mask = self.rule.mask_among(context, population._layout, active)
+        if mask is not None:
+            mask.check(population._layout, context.size)
+        return mask
 
     def check_health(self) -> tuple[NonFiniteMember, ...]:
         """Check for non-finite members now and apply the policy; `step` does so before each averaging."""
@@ -325,8 +334,8 @@ class Averager(AveragerState):
         return mixing.among(matrix, active, context.size)
 
     def _start_delayed(self, context: AveragingContext, start: float) -> None:
-        mask = self._mask(context)
         self._nonfinite_at_start = self.found_nonfinite = self._check(context)
+        mask = self._mask(context)
         context = self._look(context)
         due = context.step + self.rule.num_delay_steps
         bytes_before = self.population.group.bytes_sent

@@ -13,15 +13,15 @@ from torch import Tensor
 class Lines:
     """Lines of `width` neighbouring columns: line `n` has the columns from `n * width` on.
 
-    Memory is read and written in lines of 64 bytes, so 16 neighbours in float32 cost no more than one of them.
+    Memory is read and written in lines of 64 bytes, so 16 neighbours in float32 cost no more than one of them. `len` is
+    the number of columns.
     """
 
     numbers: Tensor
-    """Sorted."""
+    """Sorted and distinct, in int64, on the device of the matrix."""
     width: int = 1
 
     def __len__(self) -> int:
-        """The number of columns."""
         return len(self.numbers) * self.width
 
     @property
@@ -40,7 +40,7 @@ class Lines:
 
     def of(self, rows: Tensor) -> list[Tensor]:
         """Each row of a matrix with one line in each index."""
-        return list(rows if self.width == 1 else rows.view(len(rows), -1, self.width))
+        return list(rows if self.width == 1 else rows.view(len(rows), rows.shape[1] // self.width, self.width))
 
 
 Columns: TypeAlias = Lines | slice | None

@@ -102,22 +102,26 @@ class ExtraRows:
         mask: Mask | None = None,
         own: Tensor | None = None,
         *,
+        signed: bool = False,
         synchronised: bool = False,
         chosen: Mapping[torch.dtype, Tensor] | None = None,
     ) -> None:
         """Multiply members and extra rows by a matrix, in the columns of a mask.
 
         With an `own` matrix, `matrix` is of the members alone, and `own` is multiplied by each member and its extra
-        rows afterwards. `chosen` are the columns of the local members, if they were read already from refreshed
-        members.
+        rows afterwards. A matrix of members alone may have negative weights if `signed`. `chosen` are the columns of
+        the local members, if they were read already from refreshed members.
         """
         population, is_permuted = self.population, mask is not None and mask.sources is not None
         if chosen is None:
             population._settle_()
         self._follow_()
         only_members = own is not None or is_permuted
-        points = self._points()[: population.size if only_members else None]
-        checked = matrix if is_permuted else mixing.check_extended(matrix, points)
+        points = self._points()
+        if only_members or not self.declared:
+            checked = matrix if is_permuted else mixing.check_rows(matrix, population.size, signed=signed)
+        else:
+            checked = mixing.check_extended(matrix, points)
         for dtype, columns in self._columns(mask):
             members = population.matrices[dtype]
             extra = [] if only_members else [self.matrices[row.name][dtype] for row in self.declared]

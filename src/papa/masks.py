@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from papa.columns import Lines
+from papa.errors import MixingError
 from papa.layout import ALIGNMENT_BYTES, Layout, Slot
 
 MAX_SIZE_OF_TABLE = 6
@@ -30,6 +31,36 @@ class Mask:
     """For each dtype; one that is missing stays unchanged."""
     sources: Mapping[torch.dtype, Tensor] | None = None
     """For a rule that permutes: from which member each member takes each line, `(size, lines)` in int32."""
+
+    def check(self, layout: Layout, size: int) -> None:
+        """Raise a `MixingError` if it does not fit the networks; that sources are permutations is not checked."""
+        for dtype, columns in self.columns.items():
+            if dtype not in layout.num_columns:
+                raise MixingError(f"the mask has columns of {dtype}, which the networks do not have")
+            if isinstance(columns, Lines):
+                _check_lines(columns, dtype)
+            elif not isinstance(columns, slice) or columns.step not in (None, 1):
+                raise MixingError(
+                    f"the columns of a mask are {columns!r:.80}, expected a slice without a step or "
+                    "papa.columns.Lines(indices)"
+                )
+            if self.sources is None:
+                continue
+            shape = tuple(self.sources[dtype].shape) if dtype in self.sources else None
+            if not isinstance(columns, Lines) or shape != (size, len(columns.numbers)):
+                raise MixingError(
+                    f"the sources of a mask have the shape {shape} for {dtype}, expected one row for each member and "
+                    "one column for each of its lines"
+                )
+
+
+def _check_lines(lines: Lines, dtype: torch.dtype) -> None:
+    if lines.numbers.dtype != torch.int64 or lines.numbers.ndim != 1:
+        found = f"{lines.numbers.dtype} of shape {tuple(lines.numbers.shape)}"
+        raise MixingError(f"the numbers of lines are {found}, expected a vector in int64")
+    most = ALIGNMENT_BYTES // dtype.itemsize
+    if lines.width < 1 or most % lines.width:
+        raise MixingError(f"the width of lines is {lines.width}, expected a divisor of {most} for {dtype}")
 
 
 def draw_columns(
@@ -120,11 +151,11 @@ def _with_many_shares(
     A line is chosen if the process has a point in it, and the points are sums of exponential gaps.
     """
     slots = layout.slots
-    rates = torch.tensor([_rate(share) for share in shares], dtype=torch.float64)
+    rates = torch.tensor([_rate(share) for share in shares], dtype=torch.float64, device="cpu")
     first, sizes = (layout.spans / torch.tensor([widths[slot.dtype] for slot in slots], device="cpu")).ceil()
     ends = torch.cumsum(rates * sizes, dim=0)
     points = _poisson_points(float(ends[-1]), generator)
-    counts = torch.diff(torch.searchsorted(points, ends), prepend=torch.zeros(1, dtype=torch.int64))
+    counts = torch.diff(torch.searchsorted(points, ends), prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
     slot_of_points = torch.repeat_interleave(counts)
 
     def of_points(values: Tensor) -> Tensor:
@@ -139,30 +170,31 @@ def _with_many_shares(
     for dtype in layout.num_columns:
         chosen = numbers
         if len(layout.num_columns) > 1:
-            chosen = numbers[of_points(torch.tensor([slot.dtype == dtype for slot in slots]))]
+            chosen = numbers[of_points(torch.tensor([slot.dtype == dtype for slot in slots], device="cpu"))]
         found[dtype] = torch.unique_consecutive(chosen)
     return found
 
 
 def _poisson_points(length: float, generator: torch.Generator) -> Tensor:
     """The points of a Poisson process of rate 1 on `[0, length)`."""
-    gaps = torch.rand(_enough(length), dtype=torch.float32, generator=generator).neg_().log1p_().neg_()  # exponential
+    uniform = torch.rand(_enough(length), dtype=torch.float32, generator=generator, device="cpu")
+    gaps = uniform.neg_().log1p_().neg_()  # exponential
     points = torch.cumsum(gaps, dim=0, dtype=torch.float64)
     return points[: int(torch.searchsorted(points, length))]
 
 
-def draw_permutations(size: int, num_columns: int, generator: torch.Generator) -> Tensor:
-    """A random permutation of the members for each column, `(size, num_columns)` in int32; all are equally likely."""
+def draw_permutations(size: int, count: int, generator: torch.Generator) -> Tensor:
+    """Random permutations of the members, `(size, count)` in int32; all are equally likely."""
     if size <= MAX_SIZE_OF_TABLE:
         table = _all_permutations(size)
-        chosen = torch.randint(table.shape[1], (num_columns,), dtype=torch.int32, generator=generator)
-        found = torch.empty(size, num_columns, dtype=torch.int32)
+        chosen = torch.randint(table.shape[1], (count,), dtype=torch.int32, generator=generator, device="cpu")
+        found = torch.empty(size, count, dtype=torch.int32, device="cpu")
         for row, target in zip(table, found, strict=True):  # faster than the table at once
             torch.index_select(row, 0, chosen, out=target)
         return found
-    order = torch.arange(size).unsqueeze(1).repeat(1, num_columns)
-    for last in range(size - 1, 0, -1):  # Fisher-Yates, in all columns at once
-        other = torch.randint(last + 1, (1, num_columns), generator=generator)
+    order = torch.arange(size, device="cpu").unsqueeze(1).repeat(1, count)
+    for last in range(size - 1, 0, -1):  # Fisher-Yates, all at once
+        other = torch.randint(last + 1, (1, count), generator=generator, device="cpu")
         swapped = order.gather(0, other)
         order.scatter_(0, other, order[last : last + 1].clone())
         order[last : last + 1] = swapped

@@ -187,6 +187,7 @@ def check_extended(matrix: Tensor, points: Tensor) -> Tensor:
     difference, `A u = u`: if all members and anchors were shifted by the same vector, so would be the result, and
     momenta would not change.
     """
+    matrix = torch.as_tensor(matrix, dtype=torch.float64, device="cpu")
     if matrix.shape != (len(points), len(points)):
         raise MixingError(
             f"mixing matrix has shape {tuple(matrix.shape)}, expected ({len(points)}, {len(points)}): one row and one "

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from papa.columns import Lines
-from papa.layout import Slot, named_tensors
+from papa.layout import Slot, local_part, named_tensors
 from papa.masks import Mask
 from papa.population import Population
 from papa.product import permutation
@@ -48,14 +48,21 @@ def _states_of(population: Population, index: int, optimizers: Sequence[Optimize
     for name, parameter in named_tensors(population[index], population.averaged).items():
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {}) if isinstance(parameter, torch.nn.Parameter) else {}
-            tensors = {key: value for key, value in state.items() if _is_like(value, parameter)}
-            if tensors:
-                found[name] = {key: value.as_strided((value.numel(),), (1,)) for key, value in tensors.items()}
+            tensors = {
+                key: local_part(value)
+                for key, value in state.items()
+                if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
+            }
+            stride = local_part(parameter).stride()
+            own = {key: _flat(value) for key, value in tensors.items() if value.stride() == stride}
+            if own:
+                found[name] = own
     return found
 
 
-def _is_like(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() == parameter.stride()
+def _flat(tensor: Tensor) -> Tensor:
+    """All numbers of a dense tensor in the order of its memory, which they share."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _by_slot(slots: Sequence[Slot], columns: Tensor) -> list[tuple[str, Tensor, slice]]:

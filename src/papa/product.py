@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from papa import mixing
+from papa.layout import ALIGNMENT_BYTES
 from papa.mixing import exact_in_float32
 from papa.scratch import scratch
 
@@ -27,9 +28,6 @@ BLOCK_BYTES_ACCELERATOR = 1 << 26
 
 UNIT = 2.0**-24
 """What weights of at most 1 are rounded to multiples of; see `exact_in_float32`."""
-
-ALIGNMENT_BYTES = 64
-"""Blocks start on cache lines, as rows do."""
 
 
 def mix_rows_(rows: Tensor, matrix: Tensor) -> None:

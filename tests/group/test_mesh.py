@@ -41,6 +41,11 @@ def trained(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", mesh_jobs.KINDS)
+def test_momenta_are_permuted_with_the_weights_of_members_on_several_ranks(kind: str, trained: Any) -> None:
+    assert trained[kind]["shuffled"] == (True, True)
+
+
+@pytest.mark.parametrize("kind", mesh_jobs.KINDS)
 def test_every_rule_acts_on_members_of_several_ranks(reference: list[Any], trained: dict[str, Any], kind: str) -> None:
     found = trained[kind]
     assert found["size"] == 2

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import group_jobs
+from papa.columns import chosen_columns
 from papa.errors import ConfigError, MemberError, RunError, SoupError
 from papa.group import LocalGroup, SharedMemoryGroup, balanced_ranges, start, start_workers
-from papa.group.shared_memory import reserve_file
+from papa.group.shared_memory import _part_of, reserve_file
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +137,11 @@ def test_ranks_with_slightly_different_scores_choose_the_same_members() -> None:
 def test_a_replaced_buffer_is_copied_back_before_mixing() -> None:
     first, second = start_workers(group_jobs.replace_a_buffer, 2, 2)
     assert first == second == [15.0] * 4
+
+
+@pytest.mark.parametrize("columns", [None, slice(None), slice(3, 12), slice(-7, None), slice(2, -1), slice(5, 99)])
+def test_parts_of_columns_are_those_that_one_process_would_change(columns: slice | None) -> None:
+    matrix = torch.arange(20.0).unsqueeze(0)
+    chosen = chosen_columns(matrix, columns)
+    parts = [_part_of(columns, start, min(start + 4, chosen.shape[1]), 20) for start in range(0, chosen.shape[1], 4)]
+    assert torch.equal(torch.cat([chosen_columns(matrix, part) for part in parts], dim=1), chosen)

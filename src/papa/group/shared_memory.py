@@ -160,7 +160,7 @@ class SharedMemoryGroup(MultiProcessGroup):
         mine = balanced_ranges(-(-num_columns // width), self.num_ranks)[self.rank]
         start, stop = mine.start * width, min(mine.stop * width, num_columns)
         if start < stop:
-            local = _part_of(columns, start, stop)
+            local = _part_of(columns, start, stop, shared[0].shape[1])
             found = [chosen_columns(mapping, local) for mapping in shared]
             update_blocks_(found, update, width=width, start=start)
             for mapping, part in zip(shared, found, strict=True):
@@ -198,11 +198,11 @@ def _num_columns(rows: Tensor, columns: Columns) -> int:
     return len(range(rows.shape[1])[slice(None) if columns is None else columns])
 
 
-def _part_of(columns: Columns, start: int, stop: int) -> Columns:
-    """The columns from one position to another among the chosen ones."""
+def _part_of(columns: Columns, start: int, stop: int, num_columns: int) -> Columns:
+    """The columns from one position to another among the chosen ones of a matrix with `num_columns`."""
     if isinstance(columns, Lines):
         return columns.part(start, stop).to(torch.device("cpu"))
-    first = 0 if columns is None else columns.start or 0
+    first = 0 if columns is None else columns.indices(num_columns)[0]
     return slice(first + start, first + stop)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,8 @@ class Rule:
         if self.stop is not None:
             check_steps("stop", self.stop, at_least=self.start)
         for name in self.shares:
-            if not 0.0 <= (share := getattr(self, name)) <= 1.0:
+            share = getattr(self, name)
+            if not isinstance(share, SupportsFloat) or not 0.0 <= float(share) <= 1.0:
                 raise MixingError(f"{name} is {share}, expected a number from 0 to 1")
 
     def for_length(self, num_steps: int | None) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal, get_args
@@ -14,6 +15,7 @@ from papa.errors import MixingError, did_you_mean
 from papa.layout import Layout
 from papa.masks import Mask, depths, draw_columns, draw_permutations
 from papa.rules.base import AveragingContext, Rule
+from papa.rules.push import MAX_HALF_LIFE
 from papa.streams import stream
 
 
@@ -46,6 +48,15 @@ class SparseAverage(Rule):
     is_merge: ClassVar[bool] = False
     is_for_any_size: ClassVar[bool] = True
     shares = ("share",)
+
+    def too_weak_for(self, num_steps: int) -> str | None:
+        """If the distance to the mean halves in a large share of training."""
+        if not 0.0 < self.share < 1.0:
+            return super().too_weak_for(num_steps)
+        steps = self.every_steps * 2.0 * math.log(2.0) / -math.log1p(-self.share)
+        if steps <= MAX_HALF_LIFE * num_steps:
+            return super().too_weak_for(num_steps)
+        return f"SparseAverage has a half-life of {steps:.3g} steps, {steps / num_steps:.0%} of the training,"
 
     def mask(self, context: AveragingContext, layout: Layout) -> Mask:
         """Each parameter with probability `share`."""
@@ -112,12 +123,13 @@ class Shuffle(Rule):
     def _mask(self, context: AveragingContext, layout: Layout, members: Sequence[int]) -> Mask:
         generator = stream(self.seed, "shuffle", position=context.step)
         columns = draw_columns(layout, self._shares(layout), generator, by_lines=self.by_lines)
+        everyone = torch.arange(context.size, dtype=torch.int32, device="cpu")
         sources = {}
         for dtype, lines in columns.items():
             drawn = draw_permutations(len(members), len(lines.numbers), generator)
             if len(members) < context.size:
-                whole = torch.arange(context.size, dtype=torch.int32).unsqueeze(1).repeat(1, len(lines.numbers))
-                whole[list(members)] = torch.tensor(list(members), dtype=torch.int32)[drawn.long()]
+                whole = everyone.unsqueeze(1).repeat(1, len(lines.numbers))
+                whole[list(members)] = everyone[list(members)][drawn.long()]
                 drawn = whole
             sources[dtype] = drawn.to(layout.device)
         return Mask(columns, sources)

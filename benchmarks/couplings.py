@@ -4,9 +4,7 @@ Five ResNet-18 of torchvision, one thread, averagers as they are by default: dis
 that act on some columns only. Bytes are what a process sends that holds one of two
 halves of the population, on a smaller network; they are in proportion to its number of weights.
 
-Where the 4.5 ms of 0.5% go where a push takes 65: reading the chosen lines of memory 1.0, writing them 1.5, looking for
-tensors that have moved 0.6, the mask, the product and the checks the rest. Single weights take 7 ms to read and write,
-since for each of them a whole line is read.
+Single weights take longer than lines, since for each of them a whole line of memory is read and written.
 """
 
 from __future__ import annotations

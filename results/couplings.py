@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+
+from torch import nn
 
 from papa.lab.config import ModelConfig
 from papa.lab.models import make_model
@@ -12,6 +15,8 @@ from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.metric import metric_of
 from papa.lab.report.plot import Line, LinePlot
 from papa.lab.report.table import gap_text, mean_gap_closed
+from papa.masks import depths
+from papa.population import Population
 from results.study import Study, Table
 from results.tables import Record, by_seed, markdown, mean_text, paired, score, shows
 
@@ -57,6 +62,20 @@ class Coupling:
 
 NUM_MEMBERS = 4
 STEPS_PER_EPOCH = 4
+
+
+@functools.cache
+def share_by_depth() -> float:
+    """The part of its share that `wash` permutes: all in the first layer, nothing in the last."""
+    layout = Population([_network(ModelConfig(name="digits-cnn"))])._layout
+    slots = [(slot.numel, depth) for slot, depth in zip(layout.slots, depths(layout), strict=True) if slot.is_parameter]
+    return sum(numel * (1.0 - depth) for numel, depth in slots) / sum(numel for numel, _ in slots)
+
+
+def _network(options: ModelConfig) -> nn.Module:
+    return make_model(options.name, num_classes=10, in_channels=1, image_size=8, width=options.width)
+
+
 COUPLINGS = (
     Coupling(
         method="papa", option="average.half-life", tried=(0.01, 0.03, 0.1, 0.3), chosen=0.1,
@@ -77,7 +96,7 @@ COUPLINGS = (
     ),
     Coupling(
         method="wash", option="coupling.share", tried=(0.001, 0.01, 0.05, 0.2), chosen=0.05,
-        exchanges=lambda value, steps: steps * value / 2,
+        exchanges=lambda value, steps: steps * value * share_by_depth(),
     ),
     Coupling(
         method="easgd", option="coupling.every-steps", tried=(1, 2, 5, 10), chosen=10,
@@ -154,8 +173,7 @@ def _value(record: Record, coupling: Coupling) -> float | None:
 
 def megabytes(coupling: Coupling, record: Record) -> float:
     """What a process with one member sends in a training, if each member has its own."""
-    options = ModelConfig(**record["config"]["model"])
-    model = make_model(options.name, num_classes=10, in_channels=1, image_size=8, width=options.width)
+    model = _network(ModelConfig(**record["config"]["model"]))
     numbers: int = sum(tensor.numel() for tensor in model.state_dict().values() if tensor.is_floating_point())
     steps: int = record["epochs"][-1]["step"]
     exchanges = coupling.exchanges(_value(record, coupling) or 0.0, steps)

@@ -56,7 +56,8 @@ class TestEveryRule:
         before = snapshot(population[0])
         for parameter in population[0].parameters():
             parameter.grad = torch.ones_like(parameter)
-        averager = Averager(population, RULES[name](1, every_steps=1))
+        optimizer = torch.optim.SGD(population[0].parameters(), lr=0.1)
+        averager = Averager(population, RULES[name](1, every_steps=1), optimizer)
         for _ in range(3):
             averager.step()
         if averager.rule.extra_rows:  # an anchor at the same place, with weights that sum to 1

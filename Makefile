@@ -51,8 +51,7 @@ types: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	@echo "papa: tests"
-	@processes=$$($(BIN)/python -c "import os; print((os.cpu_count() or 1) + 1)"); \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$processes --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 audit: $(VENV)/.installed-dev
 	@$(BIN)/python .ci/audit.py

@@ -98,7 +98,7 @@ def _with_one_share(
         slots = [slot for slot, own in zip(layout.slots, shares, strict=True) if own and slot.dtype == dtype]
         spans = _joined(slots, width)
         if not spans:
-            found[dtype] = torch.zeros(0, dtype=torch.int64)
+            found[dtype] = torch.zeros(0, dtype=torch.int64, device="cpu")
             continue
         sizes = [stop - start for start, stop in spans]
         ends = list(itertools.accumulate(sizes))

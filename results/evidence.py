@@ -132,6 +132,17 @@ CIFAR10 = Kind(
     batch_rates=(0.05, 0.1, 0.2),
     half_lives=(0.005, 0.015, 0.05),
 )
+CIFAR100 = Kind(
+    recipe="cifar100-5k",
+    title="CIFAR-100 with 5,000 images",
+    tuned={
+        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+        for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 5e-3))
+    },
+    tuning_options="--data.max-train 6500 --data.validation 0.307692",
+    batch_rates=(0.05, 0.1, 0.2),
+    half_lives=(0.005, 0.015),
+)
 DIGITS = Kind(
     recipe="digits-150",
     title="150 handwritten digits",
@@ -149,6 +160,7 @@ DIGITS = Kind(
 )
 KINDS = (
     CIFAR10,
+    CIFAR100,
     FASHION,
     DIGITS,
     Kind(

@@ -9,16 +9,12 @@ import copy
 import functools
 import math
 import os
-import pickle
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from group_jobs import StagedGroup, states_of
@@ -296,23 +292,12 @@ def run_every_rule(new_group: Callable[[], Group]) -> dict[str, Any]:
     }
 
 
-def run_under_torchrun(path: str) -> None:
-    """`run_every_rule` over messages, in the processes that torchrun started; the first writes the results."""
-    dist.init_process_group("gloo")
-    found = run_every_rule(DistributedGroup)
-    if dist.get_rank() == 0:
-        Path(path).write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 def run_in_workers(group: SharedMemoryGroup) -> dict[str, Any]:
-    """`run_every_rule` over shared memory, and over staged shared memory."""
+    """`run_every_rule` over shared memory, over staged shared memory, and over messages."""
     torch.set_num_threads(1)
     staged = StagedGroup(SIZE)
-    return {"shared": run_every_rule(lambda: group), "staged": run_every_rule(lambda: staged)}
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    run_under_torchrun(sys.argv[1])
+    groups: dict[str, Callable[[], Group]] = {"shared": lambda: group, "staged": lambda: staged}
+    groups["distributed"] = DistributedGroup
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: run_every_rule(new_group) for name, new_group in groups.items()}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -31,13 +28,10 @@ def local() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def in_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two processes with shared memory, staged shared memory, and messages between those that torchrun started."""
-    out = tmp_path_factory.mktemp("torchrun") / "results"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, rule_cases.__file__, str(out)], check=True, timeout=600, capture_output=True)
+def in_processes() -> dict[str, Any]:
+    """Two processes with shared memory, with staged shared memory, and with messages."""
     found: dict[str, Any] = start_workers(rule_cases.run_in_workers, 2, SIZE)
-    return {**found, "distributed": pickle.loads(out.read_bytes())}
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not ALL[name](SIZE).num_delay_steps])

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import crashes
 from helpers import assert_same_bits, assert_same_run, execute, permissions_count, small_config
 from papa.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, member_state
 from papa.errors import RunError
@@ -290,18 +291,37 @@ def in_a_session(*arguments: str, **streams: Any) -> subprocess.Popen[str]:
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_all_processes_of_a_run_saves_it(number: signal.Signals, tmp_path: Path) -> None:
-    options = ("--members", "2", "--workers", "2", "--train.epochs", "500")
-    process = in_a_session("run", "digits", *options, "--out", str(tmp_path / "run"), stderr=subprocess.PIPE)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+UNTIL_STOPPED = ("run", "digits", "--members", "2", "--workers", "2", "--train.epochs", "500", "--out")
+
+
+def signal_all(process: int, number: signal.Signals, path: Path, is_alive: Callable[[], bool]) -> None:
+    """Send a signal to all processes of a session, once the run in `path` has begun to train."""
+    metrics = path / "metrics.jsonl"
+    while is_alive() and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
-    os.killpg(process.pid, number)
+    os.killpg(process, number)
+
+
+def test_a_signal_to_all_processes_of_a_run_saves_it(tmp_path: Path) -> None:
+    process = in_a_session(*UNTIL_STOPPED, str(tmp_path / "run"), stderr=subprocess.PIPE)
+    signal_all(process.pid, signal.SIGINT, tmp_path / "run", lambda: process.poll() is None)
     _, said = process.communicate()
-    assert process.returncode == 75, said
+    check_saved(process.returncode, said, tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_to_all_processes_of_a_run_save_it(number: signal.Signals, tmp_path: Path) -> None:
+    process = crashes.start([*UNTIL_STOPPED, str(tmp_path / "run")], tmp_path / "log", forks_workers=True)
+    assert process.pid is not None
+    signal_all(process.pid, number, tmp_path / "run", process.is_alive)
+    process.join()
+    check_saved(process.exitcode, (tmp_path / "log").read_text(), tmp_path / "run")
+
+
+def check_saved(code: int | None, said: str, path: Path) -> None:
+    assert code == 75, said
     assert "and saved; continue with: papa resume" in said
-    assert RunDirectory(tmp_path / "run").latest_checkpoint() is not None
+    assert RunDirectory(path).latest_checkpoint() is not None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full on this system")

@@ -175,7 +175,7 @@ def compare(what: str, names: list[str], root: Path, rounds: int) -> list[Result
 def main() -> None:
     """Run the benchmark."""
     options_parser = parser(__doc__.splitlines()[0])
-    options_parser.set_defaults(rounds=3)
+    options_parser.set_defaults(rounds=2)
     options_parser.add_argument("--only", default="", help="settings or parts of their names, separated by commas")
     options = options_parser.parse_args()
     torch.set_num_threads(1)

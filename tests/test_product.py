@@ -175,7 +175,7 @@ def test_blocks_cover_every_column_once_and_in_order(shape: tuple[int, int], dty
 
 @given(size=st.integers(2, 40), keep=st.floats(0.0, 1.0))
 def test_the_weights_of_a_push_are_those_of_its_matrix(size: int, keep: float) -> None:
-    push, matrix = product._exact_push(size, keep), mixing.exact_in_float32(mixing.push(size, keep))
+    push, matrix = product.exact_push(size, keep), mixing.exact_in_float32(mixing.push(size, keep))
     if push is None:
         assert keep < 1e-6
     else:

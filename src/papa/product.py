@@ -52,7 +52,7 @@ def push_blocks_(blocks: Iterable[Tensor], keep: float) -> None:
     if not views:
         return
     size, like = len(views[0]), views[0]
-    push = None if accumulation_dtype(like.dtype).itemsize > 4 else _exact_push(size, keep)
+    push = None if accumulation_dtype(like.dtype).itemsize > 4 else exact_push(size, keep)
     if push is None:
         mix_blocks_(views, mixing.push(size, keep))
         return
@@ -212,7 +212,7 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
     return lambda block: block.copy_(torch.stack([row @ block[used] for used, row in sums]))
 
 
-def _exact_push(size: int, keep: float) -> tuple[float, float] | None:
+def exact_push(size: int, keep: float) -> tuple[float, float] | None:
     """The `d` and the number in `c` for which `exact_in_float32(mixing.push(size, keep))` is `d I + 1 c^T`.
 
     None where it has another form: if members keep nothing of themselves.

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from papa import mixing
+from papa import compiled, mixing
 from papa.columns import Columns, chosen_columns, write_columns_
 from papa.errors import PapaError
 from papa.product import (
@@ -173,11 +173,18 @@ class Group(Protocol):
 
 
 class LocalGroup(Group):
-    """One process holds every member."""
+    """One process holds every member.
+
+    Args:
+        compile: measure and push members by compiled code, where it can; see `papa.Population`.
+    """
 
     num_ranks = 1
     is_local = True
     is_leader = True
+
+    def __init__(self, *, compile: bool = False) -> None:
+        self.compile = compile
 
     def local_range(self, size: int) -> range:
         return range(size)
@@ -203,7 +210,10 @@ class LocalGroup(Group):
         mix_rows_(rows, matrix)
 
     def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
-        push_blocks_(column_blocks(rows), keep)
+        if self.compile and compiled.supports(rows):
+            compiled.push_(rows, keep)
+        else:
+            push_blocks_(column_blocks(rows), keep)
 
     def update_(
         self,
@@ -224,7 +234,8 @@ class LocalGroup(Group):
         return combine_rows(rows, weights, out)
 
     def squared_distances(self, rows: Tensor) -> Tensor:
-        return squared_distances(rows)
+        is_compiled = self.compile and compiled.supports(rows)
+        return compiled.squared_distances(rows) if is_compiled else squared_distances(rows)
 
     def all_gather(self, values: list[T]) -> list[T]:
         return list(values)

@@ -31,6 +31,7 @@ LIBRARY = [
         "columns",
         "product",
         "row_measures",
+        "compiled",
         "group",
         "member_rows",
         "population",

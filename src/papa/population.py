@@ -343,6 +343,6 @@ def _check_several(models: object) -> None:
 def _rebuild(
     models: list[nn.Module], average: dict[str, bool], dropped: frozenset[int], compile: bool = False
 ) -> Population:
-    population = Population(models, average=average, compile=compile)
+    population = Population(models, LocalGroup(compile=compile), average=average)
     population.dropped = dropped
     return population

@@ -66,8 +66,9 @@ def _call(function: Callable[..., T], *args: Any) -> T:
     try:
         result: T = _compiled(function)(*args)
     except torch._dynamo.exc.TorchDynamoException as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise PapaError(
-            f"torch.compile fails here ({error}), and nothing was averaged: install what it needs, such as a C++ "
+            f"torch.compile fails here ({first_line}), and nothing was averaged: install what it needs, such as a C++ "
             "compiler, or make the population without compile=True"
         ) from error
     return result

@@ -64,7 +64,7 @@ CONTROLS = (
     Control(label="PAPA with EMA, average soup", role="papa", of=along_trajectory("average_soup")),
     Control(label="PAPA, same initial weights, average soup", role=SAME_INIT, of=score("average_soup")),
     Control(label="... with EMA, average soup", role=SAME_INIT, of=along_trajectory("average_soup")),
-    Control(label="ensemble of p independent networks, all at inference", role="independent", of=score("ensemble")),
+    Control(label="ensemble of p networks, all at inference", role="independent", of=score("ensemble")),
 )
 
 
@@ -122,7 +122,7 @@ def _closed(roles: Mapping[str, list[Record]]) -> str:
     with_ema = f", with EMA {found}" if (found := share("papa", "trajectory")) else ""
     others = [share(SAME_INIT), share(SAME_INIT, "trajectory")]
     same = f"; from the same initial weights {others[0]}, with EMA {others[1]}" if all(others) else ""
-    return f"\n\nPAPA closes {share('papa')} of the gap between one network and the ensemble{with_ema}{same}."
+    return f"\n\nPAPA closes {share('papa')} of the gap to the ensemble{with_ema}{same}."
 
 
 def _as_if_apart(record: Record) -> Record:

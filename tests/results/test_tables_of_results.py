@@ -229,9 +229,7 @@ def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records
         "ensemble of 4 networks, all at inference": ["60.00 (1.00)", *less(58)],
     }
     shares = [f"{100 * (own - 54) / 4:.0f}%" for own in (gain, ema)]
-    assert page.endswith(
-        f"\n\nPAPA closes {shares[0]} of the gap to the ensemble, with EMA {shares[1]}."
-    )
+    assert page.endswith(f"\n\nPAPA closes {shares[0]} of the gap to the ensemble, with EMA {shares[1]}.")
     (longer,) = rows_of(verdicts(runs), "PAPA less one network, p times longer")
     assert longer[1:] == [", ".join([f"{gain - 54:+.2f}"] * 3), f"{gain - 54:+.2f}", "0.00", "yes, above"]
 

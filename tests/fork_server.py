@@ -19,7 +19,7 @@ import papa
 FOLDERS = (Path(papa.__file__).parents[1], Path(__file__).parent)
 MODULES = ["distributed_jobs", "memory_jobs", "mesh_jobs", "papa.cli.run", "papa.cli.compare", "torch._dynamo"]
 MODULES += ["torch.export._trace", "sklearn.datasets", "matplotlib.backends.backend_svg", "matplotlib.figure", "jinja2"]
-MODULES += ["plot_forms"]
+MODULES += ["plot_forms", "frozen"]
 _lock = threading.Lock()
 
 

@@ -18,6 +18,11 @@ class Kind:
 
     recipe: str
     title: str
+    name: str = ""
+    """Of the study; the recipe's by default."""
+    methods: str = METHODS
+    controls: tuple[str, ...] = ("long", "batch")
+    """Recipes of one network with the same compute, by the ends of their names."""
     seeds: str = "1,2,3"
     root: str = "DATA"
     options: str = ""
@@ -38,6 +43,11 @@ class Kind:
     same_init: tuple[float, ...] = ()
     """The same for members with the same initial weights, the chosen one first."""
 
+    @property
+    def study_name(self) -> str:
+        """The name of the study, and of the directories of its runs."""
+        return self.name or self.recipe
+
     def command(self, recipe: str, methods: str, seeds: str, out: str, *options: str) -> str:
         """A command at the recipe's own setting."""
         words = ("papa compare", recipe, "--methods", methods, "--seeds", seeds, self.options, *options)
@@ -47,7 +57,7 @@ class Kind:
     @property
     def main_command(self) -> str:
         """Populations at the recipe's own setting."""
-        return self.command(self.recipe, METHODS, self.seeds, self.recipe)
+        return self.command(self.recipe, self.methods, self.seeds, self.study_name)
 
     def control_command(self, role: str) -> str:
         """One network with the compute of a population: `long` or `batch`."""
@@ -56,10 +66,10 @@ class Kind:
     @property
     def study(self) -> Study:
         """Controls and populations, and the search for the learning rate and weight decay of a single network."""
-        one = [self.control_command(role) for role in ("long", "batch")]
+        one = [self.control_command(role) for role in self.controls]
         tuning = [
             self.command(
-                *(self.recipe, "independent", self.tuning_seeds, f"tune/{self.recipe}-{name}"),
+                *(self.recipe, "independent", self.tuning_seeds, f"tune/{self.study_name}-{name}"),
                 *(f"--members {self.tuning_members}", self.tuning_options, tried),
             )
             for name, tried in self.tuned.items()
@@ -84,7 +94,7 @@ class Kind:
             one.append(self.command(self.recipe, "papa", self.seeds, f"{self.recipe}-same-init", chosen))
         strengths = [
             self.command(
-                *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.recipe}-{name}-{share:g}"),
+                *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.study_name}-{name}-{share:g}"),
                 *(self.tuning_options, option, f"--average.half-life {share:g}"),
             )
             for name, option, shares in (
@@ -107,7 +117,7 @@ class Kind:
             ("The strength of the push", strengths, tuned_strengths),
         )
         found = [Table(title=title, commands=tuple(some), render=render) for title, some, render in searches if some]
-        return Study(name=self.recipe, title=self.title, tables=(*found, *tables))
+        return Study(name=self.study_name, title=self.title, tables=(*found, *tables))
 
 
 FASHION = Kind(
@@ -191,4 +201,34 @@ TEXT = Kind(
     same_init=(0.03, 0.1),
     has_distilled=True,
 )
-EVIDENCE = tuple(kind.study for kind in (*KINDS, TEXT))
+AERIAL = Kind(
+    recipe="aerial-unet",
+    title="Aerial images, a class for every pixel",
+    name="aerial",
+    methods="independent,longer,papa,papa-all",
+    controls=(),
+    root="DATA/aerial",
+    options="--budget mini --members 3 --diversity.grid none --train.epochs 30 --train.precision bfloat16",
+    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (0.01, 0.03, 0.1)},
+    tuning_members=1,
+    half_lives=(0.005, 0.02, 0.05),
+)
+
+PRETRAINED = Kind(
+    recipe="cifar100-finetune-effnetv2s",
+    title="EfficientNet-Lite0 from ImageNet, fine-tuned on 1,000 images of CIFAR-10",
+    name="pretrained",
+    methods="independent,longer,papa",
+    controls=(),
+    options=" ".join(
+        (
+            "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.name cifar10",
+            "--data.image-size 64 --data.max-train 1000 --data.validation 0.1 --data.max-test 2000",
+            "--members 3 --diversity.grid none --train.epochs 12 --train.precision bfloat16 --train.channels-last",
+        )
+    ),
+    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3)},
+    tuning_members=1,
+    half_lives=(0.02, 0.1),
+)
+EVIDENCE = tuple(kind.study for kind in (*KINDS, TEXT, AERIAL, PRETRAINED))

@@ -321,8 +321,11 @@ class Averager(AveragerState):
     def _look(self, context: AveragingContext, distances: tuple[float, ...] | None = None) -> AveragingContext:
         """The context with what the rule looks at, and with its new state."""
         context = observed(self.population, self.rule, context, distances)
-        self.rule_state = self.rule.next_state(context)
-        return replace(context, state=self.rule_state)
+        state = self.rule.next_state(context)
+        if state is self.rule_state:
+            return context
+        self.rule_state = state
+        return replace(context, state=state)
 
     def _matrix(self, context: AveragingContext) -> Tensor:
         active, rows = self.population.active, self.rule.extra_rows

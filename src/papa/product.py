@@ -319,15 +319,20 @@ def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]
         rows: the matrix.
         num_rows: split as a matrix with this number of rows would be; `len(rows)` when None.
     """
-    width = block_width(rows, num_rows or len(rows))
+    width = block_width(rows, num_rows or len(rows), rows.shape[1])
     if width >= rows.shape[1]:
         yield rows
     else:
         yield from torch.split(rows, width, dim=1)
 
 
-def block_width(like: Tensor, num_rows: int) -> int:
-    """The number of columns in a block of a matrix with `num_rows` rows and the dtype and device of `like`."""
+def block_width(like: Tensor, num_rows: int, num_columns: int) -> int:
+    """The number of columns in a block of a matrix of this shape, with the dtype and device of `like`.
+
+    All blocks but the last have this width. It may be an eighth above the limit, so that no small block is left over.
+    """
     limit = BLOCK_BYTES_CPU if like.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
     step = ALIGNMENT_BYTES // like.element_size()
-    return max(step, limit // (num_rows * like.element_size()) // step * step)
+    widest = max(step, limit // (num_rows * like.element_size()) // step * step)
+    num_blocks = max(1, -(-num_columns * 8 // (widest * 9)))
+    return -(-num_columns // (num_blocks * step)) * step or step

@@ -226,7 +226,7 @@ class LocalGroup(Group):
         synchronised: bool = False,
     ) -> None:
         chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
-        update_blocks_(chosen, update, width=block_width(parts[0], sum(map(len, parts))))
+        update_blocks_(chosen, update, width=block_width(parts[0], sum(map(len, parts)), chosen[0].shape[1]))
         for rows, part in zip(parts, chosen, strict=True):
             write_columns_(rows, columns, part)
 

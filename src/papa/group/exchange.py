@@ -109,7 +109,8 @@ class ColumnExchange:
     def _rounds(self, rows: Tensor, num_rows: int | None = None) -> list[Round]:
         """All columns of the whole matrix, of which `rows` are the local rows; with extra rows it has `num_rows`."""
         num_rows = num_rows or self.size
-        width, num_columns = block_width(rows, num_rows), rows.shape[1]
+        num_columns = rows.shape[1]
+        width = block_width(rows, num_rows, num_columns)
         num_blocks = -(-num_columns // width)
         block_bytes = width * rows.element_size() * max(1, num_rows // self.num_ranks)
         per_round = self.num_ranks * max(1, MESSAGE_BYTES // block_bytes)

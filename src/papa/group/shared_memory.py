@@ -155,8 +155,8 @@ class SharedMemoryGroup(MultiProcessGroup):
                     _copy_columns_(mapping, rows, columns)
         if is_staged or not synchronised:
             self.barrier()
-        width = block_width(shared[0], sum(map(len, shared)))
         num_columns = _num_columns(shared[0], columns)
+        width = block_width(shared[0], sum(map(len, shared)), num_columns)
         mine = balanced_ranges(-(-num_columns // width), self.num_ranks)[self.rank]
         start, stop = mine.start * width, min(mine.stop * width, num_columns)
         if start < stop:

@@ -225,6 +225,7 @@ PRETRAINED = Kind(
             "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.name cifar10",
             "--data.image-size 64 --data.max-train 1000 --data.validation 0.1 --data.max-test 2000",
             "--members 3 --diversity.grid none --train.epochs 12 --train.precision bfloat16 --train.channels-last",
+            "--average.alpha None --average.half-life 0.1",
         )
     ),
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3)},

@@ -42,7 +42,7 @@ class _Row:
 
 ROWS = (
     _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01, half_life=0.005),
-    _Row(data="cifar100", num_images=5_000, epochs=80, fast=True),
+    _Row(data="cifar100", num_images=5_000, epochs=80, weight_decay=0.005, fast=True),
     _Row(
         data="fashion-mnist",
         num_images=1_000,

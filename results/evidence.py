@@ -145,13 +145,14 @@ CIFAR10 = Kind(
 CIFAR100 = Kind(
     recipe="cifar100-5k",
     title="CIFAR-100 with 5,000 images",
+    options="--train.precision bfloat16",
     tuned={
         f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
         for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 5e-3))
     },
     tuning_options="--data.max-train 6500 --data.validation 0.307692",
     batch_rates=(0.05, 0.1, 0.2),
-    half_lives=(0.005, 0.015),
+    half_lives=(0.002, 0.005, 0.015),
 )
 DIGITS = Kind(
     recipe="digits-150",
@@ -189,6 +190,7 @@ KINDS = (
 TEXT = Kind(
     recipe="text-gpt-mini",
     title="Paradise Lost",
+    options="--train.precision float32",
     root="DATA/text/paradise-lost.txt",
     tuned={
         f"{dropout:g}-{decay:g}": f"--gpt.dropout {dropout:g} --train.weight-decay {decay:g}"

@@ -73,6 +73,8 @@ def _given(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
+    if text == "None":
+        return None
     try:
         return json.loads(text)
     except ValueError:

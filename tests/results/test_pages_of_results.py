@@ -13,6 +13,7 @@ import pytest
 from helpers import write_images
 from papa.cli import main
 from papa.errors import RunError
+from papa.lab.recipes import recipe, text
 from results.make import PICTURE, collect
 from results.page import detail_page, headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, LARGEST, names_of, read_records, runs_of
@@ -33,6 +34,24 @@ def test_the_page_agrees_with_the_records() -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_of_details_agrees_with_the_records(name: str) -> None:
     assert detail_page(name) == DETAILS[name], f"docs/results/{name}.md is written from results/: run `make results`"
+
+
+def test_a_study_has_the_same_precision_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes choose the faster one, and records would no longer belong to their commands."""
+
+    def precisions(faster: str) -> dict[str, str]:
+        for module in (recipe, text):
+            monkeypatch.setattr(module, "fast_precision", lambda: faster)
+        return {
+            f"{command}: {name}": config.train.precision
+            for study in STUDIES
+            for command in study.commands
+            for name, config in runs_of.__wrapped__(command).items()
+        }
+
+    found = precisions("bfloat16")
+    assert set(found.values()) == {"bfloat16", "float32"}
+    assert found == precisions("float32")
 
 
 def test_the_first_page_is_short() -> None:
@@ -111,11 +130,11 @@ def test_a_command_of_the_page_runs_and_becomes_a_table(
     assert len(re.findall(r"^\| papa-all \| [123] \|", page, re.MULTILINE)) == 3
     texts = [path.read_text() for path in tmp_path.rglob("*.json")]
     assert len(texts) == 3
-    for text in texts:
-        assert '"root": "DATA"' in text
-        assert '"average": {"alpha": 0.99' in text
+    for written in texts:
+        assert '"root": "DATA"' in written
+        assert '"average": {"alpha": 0.99' in written
         for secret in (str(runs), str(tmp_path.parent), "--out", platform.node()):
-            assert secret not in text
+            assert secret not in written
 
 
 def test_a_run_with_other_options_than_its_smallis_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:

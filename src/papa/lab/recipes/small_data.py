@@ -10,7 +10,7 @@ from functools import partial
 
 from papa.lab.config import AverageConfig, Config, DataConfig, ModelConfig, TrainConfig, TrajectoryConfig
 from papa.lab.recipes.controls import with_controls
-from papa.lab.recipes.recipe import Recipe, fast_precision, smoke
+from papa.lab.recipes.recipe import Recipe, smoke
 
 MEMBERS = 4
 MERGES = 60
@@ -30,8 +30,6 @@ class _Row:
     weight_decay: float = 5e-4
     half_life: float = 0.015
     """Of the push, as a share of training."""
-    fast: bool = False
-    """Whether networks compute in bfloat16 where the processor does."""
     batch_lr: float = 0.1
     """The learning rate of one network with batches as large as those of all members together."""
 
@@ -42,7 +40,7 @@ class _Row:
 
 ROWS = (
     _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01, half_life=0.005),
-    _Row(data="cifar100", num_images=5_000, epochs=80, weight_decay=0.005, fast=True),
+    _Row(data="cifar100", num_images=5_000, epochs=80, weight_decay=0.005, half_life=0.005),
     _Row(
         data="fashion-mnist",
         num_images=1_000,
@@ -66,7 +64,6 @@ def population(row: _Row, budget: str) -> Config:
             epochs=row.epochs,
             lr=0.05,
             weight_decay=row.weight_decay,
-            precision=fast_precision() if row.fast else "float32",
             channels_last=True,
         ),
         average=AverageConfig(

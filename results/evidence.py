@@ -151,7 +151,7 @@ CIFAR100 = Kind(
         for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 5e-3))
     },
     tuning_options="--data.max-train 6500 --data.validation 0.307692",
-    batch_rates=(0.05, 0.1, 0.2),
+    batch_rates=(0.05, 0.1, 0.2, 0.4),
     half_lives=(0.002, 0.005, 0.015),
 )
 DIGITS = Kind(

@@ -336,7 +336,7 @@ NUM_VALIDATION = 10
 FOLDER = Path(__file__).parent / "strengths"
 PAGE = Path(__file__).parent.parent / "docs/strength.md"
 BLOCK = re.compile(r"(<!-- strengths -->\n).*?(<!-- end of strengths -->\n)", re.DOTALL)
-AUTO = "self-set"
+AUTO = "papa-auto"
 
 
 def jobs() -> list[tuple[Setting, str, dict[str, Rule]]]:

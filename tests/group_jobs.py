@@ -100,7 +100,15 @@ def apply_every_rule(group: Group) -> dict[str, Any]:
         "soup": average_soup(population).state_dict(),
         "greedy": (greedy.members, greedy.score, greedy.member_scores, greedy.network.state_dict()),
         "size": population.size,
+        "distances": Population([with_other_buffer(member) for member in group.local_range(SIZE)], group).distances(),
     }
+
+
+def with_other_buffer(member: int) -> nn.Module:
+    """A network with a dtype that only a buffer has."""
+    net = make_mlp(member)
+    net.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+    return net
 
 
 def apply_every_rule_staged(group: SharedMemoryGroup) -> dict[str, Any]:

@@ -406,7 +406,7 @@ def test_wrong_uses_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--published and --resume are for --asynchronous" in capsys.readouterr().err
     assert main(["each", "--members", "2", "--asynchronous", "--resume", "--", "true"]) == 2
     assert "--resume needs --published" in capsys.readouterr().err
-    assert main(["each", "--members", "2", "--asynchronous", "--", "true"]) == 0
+    assert main(["each", "--members", "2", "--asynchronous", "--", "true"]) == 2
     assert "members did not call papa.join, so there is no soup" in capsys.readouterr().err
 
 

@@ -57,6 +57,34 @@ def test_one_number_that_is_not_finite_shows_in_every_distance(number: float) ->
     assert not compiled.squared_distances(matrix).isfinite().any()
 
 
+def test_a_push_computes_in_float32_whatever_the_default_dtype() -> None:
+    pushed, expected = rows(), rows()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(50):
+            compiled.push_(pushed, 0.99)
+    finally:
+        torch.set_default_dtype(default)
+    torch.testing.assert_close(pushed.mean(dim=0), expected.mean(dim=0), rtol=1e-5, atol=1e-5)
+
+
+def test_large_numbers_stay_finite() -> None:
+    pushed = torch.full((SIZE, 1_000), 2e38)
+    compiled.push_(pushed, 0.9)
+    torch.testing.assert_close(pushed, torch.full((SIZE, 1_000), 2e38))
+
+
+def test_many_numbers_of_members_are_compiled() -> None:
+    """PyTorch compiles few variants of one code, and then takes a slow way without an error."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for size in (2, 4, 5):
+            matrix = torch.ones(size, 1_000)
+            compiled.push_(matrix, 0.5)
+            torch.testing.assert_close(matrix, torch.ones(size, 1_000))
+
+
 def make_population(*, compiles: bool) -> Population:
     return Population.build(
         lambda: nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 5)), SIZE, compile=compiles

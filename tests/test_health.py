@@ -13,7 +13,9 @@ from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, P
 from papa.errors import MemberError, PapaWarning
 from papa.evaluation import Evaluation
 from papa.group import LocalGroup, start_workers
+from papa.health import HealthCheck
 from papa.row_measures import is_finite
+from papa.rules import Elastic, Lookahead, OuterStep
 from papa.training import Callback, EpochRecord, Numerics, Training, finalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:member .* the averager was not given its optimizer:UserWarning")
@@ -92,6 +94,43 @@ def test_a_dropped_member_counts_nowhere(rule: Any) -> None:
     assert averaging.nonfinite == ()
     for member in (1, 2, 3):
         assert all(float(tensor.detach().abs().max()) < 1e6 for tensor in population[member].parameters())
+
+
+@pytest.mark.parametrize("policy", ["restart", "drop"])
+@pytest.mark.parametrize("rule", [Elastic, Lookahead, OuterStep])
+def test_a_member_that_is_non_finite_when_anchors_start_does_not_reach_the_others(rule: Any, policy: Any) -> None:
+    networks = make_networks("linear", 4)
+    averager = Averager(Population(networks), rule(every_steps=2, start=4), on_nonfinite=policy, watch_batches=False)
+    found: list[int] = []
+    for step in range(1, 9):
+        if step == 3:
+            spoil(networks[1])
+        report = averager.step()
+        found += [one.member for one in report.nonfinite] if report else []
+    assert found == [1]
+    assert all(torch.isfinite(rows).all() for rows in averager.population.matrices.values())
+
+
+def spoil(network: nn.Module) -> None:
+    with torch.no_grad():
+        next(iter(network.parameters())).view(-1)[0] = float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("size", "sick"), [(2, {0}), (3, {0, 1}), (4, {3}), (6, {0, 5})])
+def test_the_healthy_keep_even_the_sign_of_zero(dtype: torch.dtype, size: int, sick: set[int]) -> None:
+    population = Population([nn.Linear(40, 7).to(dtype) for _ in range(size)])
+    with torch.no_grad():
+        for network in population:
+            network.weight[0, :5] = -0.0
+        for member in sick:
+            spoil(population[member])
+    (rows,) = population.matrices.values()
+    before = rows.clone()
+    HealthCheck(population, policy="restart").check_(1)
+    healthy = [member for member in range(size) if member not in sick]
+    assert torch.equal(rows[healthy].view(torch.uint8), before[healthy].view(torch.uint8))
+    assert torch.isfinite(rows).all()
 
 
 def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name_it() -> None:

@@ -60,6 +60,29 @@ class PushByNumbers(Rule):
         return mixing.push(context.size, self.keep(context))
 
 
+@dataclass(frozen=True)
+class ChangingItsState(PushByNumbers):
+    """The same, with a state that it changes in place."""
+
+    def next_state(self, context: AveragingContext) -> Mapping[str, Any]:
+        new = super().next_state(context)
+        context.state["seen"].append(new["seen"][-1])
+        assert isinstance(context.state, dict)
+        context.state["total"] = new["total"]
+        return context.state
+
+
+def test_a_rule_may_change_its_state_in_place() -> None:
+    plain, changing = averager_of(), Averager(Population(make_networks("linear", 3)), ChangingItsState())
+    saved = []
+    for _ in range(4):
+        plain.step()
+        changing.step()
+        saved.append(changing.rule_state)
+    assert changing.rule_state == plain.rule_state
+    assert [len(state["seen"]) for state in saved] == [0, 1, 1, 2]
+
+
 def averager_of(**options: Any) -> Averager:
     return Averager(Population(make_networks("linear", 3)), PushByNumbers(**options))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import warnings
 import weakref
@@ -159,6 +160,8 @@ class Averager(AveragerState):
         self._diagnostics.on_step(uses_optimizers=lr_ratio is None)
         self._rates.update()
         if 0 < self.num_steps_taken == self.rule.start:
+            if self.health is not None and self.rule.extra_rows:  # as copies of healthy members
+                self.found_nonfinite = self.health.check_(self.num_steps_taken)
             self._rows.start_()
         start = time.perf_counter()
         applied = self._apply_pending(start)
@@ -193,7 +196,7 @@ class Averager(AveragerState):
                 self.population, distances=has_distances, health=self.health is not None, watched=watched
             )
             before = measured.distances
-        found = self.found_nonfinite = self._check(context, measured, chosen)
+        found = self.found_nonfinite = (*self.found_nonfinite, *self._check(context, measured, chosen))
         if found and self.population.dropped:
             mask = self._mask(context)  # those that were just dropped take no part
         if found or self.population.dropped or self.merge_hooks:
@@ -321,8 +324,10 @@ class Averager(AveragerState):
     def _look(self, context: AveragingContext, distances: tuple[float, ...] | None = None) -> AveragingContext:
         """The context with what the rule looks at, and with its new state."""
         context = observed(self.population, self.rule, context, distances)
+        if self.rule_state:  # a rule may change what it gets, and may return that
+            context = replace(context, state=copy.deepcopy(dict(self.rule_state)))
         state = self.rule.next_state(context)
-        if state is self.rule_state:
+        if state == self.rule_state:
             return context
         self.rule_state = state
         return replace(context, state=state)
@@ -337,7 +342,7 @@ class Averager(AveragerState):
         return mixing.among(matrix, active, context.size)
 
     def _start_delayed(self, context: AveragingContext, start: float) -> None:
-        self._nonfinite_at_start = self.found_nonfinite = self._check(context)
+        self._nonfinite_at_start = self.found_nonfinite = (*self.found_nonfinite, *self._check(context))
         mask = self._mask(context)
         context = self._look(context)
         due = context.step + self.rule.num_delay_steps

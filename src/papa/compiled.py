@@ -7,6 +7,7 @@ PyTorch's own operators read and write a block of columns several times for the 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ def push_(rows: Tensor, keep: float) -> None:
         push_blocks_(column_blocks(rows), keep)
     elif push[1]:
         # Numbers of Python would be compiled into the code, once for every strength.
-        _call(_push_, rows.unbind(), *torch.tensor(push, device="cpu").unbind())
+        _call(_push_, rows.unbind(), *torch.tensor(push, dtype=torch.float32, device="cpu").unbind())
 
 
 def _squared_distances(rows: Sequence[Tensor]) -> Tensor:
@@ -51,24 +52,26 @@ def _squared_distances(rows: Sequence[Tensor]) -> Tensor:
 
 def _push_(rows: Sequence[Tensor], own: Tensor, common: Tensor) -> None:
     wide = [row.float() for row in rows]
-    shared = sum(wide[1:], start=wide[0]) * common
+    shared = sum((row * common for row in wide[1:]), start=wide[0] * common)  # the sum itself might overflow
     for row, number in zip(rows, wide, strict=True):
         row.copy_(number * own + shared)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
+    """One for each number of rows, of code of its own: after a few variants of one code, PyTorch compiles no more."""
+    code: types.CodeType = function.__code__.replace()
+    return torch.compile(types.FunctionType(code, function.__globals__), dynamic=True)
 
 
 @torch.no_grad()
-def _call(function: Callable[..., T], *args: Any) -> T:
+def _call(function: Callable[..., T], rows: Sequence[Tensor], *args: Tensor) -> T:
     try:
-        result: T = _compiled(function)(*args)
-    except torch._dynamo.exc.TorchDynamoException as error:
+        result: T = _compiled(function, len(rows))(rows, *args)
+    except Exception as error:  # of many kinds, by what is missing
         first_line = str(error).strip().partition("\n")[0]
         raise PapaError(
-            f"torch.compile fails here ({first_line}), and nothing was averaged: install what it needs, such as a C++ "
-            "compiler, or make the population without compile=True"
+            f"torch.compile fails here ({first_line}), so members were not averaged: install what it needs, such as a "
+            "C++ compiler, or make the population without compile=True"
         ) from error
     return result

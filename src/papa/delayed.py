@@ -61,10 +61,11 @@ class DelayedPush:
         """Wait for the mean; returns what will be added to the local rows, by dtype."""
         if self._wait is not None:
             means, self._wait = self._wait(), None
-            squares = torch.zeros(len(population), dtype=torch.float64)
+            squares = None
             for dtype, rows in self._rows.items():
                 rows.neg_().add_(means[dtype])
-                squares += squared_lengths(rows[:, : population._num_parameter_columns(dtype)])
+                found = squared_lengths(rows[:, : population._num_parameter_columns(dtype)])
+                squares = found if squares is None else squares + found
                 rows.mul_(1.0 - self.keep)
                 for index, member in enumerate(population.members):
                     if member in population.dropped:
@@ -108,17 +109,18 @@ class DelayedPush:
             strides=population._strides,
             bytes_before=population.group.bytes_sent,
         )
-        push.squared_distances = torch.tensor([one["square"] for _, one in states], dtype=torch.float64)
+        push.squared_distances = torch.tensor(
+            [one["square"] for _, one in states], dtype=torch.float64, device=next(iter(rows.values())).device
+        )
         return push
 
 
 def squared_lengths(rows: Tensor) -> Tensor:
-    """The squared Euclidean length of each row, in float64 on the CPU; independent of the other rows."""
-    total = torch.zeros(len(rows), dtype=torch.float64)
+    """The squared Euclidean length of each row, in float64 on their device; independent of the other rows."""
+    total = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     for block in column_blocks(rows, num_rows=1):
-        for index, part in enumerate(block):
-            wide = part if part.element_size() >= 4 else part.float()
-            total[index] += float(torch.linalg.vector_norm(wide)) ** 2
+        wide = block if block.element_size() >= 4 else block.float()
+        total += torch.stack([torch.linalg.vector_norm(row) for row in wide]).double().square()
     return total
 
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from papa.errors import PapaWarning
+from papa.half_life import default_half_life
 from papa.inputs import tensors_in
 from papa.population import Population
 from papa.rules import Rule
@@ -93,8 +94,8 @@ class Diagnostics:
             self._warn(
                 "strength",
                 f"{reason} in {subject} of {num_steps} steps: members may stay too far apart, and their average at "
-                "chance. Push more strongly: papa.Push(half_life=0.003), a share of training, keeps them together, and "
-                "papa.diagnose says whether it is too strong",
+                f"chance. Push more strongly: papa.Push(half_life={default_half_life(num_steps)}), a share of "
+                "training, keeps them together, and papa.diagnose says whether it is too strong",
             )
 
     def before_soup(self) -> None:

@@ -124,7 +124,7 @@ class HealthCheck:
 
     def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
         """A member is non-finite if any of its shards is."""
-        local = torch.tensor([float(reason is not None) for reason in reasons])
+        local = torch.tensor([float(reason is not None) for reason in reasons], device="cpu")
         anywhere = self.population.group.sum_over_shards(local).tolist()
         return [reason or (WEIGHTS_NOT_FINITE if bad else None) for reason, bad in zip(reasons, anywhere, strict=True)]
 

@@ -81,7 +81,7 @@ def merge_pairs(
             parents = torch.randperm(size, generator=generator, device="cpu")[:2]
         else:
             parents = torch.multinomial(chances, 2, generator=generator)
-        row[parents] = torch.tensor([share, 1.0 - share], dtype=torch.float64)
+        row[parents] = torch.tensor([share, 1.0 - share], dtype=torch.float64, device="cpu")
     return matrix
 
 
@@ -135,7 +135,7 @@ def among_extended(matrix: Tensor, members: Sequence[int], size: int, per_member
         num_rows += size if is_per_member else 1
     whole = identity(num_rows)
     whole[:size, :size] = among(identity(len(members)), members, size)
-    index = torch.tensor(places)
+    index = torch.tensor(places, device="cpu")
     whole[index[:, None], index] = matrix
     return whole
 

@@ -256,7 +256,9 @@ class Population(MemberRows):
 
     def _distances(self) -> Tensor:
         """`distances` right after `refresh_`, on the device if one process holds all members."""
-        squares = [self.group.squared_distances(rows) for rows in self._parameter_rows.values()]
+        by_dtype = list(self._parameter_rows.values())
+        squares = [self.group.squared_distances(rows) for rows in by_dtype if rows.shape[1]]
+        squares = squares or [self.group.squared_distances(by_dtype[0])]  # members without parameters
         total = torch.stack(squares).sum(dim=0) if len(squares) > 1 else squares[0]
         return (self.group.sum_over_shards(total) if self._is_sharded else total).sqrt_()
 

@@ -197,7 +197,8 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
     weight zero are not read, since 0 x NaN is NaN.
     """
     own, common = _own_and_common(matrix)
-    if common is not None:
+    is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
+    if common is not None and not is_copy:
         used = _used(common)
         row = common[used].to(device=device, dtype=dtype)
         return _push_product(own, row, used)
@@ -208,8 +209,17 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
     weights = matrix.to(device=device, dtype=dtype)
     if bool(weights.all()):
         return lambda block: block.copy_(weights @ block)
-    sums = [(used, row[used]) for used, row in ((_used(row), row) for row in weights)]
-    return lambda block: block.copy_(torch.stack([row @ block[used] for used, row in sums]))
+    # A member that keeps only itself is not written: times 1, -0.0 would become 0.0.
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    stays = [bool((row == unit).all()) for row, unit in zip(matrix, eye, strict=True)]
+    sums = [(child, used, row[used]) for child, row in enumerate(weights) if not stays[child] for used in [_used(row)]]
+
+    def mix_block_(block: Tensor) -> None:
+        children = [row @ block[used] for _, used, row in sums]
+        for (child, _, _), values in zip(sums, children, strict=True):
+            block[child].copy_(values)
+
+    return mix_block_
 
 
 def exact_push(size: int, keep: float) -> tuple[float, float] | None:

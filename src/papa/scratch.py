@@ -38,7 +38,7 @@ class _Scratch(threading.local):
     def _new_view(self, use: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         memory = self._memory.get((use, dtype))
         if memory is None or len(memory) < shape.numel():
-            memory = self._memory[use, dtype] = torch.empty(shape.numel(), dtype=dtype)
+            memory = self._memory[use, dtype] = torch.empty(shape.numel(), dtype=dtype, device="cpu")
             self._views.clear()  # they may keep the smaller memory
         if len(self._views) >= MAX_VIEWS:
             self._views.clear()

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,9 +71,9 @@ def test_run_prints_a_table_and_the_files(tmp_path: Path, capsys: pytest.Capture
     assert "mean [min, max]" in capsys.readouterr().out
     usual = find("digits").config().members
     for options, difference in (
-        (["digits", "--members", "3"], "members is 2, expected 3"),
-        (["digits", "--members", str(usual)], f"members is 2, expected {usual}"),
-        (["cifar10-vgg11"], "recipe is 'digits', expected 'cifar10-vgg11'"),
+        (["digits", "--members", "3"], "members is 2 in the run, and 3 here"),
+        (["digits", "--members", str(usual)], f"members is 2 in the run, and {usual} here"),
+        (["cifar10-vgg11"], "recipe is 'digits' in the run, and 'cifar10-vgg11' here"),
     ):
         assert main(["run", *options, "--out", str(out), "--resume"]) == 2
         assert difference in capsys.readouterr().err
@@ -185,6 +187,25 @@ def test_wrong_usage_gets_one_readable_message_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_options_that_a_method_does_not_use_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    smoke = ["--budget", "smoke", "--out", str(tmp_path / "run")]
+    given = ["--average.half-life", "0.5", "--average.every-epochs", "1", "--coupling.share", "0.02"]
+    assert main(["run", "digits", *smoke, "--method", "papa-all", *given]) == 0
+    said = "papa: --average.half-life, --coupling.share: without effect, as papa-all does not use them\n"
+    assert said in capsys.readouterr().err
+    assert main(["compare", "digits", *smoke[:3], str(tmp_path), "--methods", "papa,papa-all", *given]) == 0
+    said = "papa: --coupling.share: without effect, as papa, papa-all does not use it\n"
+    assert said in capsys.readouterr().err
+
+
+def test_a_warning_of_papa_is_one_line() -> None:
+    code = "import sys, warnings; from papa.cli import main; from papa.errors import PapaWarning; "
+    code += "sys.argv = ['papa', '-V']; main(); warnings.warn('push more', PapaWarning); "
+    code += "warnings.warn('old', DeprecationWarning)"
+    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "papa: push more\n<string>:1: DeprecationWarning: old\n"
+
+
 def test_resume_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["resume"])
@@ -216,7 +237,7 @@ def test_a_comparison_refuses_runs_of_another_configuration(tmp_path: Path, caps
     assert main([*asked, "--members", "2"]) == 0
     assert main([*asked, "--members", "3", "--seeds", "2,1"]) == 2
     error = capsys.readouterr().err
-    assert "members is 2, expected 3" in error
+    assert "members is 2 in the run, and 3 here" in error
     assert "choose another --out, or replace all runs with --overwrite" in error
     assert not (tmp_path / "papa-seed2").exists()
 

@@ -110,7 +110,10 @@ def test_predict_leaves_damaged_images_out_and_escapes_names(
     ("arguments", "message"),
     [
         (["eval", "none"], "none holds no run of papa"),
-        (["eval", "RUN", "--data", "none"], "there is no folder none: expected one folder of images per class in it"),
+        (
+            ["eval", "RUN", "--data", "none"],
+            "there is no folder none: expected test, validation, or a folder of class",
+        ),
         (["eval", "RUN", "--data", "other"], "other has the classes cat, which the run does not have"),
         (["eval", "RUN", "--device", "cuda:7"], "--device is cuda:7, which cannot be used here"),
         (["eval", "UNFINISHED"], "UNFINISHED holds an unfinished run: finish it with papa resume"),
@@ -161,7 +164,7 @@ def test_a_config_gives_the_same_run_again(whole: Path, tmp_path: Path, capsys: 
     assert result_of(whole)["config"] == result_of(again)["config"]
     assert main(["run", "--config", str(whole), "--resume", "--out", str(again)]) == 0
     assert main(["run", "digits", "--config", str(whole), "--resume", "--members", "2", "--out", str(again)]) == 2
-    assert "--members is 3, expected 2" in capsys.readouterr().err
+    assert "--members is 3 in the run, and 2 here" in capsys.readouterr().err
 
 
 def test_a_part_of_a_config_is_completed_by_its_recipe(tmp_path: Path) -> None:

@@ -88,6 +88,15 @@ def test_what_is_like_no_option_and_what_is_no_number(capsys: pytest.CaptureFixt
         (["soup", "--foo", "a", "b"], "there is no option --foo: papa soup --help lists all"),
         (["run", "digits", "--epochs", "two"], "--train.epochs is two, expected a whole number"),
         (["run", "digits", "--half-life=short"], "--average.half-life is short, expected a number"),
+        (
+            ["run", "digits", "--no-average.measure"],
+            "there is no option --no-average.measure: did you mean --average.no-measure?",
+        ),
+        (
+            ["run", "digits", "--half-life", "690"],
+            "the configuration of digits cannot run:\n"
+            "  --average.half-life is 690.0, expected more than 0 and at most 1",
+        ),
         (["each", "--members=x", "--", "true"], "--members is x, expected a whole number"),
     ):
         assert main(arguments) == 2

@@ -96,11 +96,18 @@ def test_a_process_looks_like_a_single_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert environment_of(3, 4)["CUDA_VISIBLE_DEVICES"] == "4"
 
 
-def test_wrong_uses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["each", "--members", "2"]) == 2
     assert "there is no command: write it after --" in capsys.readouterr().err
     assert main(["each", "--members", "2", "--", "no-such-program"]) == 2
     assert "'no-such-program' cannot be started: No such file or directory" in capsys.readouterr().err
+    assert main(["each", "--members", "2", "--out", str(tmp_path / "none"), "--", "true"]) == 2
+    assert "members did not call papa.join, so there is no soup" in capsys.readouterr().err
+    soup = tmp_path / "soup.safetensors"
+    soup.write_text("precious")
+    assert main(["each", "--members", "2", "--out", str(soup), "--", "true"]) == 2
+    assert f"{soup} exists: choose another --out, or add --overwrite to replace it" in capsys.readouterr().err
+    assert soup.read_text() == "precious"
     assert main(["each", "--members", "0", "--", "true"]) == 2
     assert "got 0 members and 0 restarts, expected at least 1 and 0" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="PAPA_MEMBER is '3' and PAPA_MEMBERS '3', expected an index"):

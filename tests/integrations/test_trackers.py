@@ -20,7 +20,7 @@ from papa.cli import main
 from papa.errors import ConfigError, RunError
 from papa.evaluation import Evaluation
 from papa.integrations.tracker_names import NAMES
-from papa.integrations.trackers import Track, TrackedRun, epoch_values
+from papa.integrations.trackers import TRACKERS, Track, TrackedRun, epoch_values
 from papa.training import Callback, CheckpointOptions, EpochRecord, EpochScores, Training
 
 Logged = dict[str, dict[int, float]]
@@ -218,6 +218,11 @@ class Own:
         self._call(f"finish {failed}")
 
 
+class Refusing(Own):
+    def init(self, run: TrackedRun) -> None:
+        raise OSError("no connection")
+
+
 class Events(Callback):
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -251,6 +256,19 @@ def test_wrong_names_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("papa.packages.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package mlflow is not installed: pip install 'papa-torch\[mlflow\]'"):
         Track("mlflow")
+
+
+def test_a_tracker_that_cannot_start_leaves_the_run_that_was_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    command = ["run", "digits", "--budget", "smoke", "--out", str(out)]
+    assert main(command) == 0
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    monkeypatch.setitem(TRACKERS, "tensorboard", Refusing)
+    assert main([*command, "--overwrite", "--tracker", "tensorboard"]) == 2
+    assert "the tracker Refusing cannot be used: no connection" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
 
 
 def test_runs_log_to_several_trackers_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -401,7 +401,7 @@ def test_a_finished_run_is_neither_overwritten_nor_run_again(finished: Path) -> 
     before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
     with pytest.raises(RunError, match="already holds a finished run: choose another directory"):
         execute(config, finished)
-    with pytest.raises(RunError, match="another configuration; nothing was changed:\n  --seed is 1, expected 2"):
+    with pytest.raises(RunError, match="another configuration; nothing was changed:\n  --seed is 1 in the run, and 2"):
         execute(replace(config, seed=2), finished, resume=True)
     execute(config, finished, resume=True)
     assert before == {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}

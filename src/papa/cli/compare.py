@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from papa.cli.arguments import parse, split_names, split_numbers
-from papa.cli.execution import ParallelOptions, announce, is_main_process, run_title
-from papa.cli.recipe_argument import take_recipe
+from papa.cli.execution import ParallelOptions, announce, is_main_process, note_unused, run_title
+from papa.cli.recipe_argument import take_budget, take_recipe
 from papa.cli.run import print_details
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     if RunDirectory(out).config.exists():
         raise RunError(f"{out} is the directory of a single run: choose another --out for a comparison")
     jobs = jobs_of(options, out)
+    note_unused([config for config, _ in jobs], recipe.config(take_budget(rest)[0]))
     announce([config.check() for config, _ in jobs], out)
     options.check()
     if not options.overwrite:

@@ -21,7 +21,8 @@ DESCRIPTION = """Runs a training script once for each member, at the same time. 
   papa.join(model, optimizer, papa.Push(half_life=0.003), num_steps=num_steps)
 
 Each process looks like a single one to every framework. {member} in the command is the index of the member, {members}
-their number. If a member fails, all are ended, and started again as often as --restarts says.
+their number. If a member fails, all are ended, and started again as often as --restarts says. The exit code is that of
+the member that failed, or 2 if there is no soup.
 
 With --asynchronous members go at their own speed and never wait. One that fails is started again alone, and goes on
 from the weights that it published last.
@@ -40,6 +41,8 @@ class EachOptions:
     """The number of members, each in a process of its own."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("soup.safetensors")
     """Where the average soup is written when training ends."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace a file that is there."""
     restarts: int = 0
     """How often all members are started again after one of them failed; with --asynchronous, how often each is."""
     asynchronous: bool = False
@@ -62,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--published and --resume are for --asynchronous: add it, or let the script resume")
     if options.resume and options.published is None:
         raise ConfigError("--resume needs --published, the directory of the weights to continue from")
+    if options.out.exists() and not options.overwrite:
+        raise ConfigError(f"{options.out} exists: choose another --out, or add --overwrite to replace it")
     return _run_asynchronously(options, command) if options.asynchronous else _run(options, command)
 
 
@@ -84,7 +89,7 @@ def _run(options: EachOptions, command: Sequence[str]) -> int:
         elif code == 0 and (Path(directory) / SOUP).exists():
             print(f"one network: {(Path(directory) / SOUP).read_text()}")
         elif code == 0:
-            _report("members did not call papa.join, so there is no soup")
+            return _report_no_soup()
     return code
 
 
@@ -113,7 +118,7 @@ def _run_asynchronously(options: EachOptions, command: Sequence[str]) -> int:
                 _report(f"the soup is without member {', '.join(map(str, missing))}")
             _write_soup(whole, options.out)
         else:
-            _report("members did not call papa.join, so there is no soup")
+            return code or _report_no_soup()
     return code
 
 
@@ -136,6 +141,12 @@ def _write_soup(files: Mapping[int, Path], soup: Path) -> None:
     soup.parent.mkdir(parents=True, exist_ok=True)
     soup_files(list(files.values()), soup, overwrite=True, names=[f"member {member}" for member in files])
     print(f"one network: {soup}")
+
+
+def _report_no_soup() -> int:
+    """Say so; the exit code is that of an error."""
+    _report("members did not call papa.join, so there is no soup")
+    return 2
 
 
 def _printer(num_members: int) -> Callable[[int, str], None]:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ import tyro
 from papa.cli.escaping import printable
 from papa.errors import ConfigError
 from papa.integrations.tracker_names import TrackerName
-from papa.lab.config import Config, flat
+from papa.lab.config import Config, flat, idle_options, option_of
 from papa.packages import require
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class OneRunOptions(TrainingOptions):
         require(*self.tracker)
         config.check()
         announce([config], path)
-        from papa.integrations.trackers import Track
+        from papa.integrations.trackers import Track, open_all
         from papa.lab.launch import execute
         from papa.process import configure_process
 
@@ -104,7 +104,8 @@ class OneRunOptions(TrainingOptions):
             Track(name, project=self.tracker_project, name=title, config=options, directory=path)
             for name in self.tracker
         ]
-        return execute(self.spec(title, config, path, overwrite=overwrite, resume=resume, callbacks=tracks))
+        spec = self.spec(title, config, path, overwrite=overwrite, resume=resume, callbacks=tracks)
+        return execute(replace(spec, before_start=partial(open_all, tracks) if tracks else None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +144,22 @@ def announce(configs: Sequence[Config], path: Path) -> None:
     first, methods = configs[0], ", ".join(dict.fromkeys(config.method for config in configs))
     runs = f"training ({methods})" if len(configs) == 1 else f"{len(configs)} runs ({methods}), each"
     networks = f"{first.members} {first.model.name} network{'s' if first.members > 1 else ''}"
-    text = f"papa: {runs} of {networks} on {first.data.name}, {first.train.epochs} epochs, to {path}"
+    _say(f"{runs} of {networks} on {first.data.name}, {first.train.epochs} epochs, to {path}")
+
+
+def note_unused(configs: Sequence[Config], base: Config) -> None:
+    """Say which options of averaging were given, compared with a recipe's config, that no method uses."""
+    before = dict(flat(base.to_json()))
+    unused = frozenset[str].intersection(*(idle_options(config.method) for config in configs))
+    given = [option_of(key) for key, value in flat(configs[0].to_json()) if key in unused and value != before[key]]
+    if given and is_main_process():
+        methods = ", ".join(dict.fromkeys(config.method for config in configs))
+        _say(f"{', '.join(given)}: without effect, as {methods} does not use {'it' if len(given) == 1 else 'them'}")
+
+
+def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that is gone is no reason to stop
-        print(printable(text), file=sys.stderr, flush=True)
+        print(printable(f"papa: {text}"), file=sys.stderr, flush=True)
 
 
 def is_main_process() -> bool:

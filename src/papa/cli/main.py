@@ -8,12 +8,13 @@ import importlib
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from papa._version import __version__
 from papa.cli.escaping import printable
 from papa.cli.option_names import as_typed, option_names
-from papa.errors import ConfigError, PapaError, StoppedError, did_you_mean
+from papa.errors import ConfigError, PapaError, PapaWarning, StoppedError, did_you_mean
 from papa.packages import missing_package
 
 COMMANDS = {
@@ -60,6 +61,8 @@ RED, YELLOW = 31, 33
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code, see `HELP`."""
+    if argv is None:  # as a program
+        warnings.formatwarning = _format_warning
     arguments = [_expand_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     try:
         code = _run_command(arguments)
@@ -101,6 +104,15 @@ def _print_error(message: object, *, color: int | None = RED) -> None:
         is_colored = color is not None and sys.stderr.isatty() and "NO_COLOR" not in os.environ
         text = printable(f"papa: {message}")
         print(f"\033[{color}m{text}\033[0m" if is_colored else text, file=sys.stderr, flush=True)
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of papa as one line, and any other as Python shows it."""
+    if issubclass(category, PapaWarning):
+        return printable(f"papa: {message}") + "\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _as_typed(message: str) -> str:

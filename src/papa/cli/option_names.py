@@ -77,6 +77,9 @@ def _completed(argument: str, known: Sequence[str], prog: str) -> str:
     found = [option for option in known if option.endswith(f".{wanted}")]
     if len(found) == 1:
         return f"{found[0]}{equals}{value}"
+    group, _, plain = wanted.removeprefix("no-").rpartition(".")
+    if wanted.startswith("no-") and f"--{group}.no-{plain}" in known:
+        found = [f"--{group}.no-{plain}"]
     found = found or _similar(wanted, known)
     remedy = f"did you mean {' or '.join(found)}?" if found else f"{prog} --help lists all"
     raise ConfigError(f"there is no option --{wanted}: {remedy}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from papa.cli.arguments import parse
-from papa.cli.execution import OneRunOptions, is_main_process
+from papa.cli.execution import OneRunOptions, is_main_process, note_unused
 from papa.cli.recipe_argument import take_budget, take_recipe, take_value
 from papa.cli.status import event_text
 from papa.cli.tables import print_table
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.overwrite and options.resume:
         raise ConfigError("--overwrite removes the run that --resume would continue: give one of them")
     config = settled(options.config).check()
+    note_unused([config], recipe.config(take_budget(rest)[0]))
     path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.resume and not is_from_file:
         config = config_to_resume(config, recipe, rest, path)

@@ -24,8 +24,8 @@ DESCRIPTION = """Continues a prompt with the average soup, a member and the ense
 All draw with the same seed, so that they differ only where their probabilities do.
 
 examples:
-  papa sample runs/text-gpt-tiny-papa-1 --prompt "Of Mans First"
-  papa sample runs/text-gpt-tiny-papa-1 --prompt "Of Mans First" --temperature 0 --member 2"""
+  papa sample runs/text-gpt-tiny-papa-seed1 --prompt "Of Mans First"
+  papa sample runs/text-gpt-tiny-papa-seed1 --prompt "Of Mans First" --temperature 0 --member 2"""
 
 
 @dataclass(frozen=True, kw_only=True)

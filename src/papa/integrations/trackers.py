@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -217,7 +217,11 @@ class Track(Callback):
 
     def on_train_begin(self, training: Training) -> None:
         """Open the run."""
-        if not training.group.is_leader:
+        self.open(training)
+
+    def open(self, training: Training) -> None:
+        """Open the run unless it is open, to find out early whether the tool can be used."""
+        if not training.group.is_leader or self._is_open:
             return
         try:
             self.tracker.init(replace(self.run, step=training.step, config=self.run.config or _options(training)))
@@ -257,6 +261,12 @@ class Track(Callback):
     @property
     def _name(self) -> str:
         return f"the tracker {type(self.tracker).__name__}"
+
+
+def open_all(tracks: Sequence[Track], training: Training) -> None:
+    """Open the runs of several trackers."""
+    for track in tracks:
+        track.open(training)
 
 
 def averaging_values(averaging: Averaging) -> dict[str, float]:

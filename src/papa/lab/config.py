@@ -48,7 +48,7 @@ DEPTHS = ("decreasing", "constant", "increasing")
 
 
 def option(default: Any, **limits: Any) -> Any:
-    """A field with limits: `known` values, or numbers `at_least`, `above` or `below` a value; None is allowed."""
+    """A field with limits: `known` values, or numbers `at_least`, `above`, `at_most`, `below` a value; or None."""
     return field(default=default, metadata=limits)
 
 
@@ -207,7 +207,7 @@ class TrainConfig:
     """Batches per optimizer step, whose gradients are averaged."""
     teacher: str | None = None
     """Distil from the ensemble of a finished run: its directory. Members are also trained on the targets."""
-    teacher_weight: float = option(0.9, at_least=0)
+    teacher_weight: float = option(0.9, at_least=0, at_most=1)
     """The teacher's share of the loss, 0 to 1."""
     temperature: float = option(2.0, above=0)
     """Divides the logits of both when they are compared with the teacher's."""
@@ -226,7 +226,7 @@ class AverageConfig:
 
     alpha: float | None = None
     """papa: the share of itself a member keeps at each push."""
-    half_life: float | None = option(None, above=0)
+    half_life: float | None = option(None, above=0, at_most=1)
     """papa: instead of alpha, the half-life of the distance to the mean, as a share of training."""
     every_steps: int = option(10, at_least=1)
     """papa: steps between pushes."""
@@ -296,7 +296,7 @@ class CouplingConfig:
     (dppf), 32 (grawa)."""
     check_every: int | None = option(None, at_least=1)
     """papa-auto: steps between comparisons of the average with its members; 60."""
-    share: float | None = option(None, at_least=0)
+    share: float | None = option(None, at_least=0, at_most=1)
     """sparta, wash: the share of weights at a time; 0.005, 0.001."""
     by_lines: bool = True
     """sparta, wash: choose weights that are neighbours in memory together; each on its own takes longer."""
@@ -304,7 +304,7 @@ class CouplingConfig:
     """wash: how the share changes from the first to the last layer."""
     move_momentum: bool = False
     """wash: permute the optimizers' momenta with the weights."""
-    rate: float | None = option(None, at_least=0)
+    rate: float | None = option(None, at_least=0, at_most=1)
     """easgd: the moving rate, 0.9; lookahead: the part of the way to the mean, 0.5; dppf: the pull, 0.1."""
     outer_lr: float | None = option(None, above=0)
     """diloco, noloco: the outer learning rate; 0.7."""
@@ -314,11 +314,11 @@ class CouplingConfig:
     """diloco: the number of parts of the network that take turns."""
     delay: int = option(0, at_least=0)
     """diloco: steps that members train on while the outer step is computed."""
-    mix: float = option(0.5, at_least=0)
+    mix: float = option(0.5, at_least=0, at_most=1)
     """diloco: with a delay, the share of itself that a member keeps."""
     spread: float | None = option(None, at_least=0)
     """dppf: the distance to the mean that members keep; 5."""
-    alpha: float | None = option(None, at_least=0)
+    alpha: float | None = option(None, at_least=0, at_most=1)
     """grawa: the share of itself a member keeps; 0.5."""
 
 

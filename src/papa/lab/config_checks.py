@@ -13,7 +13,12 @@ from papa.errors import did_you_mean
 if TYPE_CHECKING:
     from papa.lab.config import Config
 
-LIMITS: dict[str, Callable[[Any, Any], bool]] = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
+LIMITS: dict[str, Callable[[Any, Any], bool]] = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
 WITH_ANCHORS = ("easgd", "lookahead", "diloco", "noloco")
 """Methods that have rows of their own, which merge hooks do not know."""
 
@@ -26,8 +31,6 @@ def problems_of(config: Config) -> Iterator[str]:
         yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
     if train.warmup_epochs > train.epochs:
         yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
-    if train.teacher_weight > 1:
-        yield f"--train.teacher-weight is {train.teacher_weight}, expected 0 to 1"
     if train.engine == "stacked" and train.precision == "float16":
         yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
     if train.engine == "stacked" and average.align != "none":
@@ -58,10 +61,6 @@ def problems_of(config: Config) -> Iterator[str]:
 
 def _coupling_problems(config: Config) -> Iterator[str]:
     method, average, coupling = config.method, config.average, config.coupling
-    for name in ("share", "rate", "mix", "alpha"):
-        value = getattr(coupling, name)
-        if value is not None and value > 1:
-            yield f"--coupling.{name} is {value}, expected at most 1"
     if method in (*WITH_ANCHORS, "wash") and average.align != "none":
         yield f"--average.align is {average.align} with --method {method}, which cannot be aligned: use none"
     if method in WITH_ANCHORS and average.mutation:
@@ -89,6 +88,6 @@ def _values_outside_limits(config: Any, prefix: str = "") -> Iterator[str]:
 
 def _limits_text(limits: Mapping[str, Any]) -> str:
     """Limits in words, such as `at least 1` or `at least 0 and below 1`."""
-    words = {"at_least": "at least", "above": "more than", "below": "below"}
+    words = {"at_least": "at least", "above": "more than", "at_most": "at most", "below": "below"}
     found = {key: limits[key] for key in LIMITS if key in limits}
     return " and ".join("finite" if limit == math.inf else f"{words[key]} {limit}" for key, limit in found.items())

@@ -67,6 +67,9 @@ class RunSpec:
     """Makes a callback for the leading process; must be picklable."""
     callbacks: Sequence[Callback] = ()
     """Further callbacks for the leading process, such as trackers; must be picklable."""
+    before_start: Callable[[Training], None] | None = None
+    """Called in the leading process when all else is ready, before an older run is removed; an error keeps that run.
+    Must be picklable."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -209,6 +212,8 @@ def run_in_group(
     teacher = None if config.train.teacher is None else load_ensemble(config.train.teacher)
     training = build(config, group, domain, teacher)  # errors show before anything is written or removed
     notices = _resume(config, run, training) if spec.resume else []
+    if spec.before_start is not None and group.is_leader:
+        spec.before_start(training)
     if not spec.resume:
         if group.is_leader:
             run.create(config.to_json(), overwrite=True)  # whether it may be was checked
@@ -251,7 +256,7 @@ def _check_same(config: Config, found: Config, path: Path, ignored: Collection[s
     """Raise if a run differs from a config in an option that its method uses."""
     there, ignored = dict(flat(found.to_json())), {*ignored, *idle_options(config.method)}
     differences = [
-        f"{option_of(key)} is {there[key]!r}, expected {value!r}"
+        f"{option_of(key)} is {there[key]!r} in the run, and {value!r} here"
         for key, value in flat(config.to_json())
         if there[key] != value and key not in ignored
     ]

@@ -60,6 +60,8 @@ def score_run(run: Path, data: str = "test", *, data_root: str | None = None, de
         domain = load_domain(single)
         if domain.card().get("classes") != (card or {}).get("classes"):
             raise DataError(f"{single.data.root} has other classes than the data of {run}, expected the same data")
+    elif not Path(data).is_dir():
+        raise DataError(f"there is no folder {data}: expected {', '.join(PARTS)}, or a folder of class folders")
     else:
         domain = _given(run, Path(data), single, card)
     training = build(domain.config, None, domain)

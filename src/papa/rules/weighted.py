@@ -116,7 +116,9 @@ class GradientWeightedPush(Rule):
         """The weights of these members, which sum to 1."""
         state = context.state or self.initial_state(context.size)
         norms = [n / w if w else 1.0 for n, w in zip(state["norms"], state["weights"], strict=True)]
-        inverse = torch.tensor([1.0 / max(norms[member], 1e-12) for member in members], dtype=torch.float64)
+        inverse = torch.tensor(
+            [1.0 / max(norms[member], 1e-12) for member in members], dtype=torch.float64, device="cpu"
+        )
         return mixing.push_to(inverse / inverse.sum(), self.alpha)
 
 

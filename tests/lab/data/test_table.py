@@ -51,9 +51,13 @@ def test_a_table_that_cannot_be_used_is_refused(text: str, message: str, tmp_pat
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "table.csv"
     file.write_bytes(b"\xff\xfe\x00")
-    for path in (file, tmp_path, tmp_path / "missing.csv"):
+    for path in (file, tmp_path):
         with pytest.raises(DataError, match=r"cannot be read as a table.*Expected a CSV file in UTF-8"):
             read_csv(path)
+    with pytest.raises(
+        DataError, match=r"--data.root is .*missing.csv, and there is no such file: expected a CSV file"
+    ):
+        read_csv(tmp_path / "missing.csv")
 
 
 def test_rows_are_split_by_the_seed_and_scaled_by_the_training_rows() -> None:

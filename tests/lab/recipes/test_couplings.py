@@ -87,7 +87,7 @@ def test_a_window_reaches_the_rule() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "average", "problem"),
     [
-        ("sparta", {"share": 1.5}, {}, "--coupling.share is 1.5, expected at most 1"),
+        ("sparta", {"share": 1.5}, {}, "--coupling.share is 1.5, expected at least 0 and at most 1"),
         ("wash", {"depth": "deep"}, {}, "--coupling.depth is deep: "),
         ("easgd", {}, {"align": "weights"}, "--average.align is weights with --method easgd, which cannot be aligned"),
         ("noloco", {}, {"mutation": 0.1}, "--average.mutation is 0.1 with --method noloco, whose anchors"),

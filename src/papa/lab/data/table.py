@@ -87,6 +87,8 @@ def read_csv(path: Path) -> tuple[Tensor, Tensor, tuple[str, ...]]:
 
     The last column is the class. A column of numbers is one feature; a column of words has a feature for each word.
     """
+    if not path.exists():
+        raise DataError(f"--data.root is {path}, and there is no such file: expected a CSV file in UTF-8")
     try:
         with path.open(newline="", encoding="utf-8") as file:
             header, *rows = list(csv.reader(file)) or [[]]

@@ -110,6 +110,8 @@ def load_text(
 
 def read_text(path: Path) -> str:
     """The text of a file, or of all `.txt` files in a folder and its subfolders, in the order of their paths."""
+    if not path.exists():
+        raise DataError(f"--data.root is {path}, and there is none: expected a UTF-8 file, or a folder of .txt files")
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no text, expected a UTF-8 file, or a folder with files that end in .txt")

@@ -40,7 +40,7 @@ class _Row:
 
 ROWS = (
     _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01, half_life=0.005),
-    _Row(data="cifar100", num_images=5_000, epochs=80, weight_decay=0.005, half_life=0.005),
+    _Row(data="cifar100", num_images=5_000, epochs=80, weight_decay=0.005, half_life=0.002, batch_lr=0.2),
     _Row(
         data="fashion-mnist",
         num_images=1_000,

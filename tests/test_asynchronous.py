@@ -377,6 +377,8 @@ def test_a_killed_member_is_started_again_alone_and_nobody_waits_for_a_stopped_o
     check_soup(soup, [tmp_path / f"{member}.pt" for member in range(3)])
     assert sorted(path.name for path in kept.iterdir()) == ["0.safetensors", "1.safetensors", "2.safetensors"]
     assert main(["each", *options, "--", *script]) == 2
+    assert f"{soup} exists: choose another --out, or add --overwrite" in capfd.readouterr().err
+    assert main(["each", *options, "--overwrite", "--", *script]) == 2
     assert f"{kept} has weights of an earlier training: remove them, or add --resume" in capfd.readouterr().err
 
 

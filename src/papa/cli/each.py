@@ -42,7 +42,7 @@ class EachOptions:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("soup.safetensors")
     """Where the average soup is written when training ends."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace a file that is there."""
+    """Replace a file that is there; --resume does so too."""
     restarts: int = 0
     """How often all members are started again after one of them failed; with --asynchronous, how often each is."""
     asynchronous: bool = False
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--published and --resume are for --asynchronous: add it, or let the script resume")
     if options.resume and options.published is None:
         raise ConfigError("--resume needs --published, the directory of the weights to continue from")
-    if options.out.exists() and not options.overwrite:
+    if options.out.exists() and not (options.overwrite or options.resume):
         raise ConfigError(f"{options.out} exists: choose another --out, or add --overwrite to replace it")
     return _run_asynchronously(options, command) if options.asynchronous else _run(options, command)
 

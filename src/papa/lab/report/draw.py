@@ -266,10 +266,8 @@ def _draw_row(axes: Axes, plot: DotPlot, place: int, row: Mapping[str, Sequence[
             axes.plot([means[name]], [height], **mark)
         elif values:
             words, x, align = ("◂ {}", 0.01, "left") if means[name] < low else ("{} ▸", 0.99, "right")
-            color = LIGHT[row_color or "ink"]
-            _write(
-                axes, words.format(f"{name} {means[name]:.{plot.digits}f}"), (x, place + 2.2 * offset), color, ha=align
-            )
+            color, away = LIGHT[row_color or "ink"], 2.2 * offset or -0.24  # the line of the row would cross the words
+            _write(axes, words.format(f"{name} {means[name]:.{plot.digits}f}"), (x, place + away), color, ha=align)
     if plot.value_series in means:
         color = LIGHT[row_color or "ink"]
         _write(

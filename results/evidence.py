@@ -198,7 +198,7 @@ TEXT = Kind(
     },
     tuning_options="--trajectory.decay 0.999",
     tuning_members=1,
-    batch_rates=(2e-3, 3e-3, 6e-3),
+    batch_rates=(1e-3, 2e-3, 3e-3, 6e-3),
     half_lives=(0.005, 0.03),
     same_init=(0.03, 0.1),
     has_distilled=True,

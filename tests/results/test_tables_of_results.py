@@ -231,6 +231,12 @@ def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records
     }
     shares = [f"{100 * (own - 54) / 4:.0f}%" for own in (gain, ema)]
     assert page.endswith(f"\n\nPAPA closes {shares[0]} of the gap to the ensemble, with EMA {shares[1]}.")
+    little_to_gain = [{**run, "test": {**run["test"], "ensemble": run["test"]["mean"] + 0.01}} for run in runs]
+    far_below = [
+        {**run, "test": {**run["test"], "average_soup": 10.0}} if run["method"] == "papa" else run
+        for run in little_to_gain
+    ]
+    assert "PAPA closes" not in controls(far_below)
     (longer,) = rows_of(verdicts(runs), "PAPA less one network, p times longer")
     assert longer[1:] == [", ".join([f"{gain - 54:+.2f}"] * 3), f"{gain - 54:+.2f}", "0.00", "yes, above"]
 

@@ -105,7 +105,7 @@ full = partial(
 RECIPES = (
     Recipe("text-gpt-tiny", "small transformers on a text (--data.root FILE), a minute", tiny),
     *with_controls(
-        Recipe("text-gpt-mini", "transformers that use a short text up, 6 minutes of one core", mini), batch_lr=3e-3
+        Recipe("text-gpt-mini", "transformers that use a short text up, 6 minutes of one core", mini), batch_lr=1e-3
     ),
     Recipe("text-gpt", "transformers of 10 million parameters on a text, for a GPU", full),
 )

@@ -27,6 +27,8 @@ class _Row:
     image_size: int | None = None
     width: int = 8
     epochs: int
+    length: str = "until they are used up"
+    """How long that is, in words."""
     weight_decay: float = 5e-4
     half_life: float = 0.015
     """Of the push, as a share of training."""
@@ -40,7 +42,15 @@ class _Row:
 
 ROWS = (
     _Row(data="cifar10", num_images=2_000, epochs=200, weight_decay=0.01, half_life=0.005),
-    _Row(data="cifar100", num_images=5_000, epochs=80, weight_decay=0.005, half_life=0.002, batch_lr=0.2),
+    _Row(
+        data="cifar100",
+        num_images=5_000,
+        epochs=80,
+        length="80 times; 320 use them up",
+        weight_decay=0.005,
+        half_life=0.002,
+        batch_lr=0.2,
+    ),
     _Row(
         data="fashion-mnist",
         num_images=1_000,
@@ -82,7 +92,7 @@ RECIPES = tuple(
     for recipe in with_controls(
         Recipe(
             name=row.name,
-            summary=f"a small vgg11 on {row.num_images:,} images of {row.data}, until they are used up",
+            summary=f"a small vgg11 on {row.num_images:,} images of {row.data}, {row.length}",
             make=partial(population, row),
         ),
         batch_lr=row.batch_lr,

@@ -34,10 +34,12 @@ class _Row:
     """Of the push, as a share of training."""
     batch_lr: float = 0.1
     """The learning rate of one network with batches as large as those of all members together."""
+    suffix: str = ""
+    """The end of the recipe's name, where the same images have two lengths of training."""
 
     @property
     def name(self) -> str:
-        return f"{self.data}-{self.num_images // 1000}k"
+        return f"{self.data}-{self.num_images // 1000}k{self.suffix}"
 
 
 ROWS = (
@@ -46,7 +48,16 @@ ROWS = (
         data="cifar100",
         num_images=5_000,
         epochs=80,
-        length="80 times; 320 use them up",
+        length="80 epochs, which do not use them up",
+        weight_decay=0.005,
+        half_life=0.002,
+        batch_lr=0.2,
+    ),
+    _Row(
+        data="cifar100",
+        num_images=5_000,
+        suffix="-320",
+        epochs=320,
         weight_decay=0.005,
         half_life=0.002,
         batch_lr=0.2,

@@ -34,12 +34,10 @@ class _Row:
     """Of the push, as a share of training."""
     batch_lr: float = 0.1
     """The learning rate of one network with batches as large as those of all members together."""
-    suffix: str = ""
-    """The end of the recipe's name, where the same images have two lengths of training."""
 
     @property
     def name(self) -> str:
-        return f"{self.data}-{self.num_images // 1000}k{self.suffix}"
+        return f"{self.data}-{self.num_images // 1000}k"
 
 
 ROWS = (
@@ -53,15 +51,7 @@ ROWS = (
         half_life=0.002,
         batch_lr=0.2,
     ),
-    _Row(
-        data="cifar100",
-        num_images=5_000,
-        suffix="-320",
-        epochs=320,
-        weight_decay=0.005,
-        half_life=0.002,
-        batch_lr=0.2,
-    ),
+    _Row(data="cifar100", num_images=2_000, epochs=240, weight_decay=0.005, half_life=0.005, batch_lr=0.2),
     _Row(
         data="fashion-mnist",
         num_images=1_000,

@@ -61,7 +61,7 @@ class Kind:
 
     def control_command(self, role: str) -> str:
         """One network with the compute of a population: `long` or `batch`."""
-        return self.command(f"{self.recipe}-{role}", "independent", self.seeds, f"{self.recipe}-{role}")
+        return self.command(f"{self.recipe}-{role}", "independent", self.seeds, f"{self.study_name}-{role}")
 
     @property
     def study(self) -> Study:
@@ -76,7 +76,7 @@ class Kind:
         ]
         batch_tuning = [
             self.command(
-                *(f"{self.recipe}-batch", "independent", self.tuning_seeds, f"tune/{self.recipe}-batch-{rate:g}"),
+                *(f"{self.recipe}-batch", "independent", self.tuning_seeds, f"tune/{self.study_name}-batch-{rate:g}"),
                 *(self.tuning_options, f"--train.lr {rate:g}"),
             )
             for rate in self.batch_rates
@@ -154,6 +154,18 @@ CIFAR100 = Kind(
     batch_rates=(0.05, 0.1, 0.2, 0.4),
     half_lives=(0.002, 0.005, 0.015),
 )
+CIFAR100_USED_UP = Kind(
+    recipe="cifar100-2k",
+    title="CIFAR-100 with 2,000 images",
+    options="--train.precision bfloat16",
+    tuned={
+        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
+        for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 5e-3))
+    },
+    tuning_options="--data.max-train 2800 --data.validation 0.35714",
+    batch_rates=(0.1, 0.2, 0.4),
+    half_lives=(0.002, 0.005, 0.015),
+)
 DIGITS = Kind(
     recipe="digits-150",
     title="150 handwritten digits",
@@ -171,6 +183,7 @@ DIGITS = Kind(
 )
 KINDS = (
     CIFAR10,
+    CIFAR100_USED_UP,
     CIFAR100,
     FASHION,
     DIGITS,
@@ -186,6 +199,21 @@ KINDS = (
         tuning_seeds="11,12,13,14,15",
         batch_rates=(0.01, 0.02, 0.04),
     ),
+)
+LETTERS = Kind(
+    recipe="letters-mlp",
+    title="Letters: 2,000 rows of a table",
+    root="DATA/tables/letter.csv",
+    options="--train.precision float32",
+    seeds="1,2,3,4,5",
+    tuned={
+        f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
+        for rate in (0.01, 0.05)
+        for dropout in (0.0, 0.2, 0.5)
+    },
+    tuning_seeds="11,12,13",
+    batch_rates=(0.05, 0.1, 0.2),
+    half_lives=(0.005, 0.015, 0.05),
 )
 TEXT = Kind(
     recipe="text-gpt-mini",
@@ -234,4 +262,4 @@ PRETRAINED = Kind(
     tuning_members=1,
     half_lives=(0.02, 0.1),
 )
-EVIDENCE = tuple(kind.study for kind in (*KINDS, TEXT, AERIAL, PRETRAINED))
+EVIDENCE = tuple(kind.study for kind in (*KINDS, LETTERS, TEXT, AERIAL, PRETRAINED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from papa.lab.config import AverageConfig, Config, DataConfig, ModelConfig, TrainConfig, TrajectoryConfig
@@ -34,10 +35,25 @@ def population(name: str, budget: str) -> Config:
     )
 
 
-RECIPES = tuple(
-    recipe
-    for name, words in NAMES.items()
-    for recipe in with_controls(
-        Recipe(f"{name}-mlp", f"perceptrons on {words}", partial(population, name)), batch_lr=BATCH_LR
+def letters(budget: str) -> Config:
+    """Wider perceptrons on a part of a larger table."""
+    config = population("table", budget)
+    return replace(
+        config,
+        data=replace(config.data, max_train=2_000),
+        model=replace(config.model, width=128, dropout=0.2),
+        train=replace(config.train, lr=0.05),
     )
+
+
+LETTERS = Recipe("letters-mlp", "perceptrons on 2,000 rows of a CSV file, such as UCI's letter recognition", letters)
+RECIPES = (
+    *(
+        recipe
+        for name, words in NAMES.items()
+        for recipe in with_controls(
+            Recipe(f"{name}-mlp", f"perceptrons on {words}", partial(population, name)), batch_lr=BATCH_LR
+        )
+    ),
+    *with_controls(LETTERS, batch_lr=0.1),
 )

@@ -202,7 +202,7 @@ KINDS = (
 )
 LETTERS = Kind(
     recipe="letters-mlp",
-    title="Letters: 2,000 rows of a table",
+    title="Letters: 1,000 rows of a table",
     root="DATA/tables/letter.csv",
     options="--train.precision float32",
     seeds="1,2,3,4,5",

@@ -40,13 +40,13 @@ def letters(budget: str) -> Config:
     config = population("table", budget)
     return replace(
         config,
-        data=replace(config.data, max_train=2_000),
+        data=replace(config.data, max_train=1_000),
         model=replace(config.model, width=128, dropout=0.2),
         train=replace(config.train, lr=0.05),
     )
 
 
-LETTERS = Recipe("letters-mlp", "perceptrons on 2,000 rows of a CSV file, such as UCI's letter recognition", letters)
+LETTERS = Recipe("letters-mlp", "perceptrons on 1,000 rows of a CSV file, such as UCI's letter recognition", letters)
 RECIPES = (
     *(
         recipe

@@ -160,9 +160,9 @@ CIFAR100_USED_UP = Kind(
     options="--train.precision bfloat16",
     tuned={
         f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-        for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 5e-3))
+        for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 5e-3))
     },
-    tuning_options="--data.max-train 2800 --data.validation 0.35714",
+    tuning_options="--data.max-train 2800 --data.validation 0.35714 --train.validate-every 10",
     batch_rates=(0.1, 0.2, 0.4),
     half_lives=(0.002, 0.005, 0.015),
 )
@@ -212,6 +212,7 @@ LETTERS = Kind(
         for dropout in (0.0, 0.2, 0.5)
     },
     tuning_seeds="11,12,13",
+    tuning_options="--train.validate-every 10",
     batch_rates=(0.05, 0.1, 0.2),
     half_lives=(0.005, 0.015, 0.05),
 )

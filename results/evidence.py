@@ -207,14 +207,21 @@ LETTERS = Kind(
     options="--train.precision float32",
     seeds="1,2,3,4,5",
     tuned={
-        f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
-        for rate in (0.01, 0.05)
-        for dropout in (0.0, 0.2, 0.5)
+        **{
+            f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
+            for rate in (0.01, 0.05, 0.1, 0.2)
+            for dropout in (0.0, 0.2, 0.5)
+        },
+        **{
+            f"{rate:g}-0-{decay:g}": f"--train.lr {rate:g} --model.dropout 0 --train.weight-decay {decay:g}"
+            for rate in (0.05, 0.1)
+            for decay in (1e-4, 3e-3)
+        },
     },
     tuning_seeds="11,12,13",
     tuning_options="--train.validate-every 10",
-    batch_rates=(0.05, 0.1, 0.2),
-    half_lives=(0.005, 0.015, 0.05),
+    batch_rates=(0.05, 0.1, 0.2, 0.4),
+    half_lives=(0.002, 0.005, 0.015, 0.05),
 )
 TEXT = Kind(
     recipe="text-gpt-mini",

@@ -41,8 +41,9 @@ def letters(budget: str) -> Config:
     return replace(
         config,
         data=replace(config.data, max_train=1_000),
-        model=replace(config.model, width=128, dropout=0.2),
-        train=replace(config.train, lr=0.05),
+        model=replace(config.model, width=128, dropout=0.0),
+        train=replace(config.train, lr=0.1),
+        average=replace(config.average, half_life=0.005),
     )
 
 
@@ -55,5 +56,5 @@ RECIPES = (
             Recipe(f"{name}-mlp", f"perceptrons on {words}", partial(population, name)), batch_lr=BATCH_LR
         )
     ),
-    *with_controls(LETTERS, batch_lr=0.1),
+    *with_controls(LETTERS, batch_lr=0.2),
 )

@@ -157,7 +157,7 @@ CIFAR100 = Kind(
 CIFAR100_USED_UP = Kind(
     recipe="cifar100-2k",
     title="CIFAR-100 with 2,000 images",
-    options="--train.precision bfloat16",
+    options="--train.precision bfloat16 --train.validate-every 5",
     tuned={
         f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
         for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 5e-3))

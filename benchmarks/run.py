@@ -316,7 +316,10 @@ def main(arguments: Sequence[str]) -> int:
         for repeat in range(options.repeats):  # all scripts once, then again: a busy hour then affects all of them
             for script, runs in all_runs.items():
                 print(f"papa: {script.name}, {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+                num_failures = len(runs.failures)
                 run_script(script, runs, options.minutes)
+                for failure in runs.failures[num_failures:]:
+                    print(f"papa: {script.name}: {failure}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         is_complete = False
         for runs in all_runs.values():

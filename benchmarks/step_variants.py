@@ -13,9 +13,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,9 @@ def prepack(training: Training) -> None:
         copies = [mkldnn.to_mkldnn(copy.deepcopy(model).eval()) for model in models]
         return evaluate(copies, *args)
 
-    training.task.apply = lambda model, inputs: model(inputs.contiguous().to_mkldnn()).to_dense()
+    training.task = replace(
+        training.task, apply=lambda model, inputs: model(inputs.contiguous().to_mkldnn()).to_dense()
+    )
     training.evaluate = packed  # type: ignore[method-assign]
 
 
@@ -139,14 +141,16 @@ def take_turn(what: str) -> float:
     return (time.process_time() - start) / NUM_STEPS
 
 
-def start_contender(what: str, name: str, root: Path) -> Pool:
-    """A process with the environment variables of its variant, which waits for its turns."""
+def start_contender(what: str, name: str, root: Path) -> ProcessPoolExecutor:
+    """A process with the environment variables of its variant, which waits for its turns; its errors are raised."""
     before, environment = dict(os.environ), WHAT[what][name].environment
     os.environ.update(environment)
     try:
         # Importing torch again takes longer than the steps, and is only needed where variables are set.
         context = multiprocessing.get_context("spawn" if environment else "fork")
-        return context.Pool(1, start, (what, name, root))
+        contender = ProcessPoolExecutor(1, mp_context=context)
+        contender.submit(start, what, name, root).result()
+        return contender
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -159,7 +163,7 @@ def compare(what: str, names: list[str], root: Path, rounds: int) -> list[Result
         best = dict.fromkeys(names, float("inf"))
         for counted in [False, *[True] * rounds]:
             for name, contender in contenders.items():
-                seconds = contender.apply(take_turn, (what,))
+                seconds = contender.submit(take_turn, what).result()
                 best[name] = min(best[name], seconds) if counted else best[name]
     return [
         Result(

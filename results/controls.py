@@ -70,6 +70,8 @@ CONTROLS = (
 
 def role_of(record: Record) -> str:
     """What a run is compared as; see `Control.role`."""
+    if record["method"] == "longer":
+        return "long"
     for role in ("long", "batch"):
         if record["recipe"].endswith(f"-{role}"):
             return role

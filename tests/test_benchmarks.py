@@ -115,7 +115,9 @@ def test_memory_is_judged_by_megabytes(run: ModuleType, tmp_path: Path) -> None:
         ('{"name": "one"}\n{"name": "one"}', "two results with the name one"),
     ],
 )
-def test_a_failed_script_is_reported(run: ModuleType, tmp_path: Path, output: str, failure: str) -> None:
+def test_a_failed_script_is_reported(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str, failure: str
+) -> None:
     folder, out = tmp_path / "scripts", tmp_path / "out.md"
     write_script(folder, "a_broken", output)
     (folder / "b_raises.py").write_text("raise SystemExit('no | disk')\n")
@@ -124,6 +126,7 @@ def test_a_failed_script_is_reported(run: ModuleType, tmp_path: Path, output: st
     assert run.main(["--folder", str(folder), "--repeats", "1", "--out", str(out)]) == 1
     page = out.read_text()
     assert failure in page
+    assert "papa: c_silent.py: no results\n" in capsys.readouterr().err
     assert "**FAILED**: exit status 1: no \\| disk" in page
     assert "**FAILED**: no results" in page
     assert cells_of(page, "push")[-1] == "ok"
@@ -207,6 +210,17 @@ def test_where_time_goes_times_every_part() -> None:
         torch.Tensor.backward = backward  # type: ignore[method-assign]
     expected = set(_module("where_time_goes").PARTS) - {"metrics and checkpoints"}  # nothing is recorded here
     assert set(timed.parts.seconds) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:FutureWarning")  # of torch.utils.mkldnn
+def test_settings_are_tried_in_processes_whose_errors_are_raised(tmp_path: Path) -> None:
+    variants = _module("step_variants")
+    names = [variants.AS_SHIPPED, "weights in oneDNN's order"]
+    with pytest.raises(papa.PapaError, match="cifar10"):
+        variants.compare("an evaluation", names, tmp_path / "empty", rounds=1)
+    _module("where_time_goes").write_images(tmp_path, num_train=100, num_test=20)
+    shipped, packed = variants.compare("an evaluation", names, tmp_path, rounds=1)
+    assert (shipped.ratio, packed.name) == (1.0, "an evaluation, weights in oneDNN's order")
 
 
 def test_the_command_finds_the_scripts_of_the_repository(run: ModuleType) -> None:

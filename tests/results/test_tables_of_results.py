@@ -241,6 +241,14 @@ def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records
     assert longer[1:] == [", ".join([f"{gain - 54:+.2f}"] * 3), f"{gain - 54:+.2f}", "0.00", "yes, above"]
 
 
+def test_the_control_that_trains_longer_is_a_recipe_or_a_method(records: Path) -> None:
+    study = next(study for study in EVIDENCE if study.name == "aerial")
+    runs = list(read_records(study.tables[-1].commands, records).values())
+    assert {run["method"] for run in runs} == {"independent", "longer", "papa", "papa-all"}
+    (row,) = rows_of(controls(runs), "one network, 3 times longer")
+    assert row[1] == "56.00 (1.00)"
+
+
 def test_members_with_the_same_initial_weights_have_rows_of_their_own(records: Path) -> None:
     runs = list(read_records(EVIDENCE[0].tables[-1].commands, records).values())
     same = [copy.deepcopy(dict(run)) for run in runs if run["method"] == "papa"]

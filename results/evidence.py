@@ -239,19 +239,20 @@ TEXT = Kind(
     same_init=(0.03, 0.1),
     has_distilled=True,
 )
+WITH_EMA = "--trajectory.kind ema --trajectory.decay 0.99 --trajectory.batch-norm-batches 10 --average.keep-best-soup"
 AERIAL = Kind(
     recipe="aerial-unet",
     title="Aerial images, a class for every pixel",
     name="aerial",
-    methods="independent,longer,papa,papa-all",
+    methods="independent,longer,papa,papa-all,papa-2",
     controls=(),
     root="DATA/aerial",
-    options="--budget mini --members 3 --diversity.grid none --train.epochs 30 --train.precision bfloat16",
+    options="--budget mini --members 3 --diversity.grid none --train.epochs 30 --average.every-epochs 3 "
+    f"--train.precision bfloat16 {WITH_EMA}",
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (0.01, 0.03, 0.1)},
     tuning_members=1,
     half_lives=(0.005, 0.02, 0.05),
 )
-
 PRETRAINED = Kind(
     recipe="cifar100-finetune-effnetv2s",
     title="EfficientNet-Lite0 from ImageNet, fine-tuned on 1,000 images of CIFAR-10",
@@ -262,11 +263,12 @@ PRETRAINED = Kind(
         (
             "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.name cifar10",
             "--data.image-size 64 --data.max-train 1000 --data.validation 0.1 --data.max-test 2000",
-            "--members 3 --diversity.grid none --train.epochs 12 --train.precision bfloat16 --train.channels-last",
-            "--average.alpha None --average.half-life 0.1",
+            "--members 3 --diversity.grid none --train.epochs 12 --train.batch-size 16 --train.precision bfloat16",
+            f"--train.channels-last --average.alpha None --average.half-life 0.1 {WITH_EMA}",
         )
     ),
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3)},
+    tuning_options="--data.max-train 1900 --data.validation 0.526316",
     tuning_members=1,
     half_lives=(0.02, 0.1),
 )

@@ -21,7 +21,7 @@ from papa.layout import ALIGNMENT_BYTES
 from papa.mixing import exact_in_float32
 from papa.scratch import scratch
 
-BLOCK_BYTES_CPU = 1 << 19
+BLOCK_BYTES_CPU = 1 << 20
 """The size of a block of columns: small enough for the cache."""
 
 BLOCK_BYTES_ACCELERATOR = 1 << 26

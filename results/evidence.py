@@ -244,12 +244,13 @@ AERIAL = Kind(
     recipe="aerial-unet",
     title="Aerial images, a class for every pixel",
     name="aerial",
-    methods="independent,longer,papa,papa-all,papa-2",
+    methods="independent,longer,papa,papa-all",
     controls=(),
     root="DATA/aerial",
-    options="--budget mini --members 3 --diversity.grid none --train.epochs 30 --average.every-epochs 3 "
-    f"--train.precision bfloat16 {WITH_EMA}",
+    options="--budget mini --members 3 --diversity.grid none --train.epochs 60 --train.lr 0.1 "
+    f"--average.half-life 0.005 --average.every-epochs 6 --train.precision bfloat16 {WITH_EMA}",
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (0.01, 0.03, 0.1)},
+    tuning_options="--train.epochs 30 --average.every-epochs 3",
     tuning_members=1,
     half_lives=(0.005, 0.02, 0.05),
 )

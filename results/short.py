@@ -20,8 +20,7 @@ def _compare(
 ) -> str:
     """A command at the `mini` budget; the precision is given since its default depends on the processor."""
     words = ("papa compare", recipe, "--budget mini --methods", methods, "--seeds", seeds, *options)
-    root = "DATA/aerial" if recipe == "aerial-unet" else "DATA"
-    return " ".join([*words, "--train.precision", precision, "--data.root", root, "--out", f"runs/{out}"])
+    return " ".join([*words, "--train.precision", precision, "--data.root DATA --out", f"runs/{out}"])
 
 
 ALL_METHODS = "independent,papa,papa-all,papa-2"
@@ -268,16 +267,6 @@ SHORT = (
                         seeds="1",
                     ),
                 ),
-            ),
-        ),
-    ),
-    Study(
-        name="segmentation",
-        title="A class for every pixel",
-        tables=(
-            Table(
-                title="Aerial images, UNet",
-                commands=(_compare("aerial-unet", "segmentation", methods=ALL_METHODS, seeds="1"),),
             ),
         ),
     ),

@@ -199,7 +199,12 @@ def test_other_studies_show_their_runs(records: Path) -> None:
     assert ("papa", "plain", "51.00 (0.00)", "43.00 (1.00)", "43.00 (1.00)", "0.50 (0.00)") in {
         tuple(row) for row in rows_of(sections["alike"], "papa | plain")
     }
-    assert "| papa: average soup | 81.25 | 71.50 |" in sections["segmentation"]
+
+
+def test_segmentation_has_the_scores_of_each_class(records: Path) -> None:
+    study = next(study for study in EVIDENCE if study.name == "aerial")
+    section = detail_page("data-limited", records).split(f"## {study.title}\n")[1]
+    assert "| papa: average soup | 81.25 | 71.50 |" in section
 
 
 def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records: Path) -> None:

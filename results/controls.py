@@ -113,7 +113,11 @@ def controls(records: Sequence[Record], soups: Sequence[str] = tuple(OURS)) -> s
 
 
 def _closed(roles: Mapping[str, list[Record]]) -> str:
-    """A sentence on the gap between one network and the ensemble; empty where there is hardly a gap."""
+    """A sentence on the gap between one network and the ensemble; empty where it is lost in the noise of seeds."""
+    alone = roles.get("independent", [])
+    gap = paired(by_seed(alone, score("ensemble")), by_seed(alone, score("mean")))
+    if gap is None or gap.mean is None or abs(gap.mean) <= (gap.deviation or 0.0):
+        return ""
 
     def share(role: str, soups: str | None = None) -> str:
         runs = [_as_if_apart(run) for run in roles.get(role, [])]

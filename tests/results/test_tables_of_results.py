@@ -204,7 +204,7 @@ def test_other_studies_show_their_runs(records: Path) -> None:
 def test_segmentation_has_the_scores_of_each_class(records: Path) -> None:
     study = next(study for study in EVIDENCE if study.name == "aerial")
     section = detail_page("data-limited", records).split(f"## {study.title}\n")[1]
-    assert "| papa: average soup | 81.25 | 71.50 |" in section
+    assert "| papa: average soup | 81.25 (0.00) | 71.50 (0.00) |" in section
 
 
 def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records: Path) -> None:
@@ -242,6 +242,10 @@ def test_every_control_has_a_row_and_what_the_soups_of_papa_gain_over_it(records
         for run in little_to_gain
     ]
     assert "PAPA closes" not in controls(far_below)
+    by_chance = [
+        {**run, "test": {**run["test"], "ensemble": run["test"]["mean"] + 4 * (run["seed"] - 2)}} for run in runs
+    ]
+    assert "PAPA closes" not in controls(by_chance)
     (longer,) = rows_of(verdicts(runs), "PAPA less one network, p times longer")
     assert longer[1:] == [", ".join([f"{gain - 54:+.2f}"] * 3), f"{gain - 54:+.2f}", "0.00", "yes, above"]
 

@@ -12,6 +12,7 @@ import distributed_jobs
 import group_jobs
 from papa.group import balanced_ranges, start_workers
 from papa.lab.costs import Plan, cost_of
+from papa.product import column_blocks
 
 SIZE = distributed_jobs.SIZE
 
@@ -123,8 +124,11 @@ def test_fast_sends_fewer_bytes_and_bfloat16_half_of_them(distributed: dict[str,
     num_ranks, columns = distributed["num_ranks"], 60_200
     assert fast == pytest.approx(2 * 4 * columns * (num_ranks - 1) / num_ranks, rel=0.01)
     assert bfloat16 == pytest.approx(fast / 2, rel=0.01)
-    others = SIZE - len(balanced_ranges(SIZE, num_ranks)[0])
-    assert exact == pytest.approx(4 * columns * others, rel=0.01)  # rank 0 mixes the only block and sends it back
+    own = len(balanced_ranges(SIZE, num_ranks)[0])
+    widths = [block.shape[1] for block in column_blocks(torch.empty(SIZE, columns))]
+    mixed = sum(widths[block] for block in balanced_ranges(len(widths), num_ranks)[0])
+    # Rank 0 sends back the rows of others in the blocks that it mixes, and its own rows of the other blocks.
+    assert exact == pytest.approx(4 * (mixed * (SIZE - own) + (columns - mixed) * own), rel=0.01)
 
 
 def test_the_cost_model_is_right_for_half_precision(distributed: dict[str, Any]) -> None:

@@ -239,7 +239,10 @@ TEXT = Kind(
     same_init=(0.03, 0.1),
     has_distilled=True,
 )
-WITH_EMA = "--trajectory.kind ema --trajectory.decay 0.99 --trajectory.batch-norm-batches 10 --average.keep-best-soup"
+ALONG_TRAINING = (
+    "--trajectory.kind ema --trajectory.decay 0.99 --trajectory.batch-norm-batches 10 --average.keep-best-soup"
+)
+"""For the controls with EMA and with early stopping."""
 AERIAL = Kind(
     recipe="aerial-unet",
     title="Aerial images, a class for every pixel",
@@ -248,7 +251,7 @@ AERIAL = Kind(
     controls=(),
     root="DATA/aerial",
     options="--budget mini --members 3 --diversity.grid none --train.epochs 60 --train.lr 0.1 "
-    f"--average.half-life 0.005 --average.every-epochs 6 --train.precision bfloat16 {WITH_EMA}",
+    f"--average.half-life 0.005 --average.every-epochs 6 --train.precision bfloat16 {ALONG_TRAINING}",
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (0.01, 0.03, 0.1)},
     tuning_options="--train.epochs 30 --average.every-epochs 3",
     tuning_members=1,
@@ -265,7 +268,7 @@ PRETRAINED = Kind(
             "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.name cifar10",
             "--data.image-size 64 --data.max-train 1000 --data.validation 0.1 --data.max-test 2000",
             "--members 3 --diversity.grid none --train.epochs 12 --train.batch-size 16 --train.precision bfloat16",
-            f"--train.channels-last --average.alpha None --average.half-life 0.1 {WITH_EMA}",
+            f"--train.channels-last --average.alpha None --average.half-life 0.1 {ALONG_TRAINING}",
         )
     ),
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3)},

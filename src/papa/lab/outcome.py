@@ -101,7 +101,8 @@ class RunOutcome:
 def finalize_run(training: Training, config: Config) -> RunOutcome:
     """Make the soups and comparisons that a config asks for, and score everything."""
     num_align_batches = config.average.align_batches
-    wants_repaired = bool(training.batches.num_repair_batches) and not training.averager.rule.averages
+    is_single = training.population.size == 1  # its own soup
+    wants_repaired = bool(training.batches.num_repair_batches) and not training.averager.rule.averages and not is_single
     wants_aligned = wants_repaired and config.average.align_soups
     # Before there are soups to keep: a process holds at most two networks besides its members.
     repaired = _repaired_soups(training) if wants_repaired else None

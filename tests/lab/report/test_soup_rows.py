@@ -51,3 +51,9 @@ def test_methods_side_by_side_show_them_too() -> None:
 def test_several_seeds_have_a_mean_and_a_deviation() -> None:
     other = result(aligned={"test": {"average_soup": 62.0, "greedy_soup": 81.0}})
     assert compare_rows([result(), other])[2][3:] == ("61.00 (1.41)", "81.00 (0.00)")
+
+
+def test_a_single_network_is_its_own_soup_and_has_no_rows_for_others() -> None:
+    single = result(method="longer", test={**result()["test"], "members": [70.0]})
+    assert [row[0] for row in compare_rows([single])] == ["longer"]
+    assert not any("repaired" in row[0] for row in run_rows({**single, "paper": None}))

@@ -68,6 +68,12 @@ def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return result.get("test") or result.get("validation") or {}
 
 
+def other_soups(result: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The soups of one of `SOUPS`; empty if there are none, as for a single network, which is its own soup."""
+    is_single = len(scores_of(result).get("members") or ()) == 1
+    return {} if is_single else result.get(kind) or {}
+
+
 def cells_of(scores: Mapping[str, Any], digits: int = 2) -> tuple[str, ...]:
     """The cells of one run under `COLUMNS`, from its test or validation scores; empty for what was not scored."""
     mean, *rest = (_cell([scores[key]], digits) if key in scores else "" for key in KEYS)
@@ -85,7 +91,7 @@ def run_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     data, digits = ("test", "validation"), metric_of([result]).digits
     rows = [(name, *cells_of(result[name], digits)) for name in data if result.get(name)]
     for kind in SOUPS:
-        soups = result.get(kind) or {}
+        soups = other_soups(result, kind)
         rows += [(with_soups(name, kind), *paper_cells(soups[name], digits)) for name in data if soups.get(name)]
     best = result.get("best_soup") or {}
     for name in data:
@@ -130,7 +136,7 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             spread = f" [{min(lows):.{digits}f}, {max(highs):.{digits}f}]" if lows and highs else ""
             rows.append((label, mean + spread, *rest))
         for kind in SOUPS:
-            found = [scores_of(result[kind]) for _, result in group if result.get(kind)]
+            found = [scores_of(soups) for _, result in group if (soups := other_soups(result, kind))]
             if len(found) == len(group):
                 cells = (_cell([one.get(key) for one in found], digits) for key in ("average_soup", "greedy_soup"))
                 rows.append((with_soups(label, kind), "", "", *cells))

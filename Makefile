@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+SOURCES := pyproject.toml hatch_build.py src/papa/kernels.c
 
 .PHONY: help demo test lint types unit audit docs results format bench soak soak-async rows clean
 
@@ -22,12 +23,12 @@ $(BIN)/python:
 	@echo "papa: creating a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	@echo "papa: installing papa with command line, lab and reports into $(VENV) (PyTorch is large: a few minutes)"
 	@$(BIN)/python -m pip install --quiet -e '.[cli,lab]'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 	@echo "papa: installing papa with its test tools into $(VENV) (PyTorch is large: a few minutes)"
 	@$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@ $(VENV)/.installed

@@ -15,7 +15,6 @@ from torch import nn
 
 import papa
 from _bench import Result, best_times, finish, parser
-from papa.compiled import MAX_ROWS
 from push import push_foreach_, push_lerp_
 
 ALPHA = 0.9
@@ -45,15 +44,13 @@ def measure(name: str, *, rounds: int) -> list[Result]:
         "torch foreach": lambda: push_foreach_(tensors),
         "loop of lerp_ over tensors": lambda: push_lerp_(tensors),
     }
-    for compiles in (False, True) if size <= MAX_ROWS else (False,):
-        population = papa.Population([make().to(dtype) for _ in range(size)], compile=compiles)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in population]
-        for is_measured in (True, False):
-            averager = papa.Averager(population, papa.Push(alpha=ALPHA, every_steps=1), optimizers, measure=is_measured)
-            for _ in range(5):  # the first averagings look for mistakes
-                averager.step()
-            kind = "measured" if is_measured else "unmeasured"
-            contenders[f"Averager.step, {kind}{', compiled' if compiles else ''}"] = averager.step
+    population = papa.Population([make().to(dtype) for _ in range(size)])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in population]
+    for is_measured in (True, False):
+        averager = papa.Averager(population, papa.Push(alpha=ALPHA, every_steps=1), optimizers, measure=is_measured)
+        for _ in range(5):  # the first averagings look for mistakes
+            averager.step()
+        contenders[f"Averager.step, {'measured' if is_measured else 'unmeasured'}"] = averager.step
     seconds = best_times(contenders, rounds=2 * rounds, clock=time.thread_time)
     return [
         Result(

@@ -1,8 +1,7 @@
 """The time to average five networks of 11.7 million parameters, against a plain copy of their memory.
 
-Contenders: every rule of papa, pushes of a population with `compile=True`, and versions written by hand: a loop over
-state dicts, a loop over tensors in place, torch's foreach kernels. The members are ResNet-18 of torchvision; one
-thread, as in a CPU worker.
+Contenders: every rule of papa, and versions written by hand: a loop over state dicts, a loop over tensors in place,
+torch's foreach kernels. The members are ResNet-18 of torchvision; one thread, as in a CPU worker.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ KEEP = 0.99
 READING = "reading the matrix: the sum of every row"
 MEASURED, UNMEASURED = "Averager.step, measured", "Averager.step, unmeasured"
 STEPS = {MEASURED: 1.7, UNMEASURED: 1.4}
-STEPS |= {f"{name}, compiled": most for name, most in STEPS.items()}
 MOST_TIMES_A_COPY = {"Push": 1.4, "MergePairs": 1.4, **STEPS}
 LEAST_TIMES_FASTER_THAN_A_LOOP = 8.0
 MOST_EXTRA_MEGABYTES = 8.0
@@ -66,7 +64,6 @@ def main() -> None:
     unbound = [resnet18() for _ in range(NUM_MEMBERS)]
     numbers = [[t.detach() for t in model.state_dict().values() if t.is_floating_point()] for model in unbound]
     population = papa.Population(copy.deepcopy(unbound))
-    compiled = papa.Population(copy.deepcopy(unbound), compile=True)
     spare = torch.empty_like(population.matrix)
     generator = torch.Generator().manual_seed(0)
     pairs = mixing.merge_pairs(NUM_MEMBERS, generator)
@@ -83,8 +80,6 @@ def main() -> None:
         "any row-stochastic matrix": lambda: population.mix_(dense),
         MEASURED: papa.Averager(population, push).step,
         UNMEASURED: papa.Averager(population, push, measure=False).step,
-        f"{MEASURED}, compiled": papa.Averager(compiled, push).step,
-        f"{UNMEASURED}, compiled": papa.Averager(compiled, push, measure=False).step,
         "loop over state dicts": lambda: push_state_dicts_(unbound),
         "torch foreach": lambda: push_foreach_(numbers),
         "loop of lerp_ over tensors": lambda: push_lerp_(numbers),

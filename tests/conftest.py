@@ -83,6 +83,17 @@ def _plots_drawn_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.fixture
+def _torch_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Average with PyTorch's operators, as on accelerators and where there is no C compiler."""
+    from papa import kernels, product
+
+    product._known_product.cache_clear()
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    yield
+    product._known_product.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the small config that nothing disturbed."""

@@ -15,20 +15,22 @@ from typing import Any
 import pytest
 
 import papa
+from papa import kernels
 
 ROOT = Path(papa.__file__).parents[2]
 
 
-def build(copy: Path, *, modified: int, umask: int) -> bytes:
+def build(copy: Path, *, modified: int, umask: int, compiler: str | None = None) -> Path:
     """A wheel of a copy of the sources, whose files have another time and other permissions."""
-    ignore = shutil.ignore_patterns("__pycache__")
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "src", copy / "src", ignore=ignore, copy_function=shutil.copyfile)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, copy / name)
     for file in copy.rglob("*"):
         os.utime(file, (modified, modified))
         file.chmod(0o777 & ~umask)
     environment = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    environment |= {} if compiler is None else {"CC": compiler}
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
         cwd=copy,
@@ -37,18 +39,29 @@ def build(copy: Path, *, modified: int, umask: int) -> bytes:
         capture_output=True,
     )
     (wheel,) = (copy / "dist").iterdir()
-    return wheel.read_bytes()
+    return wheel
 
 
 def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
     first = build(tmp_path / "a", modified=1_000_000_000, umask=0o022)
     second = build(tmp_path / "another", modified=1_700_000_000, umask=0o077)
-    assert first == second
-    (tmp_path / "wheel").write_bytes(first)
-    with zipfile.ZipFile(tmp_path / "wheel") as wheel:
-        names = {name for name in wheel.namelist() if name.startswith("papa/")}
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()
+    names = names_in(first)
+    assert ("papa/libkernels.so" in names) == (kernels.library() is not None)
     data = {"papa/lab/report/templates/run.html.j2", "papa/lab/recipes/tables/ablation1.csv"}
     assert {"papa/__init__.py", "papa/py.typed", *data} <= names
+
+
+def test_without_a_c_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
+    wheel = build(tmp_path / "a", modified=1_000_000_000, umask=0o022, compiler="/no/such/compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "papa/libkernels.so" not in names_in(wheel)
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if name.startswith("papa/")}
 
 
 PACKAGE = {"name": "a", "version": "1.0", "vulns": []}

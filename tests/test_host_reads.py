@@ -23,6 +23,8 @@ from papa.diagnostics import NUM_AVERAGINGS_CHECKED
 from papa.rules import Rule
 from papa.training import Settings, Training
 
+pytestmark = pytest.mark.usefixtures("_torch_operators")  # what accelerators use
+
 READING_OPERATORS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}
 READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 

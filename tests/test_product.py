@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import TOLERANCES, assert_close, assert_same_bits, random_stochastic
-from papa import mixing, product, row_measures
+from papa import kernels, mixing, product, row_measures
 from papa.scratch import scratch
 
 
@@ -44,6 +45,19 @@ MATRICES = {
 }
 
 DTYPES = list(TOLERANCES)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["compiled", "torch"], autouse=True)
+def _operators(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the compiled functions, and with PyTorch's operators."""
+    if request.param and kernels.library() is None:
+        pytest.skip("papa was installed without a C compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.param:
+            patch.setattr(kernels, "library", lambda: None)
+        product._known_product.cache_clear()
+        yield
+    product._known_product.cache_clear()
 
 
 def random_rows(size: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -190,7 +204,7 @@ def test_a_push_has_the_bits_of_the_product_with_its_matrix(dtype: torch.dtype, 
         rows = random_rows(size, 333, dtype)
         expected = rows.clone()
         product.mix_rows_(expected, mixing.push(size, keep))
-        product.push_blocks_(torch.split(rows, 64, dim=1), keep)
+        product.push_columns_(rows, keep, 64)
         assert_same_bits({"rows": rows}, {"rows": expected})
 
 

@@ -40,9 +40,6 @@ class Population(MemberRows):
         average: which tensors are averaged, as glob patterns over their names. By default all parameters are, and
             buffers that are persistent, floating-point and finite (BatchNorm statistics are; masks and spectral-norm
             vectors are not). `{"head.*": False}` gives each member its own head.
-        compile: push members, and measure their distances, by code that `torch.compile` makes of it: two to three
-            times as fast, after some seconds at the first push. It needs what `torch.compile` needs (for a CPU, a C++
-            compiler) and one process that holds all members. Results may differ in the last bit.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class Population(MemberRows):
         group: Any = None,
         *,
         average: Mapping[str, bool] | None = None,
-        compile: bool = False,
     ) -> None:
         _check_several(models)
         if average is not None and not isinstance(average, Mapping):
@@ -73,10 +69,6 @@ class Population(MemberRows):
             if any(model is other for other in members[:member]):
                 raise MemberError(f"member {member} is the same object as an earlier one: make a module for each")
         processes = as_group(group)
-        if compile:
-            if not isinstance(processes, LocalGroup):
-                raise MemberError("compile=True needs one process that holds all members: pass no group, or no compile")
-            processes = LocalGroup(compile=True)
         check_wrappers(members, processes)
         super().__init__(members, processes, average or {})
 
@@ -89,7 +81,6 @@ class Population(MemberRows):
         seed: int = 1,
         group: Any = None,
         average: Mapping[str, bool] | None = None,
-        compile: bool = False,
     ) -> Population:
         """Make members with initial weights of their own, those that `papa.train` would make with this seed.
 
@@ -102,7 +93,6 @@ class Population(MemberRows):
             seed: of the members' weights; those of a member depend on the seed and its index only.
             group: as for `Population`.
             average: as for `Population`.
-            compile: as for `Population`.
         """
         if isinstance(make_model, nn.Module) or not callable(make_model):
             raise MemberError(
@@ -113,7 +103,7 @@ class Population(MemberRows):
         for member in group.local_range(size):
             with global_stream(seed, "init", member):
                 models.append(make_model())
-        return cls(models, group, average=average, compile=compile)
+        return cls(models, group, average=average)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._models)
@@ -144,7 +134,7 @@ class Population(MemberRows):
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.group, LocalGroup):
             raise MemberError("a population over several processes cannot be pickled: save its members")
-        return _rebuild, (self._models, self._average, self.dropped, self.group.compile)
+        return _rebuild, (self._models, self._average, self.dropped)
 
     @property
     def active(self) -> tuple[int, ...]:
@@ -342,9 +332,7 @@ def _check_several(models: object) -> None:
         raise MemberError(f"a population is made of several modules, got one {type(models).__name__}: pass a list")
 
 
-def _rebuild(
-    models: list[nn.Module], average: dict[str, bool], dropped: frozenset[int], compile: bool = False
-) -> Population:
-    population = Population(models, LocalGroup(compile=compile), average=average)
+def _rebuild(models: list[nn.Module], average: dict[str, bool], dropped: frozenset[int]) -> Population:
+    population = Population(models, LocalGroup(), average=average)
     population.dropped = dropped
     return population

@@ -11,12 +11,13 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from papa import mixing
+from papa import kernels, mixing
 from papa.layout import ALIGNMENT_BYTES
 from papa.mixing import exact_in_float32
 from papa.scratch import scratch
@@ -29,44 +30,51 @@ BLOCK_BYTES_ACCELERATOR = 1 << 26
 UNIT = 2.0**-24
 """What weights of at most 1 are rounded to multiples of; see `exact_in_float32`."""
 
+Product: TypeAlias = Callable[[Tensor], object]
+"""Multiplies the rows in a block of columns by a matrix, in place."""
+
 
 def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
     """`rows <- matrix @ rows`, for the rows of all members and a row-stochastic float64 matrix."""
-    mix_blocks_(column_blocks(rows), matrix)
+    mix_columns_(rows, matrix, block_width(rows, *rows.shape))
 
 
-def mix_blocks_(blocks: Iterable[Tensor], matrix: Tensor) -> None:
-    """`block <- matrix @ block` for blocks of columns of one matrix."""
-    views = list(blocks)
-    if not views:
-        return
-    with full_precision(views[0].device):
-        mix_block_ = product_with(matrix, views[0])
-        for block in reversed(views):  # a check has just read all of them, and the last may still be in cache
-            mix_block_(block)
+def mix_columns_(columns: Tensor, matrix: Tensor, width: int) -> None:
+    """`columns <- matrix @ columns` for some columns of the rows of all members, a block of `width` at a time."""
+    if columns.shape[1]:
+        with full_precision(columns.device):
+            _multiply_(columns, product_with(matrix, columns), width)
 
 
-def push_blocks_(blocks: Iterable[Tensor], keep: float) -> None:
-    """`mix_blocks_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time."""
-    views = list(blocks)
-    if not views:
-        return
-    size, like = len(views[0]), views[0]
-    push = None if accumulation_dtype(like.dtype).itemsize > 4 else exact_push(size, keep)
+def push_rows_(rows: Tensor, keep: float) -> None:
+    """`mix_rows_` with `mixing.push(p, keep)`."""
+    push_columns_(rows, keep, block_width(rows, *rows.shape))
+
+
+def push_columns_(columns: Tensor, keep: float, width: int) -> None:
+    """`mix_columns_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time."""
+    dtype, size = accumulation_dtype(columns.dtype), len(columns)
+    push = None if dtype.itemsize > 4 else exact_push(size, keep)
     if push is None:
-        mix_blocks_(views, mixing.push(size, keep))
+        mix_columns_(columns, mixing.push(size, keep), width)
         return
     own, common = push
-    if common == 0.0:
+    if common == 0.0 or not columns.shape[1]:
         return  # every member keeps exactly its own bits
-    row = torch.full((size,), common, dtype=accumulation_dtype(like.dtype), device=like.device)
-    with full_precision(like.device):
-        mix_block_ = _widened(_push_product(own, row, slice(None)), like.dtype)
-        for block in reversed(views):
-            mix_block_(block)
+    row = torch.full((size,), common, dtype=dtype, device=columns.device)
+    with full_precision(columns.device):
+        _multiply_(columns, _push_product(own, row, columns.dtype), width)
 
 
-def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> Callable[[Tensor], object]:
+def _multiply_(columns: Tensor, mix_block_: Product, width: int) -> None:
+    if isinstance(mix_block_, OnePassPush):
+        mix_block_(columns)
+        return
+    for block in reversed(torch.split(columns, width, dim=1)):  # a check has read all, the last may still be in cache
+        mix_block_(block)
+
+
+def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> Product:
     """A function that multiplies a block of columns by `matrix` in place; call it under `full_precision`.
 
     Args:
@@ -74,17 +82,27 @@ def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> 
         like: a tensor with the dtype and device of the blocks.
         points: which rows are points, as for `exact_in_float32`; None for all.
     """
-    wide_dtype = accumulation_dtype(like.dtype)
-    if points is None:
-        mix_wide_ = _known_product(matrix.double().numpy().tobytes(), len(matrix), wide_dtype, like.device)
-    else:
-        mix_wide_ = _wide_product(matrix, wide_dtype, like.device, points)
-    if mix_wide_ is None:
+    if points is not None:
+        return _product_with(matrix, like.dtype, like.device, points)
+    return _known_product(matrix.double().numpy().tobytes(), len(matrix), like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _known_product(matrix: bytes, size: int, dtype: torch.dtype, device: torch.device) -> Product:
+    """`product_with` of a matrix given by its bytes: most rules use the same matrix many times."""
+    weights = torch.frombuffer(bytearray(matrix), dtype=torch.float64).view(size, size)
+    return _product_with(weights, dtype, device)
+
+
+def _product_with(matrix: Tensor, dtype: torch.dtype, device: torch.device, points: Tensor | None = None) -> Product:
+    is_double = dtype in (torch.float64, torch.complex128)
+    weights = matrix if is_double else exact_in_float32(matrix, points)
+    if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
         return lambda block: None  # every member keeps exactly its own bits
-    return _widened(mix_wide_, like.dtype)
+    return _cheapest_product(weights, dtype, device, are_points=points is None)
 
 
-def _widened(mix_wide_: Callable[[Tensor], object], dtype: torch.dtype) -> Callable[[Tensor], object]:
+def _widened(mix_wide_: Product, dtype: torch.dtype) -> Product:
     """A product for blocks of a dtype, computed in the dtype in which numbers are added up."""
     wide_dtype = accumulation_dtype(dtype)
     if dtype == wide_dtype:
@@ -96,26 +114,6 @@ def _widened(mix_wide_: Callable[[Tensor], object], dtype: torch.dtype) -> Calla
         block.copy_(wide)
 
     return mix_block_
-
-
-@functools.lru_cache(maxsize=16)
-def _known_product(
-    matrix: bytes, size: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[Tensor], object] | None:
-    """`_wide_product` of a matrix given by its bytes: most rules use the same matrix many times."""
-    weights = torch.frombuffer(bytearray(matrix), dtype=torch.float64).view(size, size)
-    return _wide_product(weights, dtype, device)
-
-
-def _wide_product(
-    matrix: Tensor, dtype: torch.dtype, device: torch.device, points: Tensor | None = None
-) -> Callable[[Tensor], object] | None:
-    """`product_with` for blocks in the dtype in which numbers are added up; None for the identity."""
-    is_double = dtype in (torch.float64, torch.complex128)
-    weights = matrix if is_double else exact_in_float32(matrix, points)
-    if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
-        return None
-    return _cheapest_product(weights, dtype, device)
 
 
 BlockUpdate: TypeAlias = Callable[[list[Tensor], int], None]
@@ -189,19 +187,23 @@ def full_precision(device: torch.device) -> Iterator[None]:
             torch.set_float32_matmul_precision(precision)
 
 
-def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], object]:
+def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device, *, are_points: bool) -> Product:
     """The fastest function that multiplies a block by `matrix` in place.
 
     Two forms of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (push, merge all) is one
     weighted sum and one addition; rows with at most two weights (merge pairs) are one interpolation each. Members with
     weight zero are not read, since 0 x NaN is NaN.
     """
+    wide_dtype = accumulation_dtype(dtype)
     own, common = _own_and_common(matrix)
     is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
     if common is not None and not is_copy:
-        used = _used(common)
-        row = common[used].to(device=device, dtype=dtype)
-        return _push_product(own, row, used)
+        return _push_product(own, common.to(device=device, dtype=wide_dtype), dtype, are_points=are_points)
+    return _widened(_other_product(matrix, wide_dtype, device), dtype)
+
+
+def _other_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
+    """The product with a matrix that is no push, for blocks in the dtype in which numbers are added up."""
     if int((matrix != 0).sum(dim=1).max()) <= 2:
         parents = [_two_parents(row) for row in matrix.tolist()]
         order = _least_copies(parents)
@@ -234,13 +236,32 @@ def exact_push(size: int, keep: float) -> tuple[float, float] | None:
     return 1.0 - size * common * UNIT, common * UNIT
 
 
-def _push_product(own: float, row: Tensor, used: slice | list[int]) -> Callable[[Tensor], object]:
-    """The product with `d I + 1 c^T`, where `d` is `own`, and `row` has the weights of `c` that are not zero."""
+@dataclass(frozen=True)
+class OnePassPush:
+    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`, for all columns in one pass."""
+
+    own: float
+    common: Tensor
+
+    def __call__(self, block: Tensor) -> None:
+        """Multiply the rows in place."""
+        kernels.push_(block, self.own, self.common)
+
+
+def _push_product(own: float, common: Tensor, dtype: torch.dtype, *, are_points: bool = True) -> Product:
+    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`.
+
+    The rows of the matrix sum to 1 if all of them are points.
+    """
+    if are_points and kernels.supports(dtype, common.device):
+        return OnePassPush(own, common)
+    used = _used(common)
+    row = common[used]
     if own == 0.0:
-        return lambda block: block.copy_(row @ block[used])
+        return _widened(lambda block: block.copy_(row @ block[used]), dtype)
     if isinstance(used, slice) and not row.is_complex():
-        return lambda block: torch.add(weighted_sum(row, block), block, alpha=own, out=block)
-    return lambda block: torch.add(row @ block[used], block, alpha=own, out=block)
+        return _widened(lambda block: torch.add(weighted_sum(row, block), block, alpha=own, out=block), dtype)
+    return _widened(lambda block: torch.add(row @ block[used], block, alpha=own, out=block), dtype)
 
 
 def weighted_sum(row: Tensor, block: Tensor) -> Tensor:

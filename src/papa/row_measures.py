@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from papa.product import accumulation_dtype, column_blocks, full_precision, weighted_sum
+from papa import kernels
+from papa.product import accumulation_dtype, block_width, column_blocks, full_precision, weighted_sum
 from papa.scratch import scratch
 
 NO_REDUCTION = 0
@@ -20,31 +21,28 @@ squared_differences: Callable[..., Tensor] = torch._C._nn.mse_loss
 
 def squared_distances(rows: Tensor) -> Tensor:
     """The squared Euclidean distance of each row to the mean of all rows, in float64 on the device of the rows."""
-    parts = squared_distances_by_block(column_blocks(rows))
+    parts = squared_distances_by_block(rows, block_width(rows, *rows.shape))
     return parts[0] if len(parts) == 1 else parts.sum(dim=0)
 
 
-def squared_distances_by_block(blocks: Iterable[Tensor]) -> Tensor:
+def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
     """The contribution of each block of columns to `squared_distances`: `(blocks, p)`, in float64 on their device.
 
     A non-finite number in any row makes the contribution of its block non-finite, for every row.
     """
-    views = list(blocks)
-    if not views:
-        return torch.zeros(0)
-    like = views[0]
-    with full_precision(like.device):
-        if len(views) == 1:
-            return _squares_in(like).double()[None]
-        # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
-        dtype = accumulation_dtype(like.dtype.to_real())
-        parts = torch.empty(len(views), len(like), dtype=dtype, device=like.device)
-        for part, block in zip(parts.unbind(), views, strict=True):
+    size, num_columns = columns.shape
+    if kernels.supports(columns.dtype, columns.device):
+        return kernels.squared_distances_by_block(columns, width)
+    # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
+    dtype = accumulation_dtype(columns.dtype.to_real())
+    parts = torch.empty(-(-num_columns // width), size, dtype=dtype, device=columns.device)
+    with full_precision(columns.device):
+        for part, block in zip(parts.unbind(), torch.split(columns, width, dim=1) if len(parts) else (), strict=True):
             _squares_in(block, out=part)
     return parts.double()
 
 
-def _squares_in(block: Tensor, out: Tensor | None = None) -> Tensor:
+def _squares_in(block: Tensor, out: Tensor) -> Tensor:
     """The squared distance of each row to their mean, in the dtype in which numbers are added up."""
     real = torch.view_as_real(block).flatten(1) if block.is_complex() else block
     dtype = accumulation_dtype(real.dtype)
@@ -65,6 +63,8 @@ def _equal_weights(size: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def row_sums(rows: Tensor) -> Tensor:
     """The sum of each row, in float64. It is non-finite if a number of the row is, or if the sum overflows."""
+    if kernels.supports(rows.dtype, rows.device):
+        return kernels.sums_by_block(rows, block_width(rows, *rows.shape)).sum(dim=0)
     if rows.element_size() < 4:  # adding up half-precision numbers directly takes five times as long
         wide = (scratch.matrix(block, torch.float32).copy_(block) for block in column_blocks(rows))
         return torch.stack([block.sum(dim=1) for block in wide]).double().sum(dim=0)

@@ -11,16 +11,15 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from papa import compiled, mixing
+from papa import mixing
 from papa.columns import Columns, chosen_columns, write_columns_
 from papa.errors import PapaError
 from papa.product import (
     BlockUpdate,
     block_width,
-    column_blocks,
     combine_rows,
     mix_rows_,
-    push_blocks_,
+    push_rows_,
     update_blocks_,
 )
 from papa.row_measures import squared_distances
@@ -173,18 +172,11 @@ class Group(Protocol):
 
 
 class LocalGroup(Group):
-    """One process holds every member.
-
-    Args:
-        compile: measure and push members by compiled code, where it can; see `papa.Population`.
-    """
+    """One process holds every member."""
 
     num_ranks = 1
     is_local = True
     is_leader = True
-
-    def __init__(self, *, compile: bool = False) -> None:
-        self.compile = compile
 
     def local_range(self, size: int) -> range:
         return range(size)
@@ -210,10 +202,7 @@ class LocalGroup(Group):
         mix_rows_(rows, matrix)
 
     def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
-        if self.compile and compiled.supports(rows):
-            compiled.push_(rows, keep)
-        else:
-            push_blocks_(column_blocks(rows), keep)
+        push_rows_(rows, keep)
 
     def update_(
         self,
@@ -234,8 +223,7 @@ class LocalGroup(Group):
         return combine_rows(rows, weights, out)
 
     def squared_distances(self, rows: Tensor) -> Tensor:
-        is_compiled = self.compile and compiled.supports(rows)
-        return compiled.squared_distances(rows) if is_compiled else squared_distances(rows)
+        return squared_distances(rows)
 
     def all_gather(self, values: list[T]) -> list[T]:
         return list(values)

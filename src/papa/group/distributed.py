@@ -22,7 +22,7 @@ from papa.group.base import zeros
 from papa.group.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.group.exchange import ColumnExchange
 from papa.group.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
-from papa.product import BlockUpdate, combine_block_, mix_blocks_
+from papa.product import BlockUpdate, combine_block_, mix_columns_
 from papa.row_measures import is_finite, squared_distances_by_block
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class DistributedGroup(MultiProcessGroup):
         exchange = self._connect(len(rows))
         finish: Callable[[], None] | None = None
         for this, columns in exchange.local_columns(rows):
-            mix_blocks_(this.blocks(columns), matrix)
+            mix_columns_(columns, matrix, this.block_width)
             finish, previous = exchange.start_columns_to_rows(columns, rows, this), finish
             if previous is not None:
                 previous()
@@ -257,7 +257,7 @@ class DistributedGroup(MultiProcessGroup):
         """Each rank computes the part of its blocks; the parts are added in block order."""
         exchange = self._connect(len(rows))
         mine = [
-            (this.columns[self.rank].start, squared_distances_by_block(this.blocks(columns)).cpu())
+            (this.columns[self.rank].start, squared_distances_by_block(columns, this.block_width).cpu())
             for this, columns in exchange.local_columns(rows)
             if columns.shape[1]
         ]

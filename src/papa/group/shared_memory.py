@@ -23,10 +23,9 @@ from papa.group.collectives import MultiProcessGroup, all_gather_object, connect
 from papa.product import (
     BlockUpdate,
     block_width,
-    column_blocks,
     combine_rows,
-    mix_blocks_,
-    push_blocks_,
+    mix_columns_,
+    push_columns_,
     update_blocks_,
 )
 from papa.row_measures import squared_distances_by_block
@@ -115,22 +114,27 @@ class SharedMemoryGroup(MultiProcessGroup):
                 return mapping[:, : rows.shape[1]]
         raise AssertionError("these rows were not allocated by this group")
 
-    def _my_blocks(self, shared: Tensor) -> list[Tensor]:
-        blocks = list(column_blocks(shared))
-        mine = balanced_ranges(len(blocks), self.num_ranks)[self.rank]
-        return blocks[mine.start : mine.stop]
+    def _my_columns(self, shared: Tensor) -> tuple[Tensor, int]:
+        """The columns of this rank's blocks, and the width of a block."""
+        width = block_width(shared, *shared.shape)
+        mine = balanced_ranges(-(-shared.shape[1] // width), self.num_ranks)[self.rank]
+        return shared[:, mine.start * width : mine.stop * width], width
 
     def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
-        self._change_blocks_(rows, lambda blocks: mix_blocks_(blocks, matrix), synchronised=synchronised)
+        self._change_columns_(
+            rows, lambda columns, width: mix_columns_(columns, matrix, width), synchronised=synchronised
+        )
 
     def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
-        self._change_blocks_(rows, lambda blocks: push_blocks_(blocks, keep), synchronised=synchronised)
+        self._change_columns_(
+            rows, lambda columns, width: push_columns_(columns, keep, width), synchronised=synchronised
+        )
 
-    def _change_blocks_(
-        self, rows: Tensor, change_: Callable[[list[Tensor]], None], *, synchronised: bool = False
+    def _change_columns_(
+        self, rows: Tensor, change_: Callable[[Tensor, int], None], *, synchronised: bool = False
     ) -> None:
         shared = self._share(rows, synchronised=synchronised)
-        change_(self._my_blocks(shared))
+        change_(*self._my_columns(shared))
         self.barrier()
         if shared is not rows:
             rows.copy_(shared[self._local])
@@ -179,7 +183,7 @@ class SharedMemoryGroup(MultiProcessGroup):
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank computes the part of its blocks; the parts are added in block order."""
-        parts = squared_distances_by_block(self._my_blocks(self._share(rows)))
+        parts = squared_distances_by_block(*self._my_columns(self._share(rows)))
         return torch.cat(all_gather_object(parts)).sum(dim=0)
 
 

@@ -1,0 +1,74 @@
+"""Pushes and measures of members on a CPU in one pass each: `kernels.c`, compiled when papa is installed.
+
+PyTorch's operators read and write the weights several times for the same work. Where there is no C compiler, or for
+other devices and dtypes, they are used instead; see `papa.product` and `papa.row_measures`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PATH = Path(__file__).with_name("libkernels.so")
+DTYPES = frozenset({torch.float32, torch.bfloat16})
+LEAST_BYTES_PER_THREAD = 4 << 20
+"""To start a thread takes as long as to read a part of this."""
+
+INTEGER, POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, or None where they could not be compiled."""
+    try:
+        found = ctypes.CDLL(str(PATH))
+    except OSError:
+        return None
+    rows = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER)
+    found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
+    for function in (found.papa_squared_distances, found.papa_sums):
+        function.argtypes = (*rows, INTEGER, POINTER)
+    for function in (found.papa_push, found.papa_squared_distances, found.papa_sums):
+        function.restype = None
+    return found
+
+
+def supports(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices of this kind can be averaged by the compiled functions."""
+    return dtype in DTYPES and device.type == "cpu" and library() is not None
+
+
+def push_(columns: Tensor, own: float, weights: Tensor) -> None:
+    """`columns <- own * columns + weights @ columns`, where `own` and the float32 weights sum to 1."""
+    assert weights.dtype == torch.float32
+    assert weights.shape == columns.shape[:1]
+    _call("papa_push", columns, own, weights.contiguous().data_ptr())
+
+
+def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
+    """The squared distance of each row to the mean of all rows, for each block of `width` columns, in float64."""
+    return _measured("papa_squared_distances", columns, width)
+
+
+def sums_by_block(columns: Tensor, width: int) -> Tensor:
+    """The sum of each row, for each block of `width` columns, in float64."""
+    return _measured("papa_sums", columns, width)
+
+
+def _measured(name: str, columns: Tensor, width: int) -> Tensor:
+    results = torch.empty(-(-columns.shape[1] // width), len(columns), dtype=torch.float64, device="cpu")
+    _call(name, columns, width, results.data_ptr())
+    return results
+
+
+def _call(name: str, columns: Tensor, *args: float) -> None:
+    size, width = columns.shape
+    stride, step = columns.stride()
+    assert step == 1 or width < 2, f"numbers of a row are {step} apart, expected next to each other"
+    num_threads = max(1, min(torch.get_num_threads(), columns.nbytes // LEAST_BYTES_PER_THREAD))
+    is_bfloat16 = columns.dtype == torch.bfloat16
+    getattr(library(), name)(columns.data_ptr(), stride, size, width, is_bfloat16, num_threads, *args)

@@ -1,23 +1,28 @@
 """The time of `Averager.step()` as users call it, against pushes written by hand, for networks of many kinds.
 
-Ratios of processor time of one thread, best of all rounds. A measured step also checks for non-finite members and
+Members take a training step before each averaging, as in a training: what was used last is in cache then, and nothing
+else. Ratios of processor time of one thread, best of all rounds. A measured step also checks for non-finite members and
 returns their distances to the mean; versions by hand do neither, and in bfloat16 they add up in bfloat16.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import math
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import papa
-from _bench import Result, best_times, finish, parser
+from _bench import Result, finish, parser
 from push import push_foreach_, push_lerp_
 
 ALPHA = 0.9
+BATCH_SIZE = 64
 
 
 def perceptron(width: int, depth: int) -> nn.Module:
@@ -35,23 +40,56 @@ CASES: dict[str, tuple[int, Callable[[], nn.Module], torch.dtype]] = {
 }
 
 
+class Trained:
+    """Networks that take a training step each before they are averaged."""
+
+    def __init__(self, name: str) -> None:
+        size, make, dtype = CASES[name]
+        self.networks = [make().to(dtype) for _ in range(size)]
+        self.optimizers = [torch.optim.SGD(network.parameters(), lr=1e-3) for network in self.networks]
+        self._inputs = torch.randn(BATCH_SIZE, next(self.networks[0].parameters()).shape[1], dtype=dtype)
+
+    def tensors(self) -> list[list[Tensor]]:
+        """What is averaged by hand."""
+        return [[tensor.detach() for tensor in network.state_dict().values()] for network in self.networks]
+
+    def averager(self, *, is_measured: bool) -> papa.Averager:
+        """An averager that has made its first averagings, which look for mistakes."""
+        population = papa.Population(self.networks)
+        push = papa.Push(alpha=ALPHA, every_steps=1)
+        averager = papa.Averager(population, push, self.optimizers, measure=is_measured)
+        for _ in range(5):
+            averager.step()
+        return averager
+
+    def step(self) -> None:
+        """One training step of every network."""
+        for network, optimizer in zip(self.networks, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            network(self._inputs).square().mean().backward()
+            optimizer.step()
+
+
 def measure(name: str, *, rounds: int) -> list[Result]:
     """The times of one case."""
-    size, make, dtype = CASES[name]
-    by_hand = [make().to(dtype) for _ in range(size)]
-    tensors = [[tensor.detach() for tensor in model.state_dict().values()] for model in by_hand]
-    contenders: dict[str, Callable[[], object]] = {
-        "torch foreach": lambda: push_foreach_(tensors),
-        "loop of lerp_ over tensors": lambda: push_lerp_(tensors),
-    }
-    population = papa.Population([make().to(dtype) for _ in range(size)])
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in population]
+    contenders: dict[str, tuple[Trained, Callable[[], object]]] = {}
+    for by_hand, push in (("torch foreach", push_foreach_), ("loop of lerp_ over tensors", push_lerp_)):
+        trained = Trained(name)
+        contenders[by_hand] = trained, functools.partial(push, trained.tensors())
     for is_measured in (True, False):
-        averager = papa.Averager(population, papa.Push(alpha=ALPHA, every_steps=1), optimizers, measure=is_measured)
-        for _ in range(5):  # the first averagings look for mistakes
-            averager.step()
-        contenders[f"Averager.step, {'measured' if is_measured else 'unmeasured'}"] = averager.step
-    seconds = best_times(contenders, rounds=2 * rounds, clock=time.thread_time)
+        trained = Trained(name)
+        kind = "measured" if is_measured else "unmeasured"
+        contenders[f"Averager.step, {kind}"] = trained, trained.averager(is_measured=is_measured).step
+    seconds = dict.fromkeys(contenders, math.inf)
+    gc.collect()
+    gc.disable()
+    for _ in range(4 * rounds):
+        for contender, (trained, average) in contenders.items():
+            trained.step()
+            start = time.thread_time()
+            average()
+            seconds[contender] = min(seconds[contender], time.thread_time() - start)
+    gc.enable()
     return [
         Result(
             name=f"{name}: {contender}",
@@ -68,7 +106,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    warnings.simplefilter("ignore", papa.PapaWarning)  # no optimizer takes a step here
+    warnings.simplefilter("ignore", papa.PapaWarning)  # averagings without training are warned of
     results = [result for name in CASES for result in measure(name, rounds=options.rounds)]
     finish(results, options, title="One averaging; ratios to torch foreach")
 

@@ -284,11 +284,11 @@ class Averager(AveragerState):
         return self.population._chosen(mask.columns)
 
     def _mask(self, context: AveragingContext) -> Mask | None:
-        population, active = self.population, self.population.active
-        if len(active) == context.size:
-            mask = self.rule.mask(context, population._layout)
+        population = self.population
+        if population.dropped:
+            mask = self.rule.mask_among(context, population._layout, population.active)
         else:
-            mask = self.rule.mask_among(context, population._layout, active)
+            mask = self.rule.mask(context, population._layout)
         if mask is not None:
             mask.check(population._layout, context.size)
         return mask

@@ -9,7 +9,7 @@ repairs it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,37 +50,12 @@ class BoundMember:
         ]
         self._registries = [registry for m in self._all_modules for registry in (m._parameters, m._modules)]
         self._num_parts = self._count_parts()
-        self._sharded_modules = [module for module in self._all_modules if can_reshard(module)]
+        self.sharded_modules = [module for module in self._all_modules if can_reshard(module)]
         for number in range(len(self._in_row)):
             self._move_into_row(number)
-        # What `is_in_place` compares, in one list for each part, since it is called at every averaging.
-        self._watched_dicts: list[Any] = [
-            *(one.registry for one in self._attributes),
-            *(dict_ for dict_, _, _ in self._children),
-        ]
-        self._watched_keys = [*(one.key for one in self._attributes), *(key for _, key, _ in self._children)]
-        self._watched_values = [
-            *(self.tensors[one.number] for one in self._attributes),
-            *(child for _, _, child in self._children),
-        ]
 
     def _count_parts(self) -> int:
         return sum(map(len, self._registries))
-
-    def reshard_(self) -> None:
-        """Shard the parameters that a forward pass under `fully_shard` left unsharded."""
-        for module in self._sharded_modules:
-            module.reshard()  # type: ignore[operator]
-
-    def is_in_place(self) -> bool:
-        """Whether the module has the tensors that were bound, in its row; then there is nothing to refresh."""
-        return (
-            not self._shards
-            and self._count_parts() == self._num_parts
-            and all(map(operator.is_, map(dict.get, self._watched_dicts, self._watched_keys), self._watched_values))
-            and list(map(Tensor.data_ptr, self.tensors)) == self._pointers
-            and list(map(Tensor.stride, self.tensors)) == self._strides
-        )
 
     def new_strides(self) -> dict[int, tuple[int, ...]]:
         """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""
@@ -165,6 +140,33 @@ class BoundMember:
                 "population.to(...)"
             )
         return current
+
+
+class Places:
+    """Where the tensors of all members are; looked at in every averaging, so in one list for each thing to compare."""
+
+    def __init__(self, members: Sequence[BoundMember]) -> None:
+        attributes = [(member, one) for member in members for one in member._attributes]
+        children = [child for member in members for child in member._children]
+        self._is_sharded = any(member.is_sharded for member in members)
+        self._registries = [registry for member in members for registry in member._registries]
+        self._num_parts = list(map(len, self._registries))
+        self._dicts: list[Any] = [*(one.registry for _, one in attributes), *(parent for parent, _, _ in children)]
+        self._keys = [*(one.key for _, one in attributes), *(key for _, key, _ in children)]
+        self._values = [*(member.tensors[one.number] for member, one in attributes), *(child for *_, child in children)]
+        self._tensors = [tensor for member in members for tensor in member.tensors]
+        self._pointers = [pointer for member in members for pointer in member._pointers]
+        self._strides = [stride for member in members for stride in member._strides]
+
+    def are_unchanged(self) -> bool:
+        """Whether all members have the tensors that were bound, in their rows; then there is nothing to refresh."""
+        return (
+            not self._is_sharded
+            and list(map(len, self._registries)) == self._num_parts
+            and all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+            and list(map(Tensor.stride, self._tensors)) == self._strides
+        )
 
 
 def _bound_attributes(model: nn.Module, layout: Layout) -> tuple[list[_Attribute], dict[str, Tensor]]:

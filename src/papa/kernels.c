@@ -9,9 +9,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#define CHUNK 512 /* columns */
+#define CHUNK 512 /* columns; of many rows fewer, see `chunk_of` */
 #define LANES 32  /* partial sums, added up side by side */
 #define LINE 64   /* bytes of a line of cache */
+#define PUSH_BLOCK (64 * CHUNK)
 #define MAX_THREADS 64
 
 /* The best code for each kind of processor, chosen when the library is loaded. */
@@ -27,7 +28,8 @@ typedef struct {
     int64_t stride, size, width;
     int64_t is_bfloat16;
     float own;            /* of a push: the share that a member keeps */
-    const float *weights; /* of a push: what it takes of each member */
+    const float *weights; /* of a push: what it takes of each member; 0 if that is the same number, `equal` */
+    float equal;
     int64_t block;        /* of a measure: the number of columns for which there is a result of each row */
     double *results;
 } Job;
@@ -51,13 +53,17 @@ INLINE void set(void *rows, int64_t index, float number, int is_bfloat16) {
     ((uint16_t *)rows)[index] = (uint16_t)(number != number ? 0x7fc0 : rounded);
 }
 
-/* shared = the weighted sum of the rows in `count` columns from `first`, without weights their mean. Rows of weight 0
-   are not read. The next columns are requested meanwhile: processors do not foresee them in several rows at once. */
-INLINE void add_up(const Job *job, int64_t first, int64_t count, const float *weights, float *shared, int half) {
-    memset(shared, 0, CHUNK * sizeof *shared);
+/* The best of what was tried: smaller chunks are faster for some rows, not for few or for many. */
+INLINE int64_t chunk_of(const Job *job, int half) {
+    return job->size < 5 || job->size > 16 || half ? CHUNK : CHUNK / 4;
+}
+
+/* shared = the weighted sum of the rows in `count` columns from `first`; rows of weight 0 are not read. The next columns are requested meanwhile: processors do not foresee them in several rows at once. */
+INLINE void add_up(const Job *job, int64_t first, int64_t count, float *shared, int half) {
+    memset(shared, 0, count * sizeof *shared);
     for (int64_t row = 0; row < job->size; row++) {
         int64_t start = row * job->stride + first;
-        float weight = weights ? weights[row] : 1.0f / (float)job->size;
+        float weight = job->weights ? job->weights[row] : job->equal;
         if (weight == 0.0f) continue;
         const char *next = (const char *)job->rows + (start + CHUNK) * (half ? 2 : 4);
         for (int64_t k = 0; k < count * (half ? 2 : 4); k += LINE) __builtin_prefetch(next + k);
@@ -69,9 +75,10 @@ INLINE void add_up(const Job *job, int64_t first, int64_t count, const float *we
    Written as a small difference, so that members that are equal stay so to the bit. */
 INLINE void push_columns(const Job *job, int64_t first, int64_t last, int half) {
     float shared[CHUNK], own = job->own, rest = 1.0f - own;
-    for (; first < last; first += CHUNK) {
-        int64_t count = last - first < CHUNK ? last - first : CHUNK;
-        add_up(job, first, count, job->weights, shared, half);
+    int64_t chunk = chunk_of(job, half);
+    for (; first < last; first += chunk) {
+        int64_t count = last - first < chunk ? last - first : chunk;
+        add_up(job, first, count, shared, half);
         for (int64_t row = 0; row < job->size; row++) {
             int64_t start = row * job->stride + first;
             if (own == 0.0f)
@@ -82,6 +89,15 @@ INLINE void push_columns(const Job *job, int64_t first, int64_t last, int half) 
                     set(job->rows, start + k, number + (shared[k] - number * rest), half);
                 }
         }
+    }
+}
+
+/* The last columns first: a check has just read all of them, and the last may still be in cache. */
+INLINE void push_blocks(const Job *job, int64_t first, int64_t last, int half) {
+    while (first < last) {
+        int64_t start = (last - 1) / job->block * job->block;
+        push_columns(job, start, last, half);
+        last = start;
     }
 }
 
@@ -107,6 +123,7 @@ INLINE void reduce(const Job *job, int64_t row, int64_t first, int64_t count, co
 
 INLINE void measure_columns(const Job *job, int64_t first, int64_t last, int has_mean, int half) {
     float mean[CHUNK];
+    int64_t chunk = chunk_of(job, half);
     while (first < last) {
         double *results = job->results + first / job->block * job->size;
         int64_t end = (first / job->block + 1) * job->block;
@@ -114,9 +131,9 @@ INLINE void measure_columns(const Job *job, int64_t first, int64_t last, int has
         memset(results, 0, job->size * sizeof *results);
         if (!has_mean)
             for (int64_t row = 0; row < job->size; row++) reduce(job, row, first, end - first, 0, results + row, half);
-        for (; has_mean && first < end; first += CHUNK) {
-            int64_t count = end - first < CHUNK ? end - first : CHUNK;
-            add_up(job, first, count, 0, mean, half);
+        for (; has_mean && first < end; first += chunk) {
+            int64_t count = end - first < chunk ? end - first : chunk;
+            add_up(job, first, count, mean, half);
             for (int64_t row = 0; row < job->size; row++) reduce(job, row, first, count, mean, results + row, half);
         }
         first = end;
@@ -126,8 +143,8 @@ INLINE void measure_columns(const Job *job, int64_t first, int64_t last, int has
 typedef void Work(const Job *job, int64_t first, int64_t last);
 
 FOR_EVERY_PROCESSOR static void push_work(const Job *job, int64_t first, int64_t last) {
-    if (job->is_bfloat16) push_columns(job, first, last, 1);
-    else push_columns(job, first, last, 0);
+    if (job->is_bfloat16) push_blocks(job, first, last, 1);
+    else push_blocks(job, first, last, 0);
 }
 
 FOR_EVERY_PROCESSOR static void distances_work(const Job *job, int64_t first, int64_t last) {
@@ -170,23 +187,24 @@ static void run(const Job *job, Work *work, int64_t num_threads) {
         if (is_running[i]) pthread_join(threads[i], 0);
 }
 
-/* rows <- own * rows + the weighted sum of all rows, where `own` and the weights sum to 1. */
+/* rows <- own * rows + the weighted sum of all rows, where `own` and the weights sum to 1. Without weights, all of them
+   are `equal`. */
 void papa_push(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16, int64_t num_threads,
-               float own, const float *weights) {
-    Job job = {rows, stride, size, width, is_bfloat16, own, weights, CHUNK, 0};
+               float own, float equal, const float *weights) {
+    Job job = {rows, stride, size, width, is_bfloat16, own, weights, equal, PUSH_BLOCK, 0};
     run(&job, push_work, num_threads);
 }
 
 /* results[block][row] = the squared distance of each row to the mean of all, in the columns of each block. */
 void papa_squared_distances(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16,
                             int64_t num_threads, int64_t block, double *results) {
-    Job job = {rows, stride, size, width, is_bfloat16, 0, 0, block, results};
+    Job job = {rows, stride, size, width, is_bfloat16, 0, 0, 1.0f / (float)size, block, results};
     run(&job, distances_work, num_threads);
 }
 
 /* results[block][row] = the sum of the numbers of each row, in the columns of each block. */
 void papa_sums(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16, int64_t num_threads,
                int64_t block, double *results) {
-    Job job = {rows, stride, size, width, is_bfloat16, 0, 0, block, results};
+    Job job = {rows, stride, size, width, is_bfloat16, 0, 0, 0, block, results};
     run(&job, sums_work, num_threads);
 }

@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL | None:
     except OSError:
         return None
     rows = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER)
-    found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
+    found.papa_push.argtypes = (*rows, ctypes.c_float, ctypes.c_float, POINTER)
     for function in (found.papa_squared_distances, found.papa_sums):
         function.argtypes = (*rows, INTEGER, POINTER)
     for function in (found.papa_push, found.papa_squared_distances, found.papa_sums):
@@ -42,11 +42,14 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in DTYPES and device.type == "cpu" and library() is not None
 
 
-def push_(columns: Tensor, own: float, weights: Tensor) -> None:
-    """`columns <- own * columns + weights @ columns`, where `own` and the float32 weights sum to 1."""
+def push_(columns: Tensor, own: float, weights: float | Tensor) -> None:
+    """`columns <- own * columns + weights @ columns`, where `own` and the float32 weights, or equal ones, sum to 1."""
+    if not isinstance(weights, Tensor):
+        _call("papa_push", columns, own, weights, None)
+        return
     assert weights.dtype == torch.float32
     assert weights.shape == columns.shape[:1]
-    _call("papa_push", columns, own, weights.contiguous().data_ptr())
+    _call("papa_push", columns, own, 0.0, weights.contiguous().data_ptr())
 
 
 def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
@@ -65,10 +68,11 @@ def _measured(name: str, columns: Tensor, width: int) -> Tensor:
     return results
 
 
-def _call(name: str, columns: Tensor, *args: float) -> None:
+def _call(name: str, columns: Tensor, *args: float | None) -> None:
     size, width = columns.shape
     stride, step = columns.stride()
     assert step == 1 or width < 2, f"numbers of a row are {step} apart, expected next to each other"
-    num_threads = max(1, min(torch.get_num_threads(), columns.nbytes // LEAST_BYTES_PER_THREAD))
     is_bfloat16 = columns.dtype == torch.bfloat16
+    num_bytes = size * width * (2 if is_bfloat16 else 4)
+    num_threads = max(1, min(torch.get_num_threads(), num_bytes // LEAST_BYTES_PER_THREAD))
     getattr(library(), name)(columns.data_ptr(), stride, size, width, is_bfloat16, num_threads, *args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -37,17 +38,21 @@ class LearningRates:
 
     def ratio(self) -> float:
         """The learning rate divided by its highest value, which all members must share; 1 without optimizers."""
-        recorded, self._recorded = self._recorded, {}
-        ratios = [
-            recorded[index] if index in recorded else self._ratio_of(index) for index in range(len(self.optimizers))
-        ]
-        for member, ratio in enumerate(ratios):
+        ratios, self._recorded = dict(self._recorded), {}
+        known: dict[Any, int] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            if index not in ratios:
+                group = optimizer.param_groups[0]
+                rates = (group["lr"], group.get("initial_lr"), group.get("max_lr"), self.highest[index])
+                same = known.setdefault(rates, index)  # most often all members have the same learning rates
+                ratios[index] = self._ratio_of(index) if same == index else ratios[same]
+        for member, ratio in ratios.items():
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
                 raise MixingError(
                     f"optimizer {member} is at {ratio:.6g} of its highest learning rate, optimizer 0 at "
                     f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
                 )
-        ratio = ratios[0] if ratios else 1.0
+        ratio = ratios.get(0, 1.0)
         self._warn_if_always_low(ratio)
         return ratio
 

@@ -65,4 +65,5 @@ def _read(parts: Sequence[Tensor]) -> list[list[float]]:
 
 
 def _all_finite(rows: Sequence[Sequence[float]], num_rows: int) -> tuple[bool, ...]:
-    return tuple(all(math.isfinite(row[index]) for row in rows) for index in range(num_rows))
+    are_finite = [map(math.isfinite, row) for row in rows]
+    return tuple(map(all, zip(*are_finite, strict=True))) if rows else (True,) * num_rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from papa import layout
-from papa.binding import BoundMember
+from papa.binding import BoundMember, Places
 from papa.columns import Columns, chosen_columns
 from papa.group import Group
 from papa.row_measures import is_finite, row_sums
@@ -58,7 +58,9 @@ class MemberRows:
             )
             for index, model in enumerate(self._models)
         ]
+        self._places = Places(self._bound)
         self._whole_tensors = [tensor for bound in self._bound for tensor in bound.whole_tensors]
+        self._sharded_modules = [module for bound in self._bound for module in bound.sharded_modules]
 
     def __len__(self) -> int:
         """The number of local members."""
@@ -91,9 +93,9 @@ class MemberRows:
         the matrix calls this first. Raises a `MemberError` if copying back would hide a mistake, such as a replaced
         Parameter.
         """
-        for bound in self._bound:
-            bound.reshard_()
-        if all(bound.is_in_place() for bound in self._bound):
+        for module in self._sharded_modules:  # a forward pass under `fully_shard` left their parameters unsharded
+            module.reshard()  # type: ignore[operator]
+        if self._places.are_unchanged():
             return
         moved = [bound.new_strides() for bound in self._bound]
         if self.group.is_local and moved[0] and all(strides == moved[0] for strides in moved):
@@ -103,8 +105,8 @@ class MemberRows:
 
     def mark_changed_(self) -> None:
         """Tell autograd and autocast that weights changed; call it after writing to the matrix yourself."""
-        for bound in self._bound:
-            if bound.is_sharded:
+        if self._is_sharded:
+            for bound in self._bound:
                 bound.write_back_()
         torch.autograd.graph.increment_version(self._whole_tensors)
         torch.clear_autocast_cache()

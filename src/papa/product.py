@@ -61,6 +61,9 @@ def push_columns_(columns: Tensor, keep: float, width: int) -> None:
     own, common = push
     if common == 0.0 or not columns.shape[1]:
         return  # every member keeps exactly its own bits
+    if kernels.supports(columns.dtype, columns.device):
+        kernels.push_(columns, own, common)
+        return
     row = torch.full((size,), common, dtype=dtype, device=columns.device)
     with full_precision(columns.device):
         _multiply_(columns, _push_product(own, row, columns.dtype), width)

@@ -30,9 +30,9 @@ def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
 
     A non-finite number in any row makes the contribution of its block non-finite, for every row.
     """
-    size, num_columns = columns.shape
     if kernels.supports(columns.dtype, columns.device):
         return kernels.squared_distances_by_block(columns, width)
+    size, num_columns = columns.shape
     # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
     dtype = accumulation_dtype(columns.dtype.to_real())
     parts = torch.empty(-(-num_columns // width), size, dtype=dtype, device=columns.device)

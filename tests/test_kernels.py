@@ -75,7 +75,7 @@ def test_measures_are_their_definitions(
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(kernels, "LEAST_BYTES_PER_THREAD", 1)
     weights = torch.full((5,), 0.02)
-    found = []
+    found: list[tuple[Tensor, ...]] = []
     for num_threads in (1, 2, 3, 7, 1_000):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
         rows = rows_of(5, 10_007, dtype)

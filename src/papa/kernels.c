@@ -1,19 +1,20 @@
 /* Averaging on a CPU in one pass over the weights; `kernels.py` calls it.
 
-   A matrix has `size` rows of `width` columns, the first numbers of two rows are `stride` apart. A chunk of columns
-   of all rows stays in the nearest cache while it is read and written. Numbers are computed in float32, in an order
-   that depends neither on the processor nor on the number of threads, and products and sums are rounded one by one
+   A matrix has `size` rows of `width` columns; the first numbers of two rows are `stride` numbers apart. A chunk of
+   columns of all rows stays in cache while it is read and written. Numbers are computed in float32, in an order that
+   depends neither on the processor nor on the number of threads, and products and sums are rounded one by one
    (compile with -ffp-contract=off): results have the same bits everywhere. */
 
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 
-#define CHUNK 512 /* columns; of many rows fewer, see `chunk_of` */
+#define CHUNK 512 /* columns; of some numbers of rows fewer, see `chunk_of` */
 #define LANES 32  /* partial sums, added up side by side */
 #define LINE 64   /* bytes of a line of cache */
 #define PUSH_BLOCK (64 * CHUNK)
 #define MAX_THREADS 64
+#define INLINE static inline __attribute__((always_inline))
 
 /* The best code for each kind of processor, chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
@@ -21,17 +22,15 @@
 #else
 #define FOR_EVERY_PROCESSOR
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     void *rows;
-    int64_t stride, size, width;
-    int64_t is_bfloat16;
-    float own;            /* of a push: the share that a member keeps */
-    const float *weights; /* of a push: what it takes of each member; 0 if that is the same number, `equal` */
+    int64_t stride, size, width, is_bfloat16;
+    int64_t block;        /* the number of columns for which there is a result of each row */
+    double *results;      /* of a measure, block after block */
+    float rest;           /* of a push: the share that a member does not keep of itself */
+    const float *weights; /* what is taken of each member; 0 if that is the same number, `equal` */
     float equal;
-    int64_t block;        /* of a measure: the number of columns for which there is a result of each row */
-    double *results;
 } Job;
 
 INLINE float get(const void *rows, int64_t index, int is_bfloat16) {
@@ -58,118 +57,112 @@ INLINE int64_t chunk_of(const Job *job, int half) {
     return job->size < 5 || job->size > 16 || half ? CHUNK : CHUNK / 4;
 }
 
-/* shared = the weighted sum of the rows in `count` columns from `first`; rows of weight 0 are not read. The next columns are requested meanwhile: processors do not foresee them in several rows at once. */
-INLINE void add_up(const Job *job, int64_t first, int64_t count, float *shared, int half) {
-    memset(shared, 0, count * sizeof *shared);
+/* Set `sums` to the weighted sum of the rows in `count` columns from `first`; rows of weight 0 are not read. The next
+   columns are requested meanwhile: processors do not foresee them in several rows at once. */
+INLINE void combine(const Job *job, int64_t first, int64_t count, float *sums, int half) {
+    int is_empty = 1;
     for (int64_t row = 0; row < job->size; row++) {
         int64_t start = row * job->stride + first;
         float weight = job->weights ? job->weights[row] : job->equal;
-        if (weight == 0.0f) continue;
+        if (weight == 0) continue;
         const char *next = (const char *)job->rows + (start + CHUNK) * (half ? 2 : 4);
         for (int64_t k = 0; k < count * (half ? 2 : 4); k += LINE) __builtin_prefetch(next + k);
-        for (int64_t k = 0; k < count; k++) shared[k] += get(job->rows, start + k, half) * weight;
+        if (is_empty)
+            for (int64_t k = 0; k < count; k++) sums[k] = get(job->rows, start + k, half) * weight;
+        else
+            for (int64_t k = 0; k < count; k++) sums[k] += get(job->rows, start + k, half) * weight;
+        is_empty = 0;
     }
+    if (is_empty) memset(sums, 0, count * sizeof *sums);
 }
 
-/* Every row keeps the share `own` of itself, and takes the rest from the weighted sum of all.
-   Written as a small difference, so that members that are equal stay so to the bit. */
-INLINE void push_columns(const Job *job, int64_t first, int64_t last, int half) {
-    float shared[CHUNK], own = job->own, rest = 1.0f - own;
-    int64_t chunk = chunk_of(job, half);
-    for (; first < last; first += chunk) {
-        int64_t count = last - first < chunk ? last - first : chunk;
-        add_up(job, first, count, shared, half);
-        for (int64_t row = 0; row < job->size; row++) {
-            int64_t start = row * job->stride + first;
-            if (own == 0.0f)
-                for (int64_t k = 0; k < count; k++) set(job->rows, start + k, shared[k], half);
-            else
-                for (int64_t k = 0; k < count; k++) {
-                    float number = get(job->rows, start + k, half);
-                    set(job->rows, start + k, number + (shared[k] - number * rest), half);
-                }
-        }
-    }
-}
-
-/* The last columns first: a check has just read all of them, and the last may still be in cache. */
-INLINE void push_blocks(const Job *job, int64_t first, int64_t last, int half) {
-    while (first < last) {
-        int64_t start = (last - 1) / job->block * job->block;
-        push_columns(job, start, last, half);
-        last = start;
-    }
-}
-
-/* Add the sum of numbers, or of squared differences, to a result. */
-INLINE void reduce(const Job *job, int64_t row, int64_t first, int64_t count, const float *mean, double *result, int half) {
+/* Add up a row's numbers, or their squared differences to the means if there are any. */
+INLINE double sum_of(const Job *job, int64_t row, int64_t first, int64_t count, const float *means, int half) {
     float lanes[LANES] = {0};
     int64_t start = row * job->stride + first, k = 0;
     for (; k + LANES <= count; k += LANES)
         for (int64_t lane = 0; lane < LANES; lane++) {
             float number = get(job->rows, start + k + lane, half);
-            float difference = mean ? number - mean[k + lane] : number;
-            lanes[lane] += mean ? difference * difference : number;
+            if (means) number -= means[k + lane];
+            lanes[lane] += means ? number * number : number;
         }
     for (int64_t lane = 0; k + lane < count; lane++) {
         float number = get(job->rows, start + k + lane, half);
-        float difference = mean ? number - mean[k + lane] : number;
-        lanes[lane] += mean ? difference * difference : number;
+        if (means) number -= means[k + lane];
+        lanes[lane] += means ? number * number : number;
     }
-    for (int half_of = LANES / 2; half_of; half_of /= 2)
-        for (int lane = 0; lane < half_of; lane++) lanes[lane] += lanes[lane + half_of];
-    *result += lanes[0];
+    for (int step = LANES / 2; step; step /= 2)
+        for (int lane = 0; lane < step; lane++) lanes[lane] += lanes[lane + step];
+    return lanes[0];
 }
 
-INLINE void measure_columns(const Job *job, int64_t first, int64_t last, int has_mean, int half) {
-    float mean[CHUNK];
+INLINE void sums_block(const Job *job, int64_t first, int64_t last, int half) {
+    double *results = job->results + first / job->block * job->size;
+    for (int64_t row = 0; row < job->size; row++) results[row] = sum_of(job, row, first, last - first, 0, half);
+}
+
+INLINE void distances_block(const Job *job, int64_t first, int64_t last, int half) {
+    float means[CHUNK];
+    double *results = job->results + first / job->block * job->size;
     int64_t chunk = chunk_of(job, half);
-    while (first < last) {
-        double *results = job->results + first / job->block * job->size;
-        int64_t end = (first / job->block + 1) * job->block;
-        end = end < last ? end : last;
-        memset(results, 0, job->size * sizeof *results);
-        if (!has_mean)
-            for (int64_t row = 0; row < job->size; row++) reduce(job, row, first, end - first, 0, results + row, half);
-        for (; has_mean && first < end; first += chunk) {
-            int64_t count = end - first < chunk ? end - first : chunk;
-            add_up(job, first, count, mean, half);
-            for (int64_t row = 0; row < job->size; row++) reduce(job, row, first, count, mean, results + row, half);
-        }
-        first = end;
+    for (int64_t row = 0; row < job->size; row++) results[row] = 0;
+    for (; first < last; first += chunk) {
+        int64_t count = last - first < chunk ? last - first : chunk;
+        combine(job, first, count, means, half);
+        for (int64_t row = 0; row < job->size; row++) results[row] += sum_of(job, row, first, count, means, half);
     }
 }
 
+/* Written as small differences, so that members that are equal stay so. */
+INLINE void push_block(const Job *job, int64_t first, int64_t last, int half) {
+    float sums[CHUNK], rest = job->rest;
+    int64_t chunk = chunk_of(job, half);
+    for (; first < last; first += chunk) {
+        int64_t count = last - first < chunk ? last - first : chunk;
+        combine(job, first, count, sums, half);
+        for (int64_t row = 0; row < job->size; row++) {
+            int64_t start = row * job->stride + first;
+            if (rest == 1)
+                for (int64_t k = 0; k < count; k++) set(job->rows, start + k, sums[k], half);
+            else
+                for (int64_t k = 0; k < count; k++) {
+                    float number = get(job->rows, start + k, half);
+                    set(job->rows, start + k, number + (sums[k] - number * rest), half);
+                }
+        }
+    }
+}
+
+/* What is done with a block of columns. */
 typedef void Work(const Job *job, int64_t first, int64_t last);
 
-FOR_EVERY_PROCESSOR static void push_work(const Job *job, int64_t first, int64_t last) {
-    if (job->is_bfloat16) push_blocks(job, first, last, 1);
-    else push_blocks(job, first, last, 0);
-}
-
-FOR_EVERY_PROCESSOR static void distances_work(const Job *job, int64_t first, int64_t last) {
-    if (job->is_bfloat16) measure_columns(job, first, last, 1, 1);
-    else measure_columns(job, first, last, 1, 0);
-}
-
-FOR_EVERY_PROCESSOR static void sums_work(const Job *job, int64_t first, int64_t last) {
-    if (job->is_bfloat16) measure_columns(job, first, last, 0, 1);
-    else measure_columns(job, first, last, 0, 0);
-}
+#define DEFINE_WORK(name)                                                              \
+    FOR_EVERY_PROCESSOR static void name(const Job *job, int64_t first, int64_t last) { \
+        if (job->is_bfloat16) name##_block(job, first, last, 1);                       \
+        else name##_block(job, first, last, 0);                                        \
+    }
+DEFINE_WORK(push)
+DEFINE_WORK(distances)
+DEFINE_WORK(sums)
 
 typedef struct {
     Work *work;
     const Job *job;
-    int64_t first, last;
+    int64_t first, last; /* blocks */
 } Part;
 
+/* The last columns first: if others were read just before, the last may still be in cache. */
 static void *run_part(void *argument) {
     const Part *part = argument;
-    part->work(part->job, part->first, part->last);
+    const Job *job = part->job;
+    for (int64_t block = part->last - 1; block >= part->first; block--) {
+        int64_t last = (block + 1) * job->block;
+        part->work(job, block * job->block, last < job->width ? last : job->width);
+    }
     return 0;
 }
 
-/* Split whole blocks of columns among threads. A thread that cannot be started is done here. */
+/* Split the blocks among threads. What a thread that cannot be started should do is done here. */
 static void run(const Job *job, Work *work, int64_t num_threads) {
     Part parts[MAX_THREADS];
     pthread_t threads[MAX_THREADS];
@@ -178,8 +171,7 @@ static void run(const Job *job, Work *work, int64_t num_threads) {
     if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
     if (num_threads > num_blocks) num_threads = num_blocks;
     for (int64_t i = num_threads - 1; i >= 0; i--) {
-        int64_t last = num_blocks * (i + 1) / num_threads * job->block;
-        parts[i] = (Part){work, job, num_blocks * i / num_threads * job->block, last < job->width ? last : job->width};
+        parts[i] = (Part){work, job, num_blocks * i / num_threads, num_blocks * (i + 1) / num_threads};
         is_running[i] = i && !pthread_create(&threads[i], 0, run_part, &parts[i]);
         if (!is_running[i]) run_part(&parts[i]);
     }
@@ -187,24 +179,23 @@ static void run(const Job *job, Work *work, int64_t num_threads) {
         if (is_running[i]) pthread_join(threads[i], 0);
 }
 
-/* rows <- own * rows + the weighted sum of all rows, where `own` and the weights sum to 1. Without weights, all of them
-   are `equal`. */
+/* rows <- (1 - rest) * rows + the weighted sum of all rows, with weights whose sum is `rest`; without, equal ones. */
 void papa_push(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16, int64_t num_threads,
-               float own, float equal, const float *weights) {
-    Job job = {rows, stride, size, width, is_bfloat16, own, weights, equal, PUSH_BLOCK, 0};
-    run(&job, push_work, num_threads);
+               float rest, const float *weights) {
+    Job job = {rows, stride, size, width, is_bfloat16, PUSH_BLOCK, 0, rest, weights, rest / (float)size};
+    run(&job, push, num_threads);
 }
 
 /* results[block][row] = the squared distance of each row to the mean of all, in the columns of each block. */
 void papa_squared_distances(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16,
                             int64_t num_threads, int64_t block, double *results) {
-    Job job = {rows, stride, size, width, is_bfloat16, 0, 0, 1.0f / (float)size, block, results};
-    run(&job, distances_work, num_threads);
+    Job job = {rows, stride, size, width, is_bfloat16, block, results, 0, 0, 1 / (float)size};
+    run(&job, distances, num_threads);
 }
 
 /* results[block][row] = the sum of the numbers of each row, in the columns of each block. */
 void papa_sums(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16, int64_t num_threads,
                int64_t block, double *results) {
-    Job job = {rows, stride, size, width, is_bfloat16, 0, 0, 0, block, results};
-    run(&job, sums_work, num_threads);
+    Job job = {rows, stride, size, width, is_bfloat16, block, results, 0, 0, 1 / (float)size};
+    run(&job, sums, num_threads);
 }

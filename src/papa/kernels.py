@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL | None:
     except OSError:
         return None
     rows = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER)
-    found.papa_push.argtypes = (*rows, ctypes.c_float, ctypes.c_float, POINTER)
+    found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
     for function in (found.papa_squared_distances, found.papa_sums):
         function.argtypes = (*rows, INTEGER, POINTER)
     for function in (found.papa_push, found.papa_squared_distances, found.papa_sums):
@@ -42,14 +42,14 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in DTYPES and device.type == "cpu" and library() is not None
 
 
-def push_(columns: Tensor, own: float, weights: float | Tensor) -> None:
-    """`columns <- own * columns + weights @ columns`, where `own` and the float32 weights, or equal ones, sum to 1."""
-    if not isinstance(weights, Tensor):
-        _call("papa_push", columns, own, weights, None)
+def push_(columns: Tensor, own: float, weights: Tensor | None = None) -> None:
+    """`columns <- own * columns + weights @ columns`, with float32 weights that sum to `1 - own`; None if all are equal."""
+    if weights is None:
+        _call("papa_push", columns, 1.0 - own, None)
         return
     assert weights.dtype == torch.float32
     assert weights.shape == columns.shape[:1]
-    _call("papa_push", columns, own, 0.0, weights.contiguous().data_ptr())
+    _call("papa_push", columns, 1.0 - own, weights.contiguous().data_ptr())
 
 
 def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:

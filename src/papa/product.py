@@ -46,24 +46,23 @@ def mix_columns_(columns: Tensor, matrix: Tensor, width: int) -> None:
             _multiply_(columns, product_with(matrix, columns), width)
 
 
-def push_rows_(rows: Tensor, keep: float) -> None:
-    """`mix_rows_` with `mixing.push(p, keep)`."""
-    push_columns_(rows, keep, block_width(rows, *rows.shape))
+def push_columns_(columns: Tensor, keep: float, width: int | None = None) -> None:
+    """`mix_columns_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time.
 
-
-def push_columns_(columns: Tensor, keep: float, width: int) -> None:
-    """`mix_columns_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time."""
-    dtype, size = accumulation_dtype(columns.dtype), len(columns)
+    Without a width, the columns are those of whole rows.
+    """
+    dtype, (size, num_columns) = accumulation_dtype(columns.dtype), columns.shape
     push = None if dtype.itemsize > 4 else exact_push(size, keep)
     if push is None:
-        mix_columns_(columns, mixing.push(size, keep), width)
+        mix_columns_(columns, mixing.push(size, keep), width or block_width(columns, size, num_columns))
         return
     own, common = push
-    if common == 0.0 or not columns.shape[1]:
+    if common == 0.0 or not num_columns:
         return  # every member keeps exactly its own bits
     if kernels.supports(columns.dtype, columns.device):
-        kernels.push_(columns, own, common)
+        kernels.push_(columns, own)
         return
+    width = width or block_width(columns, size, num_columns)
     row = torch.full((size,), common, dtype=dtype, device=columns.device)
     with full_precision(columns.device):
         _multiply_(columns, _push_product(own, row, columns.dtype), width)
@@ -244,7 +243,8 @@ class OnePassPush:
     """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`, for all columns in one pass."""
 
     own: float
-    common: Tensor
+    common: Tensor | None
+    """None if all its numbers are equal."""
 
     def __call__(self, block: Tensor) -> None:
         """Multiply the rows in place."""
@@ -257,7 +257,7 @@ def _push_product(own: float, common: Tensor, dtype: torch.dtype, *, are_points:
     The rows of the matrix sum to 1 if all of them are points.
     """
     if are_points and kernels.supports(dtype, common.device):
-        return OnePassPush(own, common)
+        return OnePassPush(own, None if bool((common == common[0]).all()) else common)
     used = _used(common)
     row = common[used]
     if own == 0.0:
@@ -366,7 +366,12 @@ def block_width(like: Tensor, num_rows: int, num_columns: int) -> int:
     All blocks but the last have this width. It may be an eighth above the limit, so that no small block is left over.
     """
     limit = BLOCK_BYTES_CPU if like.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
-    step = ALIGNMENT_BYTES // like.element_size()
-    widest = max(step, limit // (num_rows * like.element_size()) // step * step)
+    return _block_width(num_rows, num_columns, like.element_size(), limit)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_width(num_rows: int, num_columns: int, element_size: int, limit: int) -> int:
+    step = ALIGNMENT_BYTES // element_size
+    widest = max(step, limit // (num_rows * element_size) // step * step)
     num_blocks = max(1, -(-num_columns * 8 // (widest * 9)))
     return -(-num_columns // (num_blocks * step)) * step or step

@@ -19,7 +19,7 @@ from papa.product import (
     block_width,
     combine_rows,
     mix_rows_,
-    push_rows_,
+    push_columns_,
     update_blocks_,
 )
 from papa.row_measures import squared_distances
@@ -202,7 +202,7 @@ class LocalGroup(Group):
         mix_rows_(rows, matrix)
 
     def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
-        push_rows_(rows, keep)
+        push_columns_(rows, keep)
 
     def update_(
         self,

@@ -23,18 +23,28 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         """Compile next to the source, for editable installations too."""
         if self.target_name != "wheel":
             return
-        folder = Path(self.root, FOLDER)
-        (folder / TARGET).unlink(missing_ok=True)
-        compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+        Path(self.root, FOLDER, TARGET).unlink(missing_ok=True)
+        chosen = os.environ.get("CC")
+        # The compiler that made Python may not be on this machine.
+        compilers = [chosen] if chosen else [sysconfig.get_config_var("CC") or "cc", "cc", "gcc", "clang"]
+        reasons = []
+        for compiler in compilers:
+            reason = self._compile(compiler)
+            if reason is None:
+                build_data["artifacts"].append(f"/{FOLDER}/{TARGET}")
+                build_data["pure_python"] = False
+                build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+                return
+            reasons.append(f"{compiler}: {reason}")
+        self.app.display_warning(
+            f"{SOURCE} does not compile, so papa averages with PyTorch's operators. " + "; ".join(reasons)
+        )
+
+    def _compile(self, compiler: str) -> str | None:
+        """Compile with one compiler; returns what is wrong, or None."""
         command = [*shlex.split(compiler), *shlex.split(FLAGS), "-o", TARGET, SOURCE]
         try:
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+            subprocess.run(command, cwd=Path(self.root, FOLDER), check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            reason = getattr(error, "stderr", "") or error
-            self.app.display_warning(
-                f"papa averages with PyTorch's operators, since {SOURCE} does not compile: {reason}"
-            )
-            return
-        build_data["artifacts"].append(f"/{FOLDER}/{TARGET}")
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            return str(getattr(error, "stderr", "") or error)
+        return None

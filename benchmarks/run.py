@@ -40,6 +40,11 @@ LEADING = (
         "Averager.step, measured / torch foreach",
         "`Averager.step()` of five ResNet-18, against `torch._foreach`",
     ),
+    (
+        "averager_step",
+        "4 networks of 100,000 numbers: Averager.step, measured",
+        "... of four networks of 100,000 numbers",
+    ),
     ("couplings", "SparseAverage, 0.5%", "averaging 0.5% of the weights, against a push of all"),
     ("checkpoint", "pause of a checkpoint", "the pause of a checkpoint, against a copy of weights and momentum"),
     ("soup_files", "papa.soup_files", "the soup of files, against moving their bytes"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -139,6 +142,27 @@ def test_averages_do_not_depend_on_the_compiled_functions(monkeypatch: pytest.Mo
     product._known_product.cache_clear()
     for one, other in zip(*found, strict=True):
         assert_close(one, other, tolerance=TOLERANCES[dtype])
+
+
+@needs_compiler
+def test_the_bits_do_not_depend_on_how_the_code_is_optimised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or pytest.skip("there is no C compiler")
+    command = [compiler, "-O0", "-ffp-contract=off", "-fPIC", "-pthread", "-shared"]
+    plain = tmp_path / "libkernels.so"
+    subprocess.run([*command, "-o", plain, kernels.PATH.with_name("kernels.c")], check=True)
+    found = []
+    for path in (kernels.PATH, plain):
+        monkeypatch.setattr(kernels, "PATH", path)
+        library = kernels.library.__wrapped__()
+        monkeypatch.setattr(kernels, "library", lambda library=library: library)
+        for size, dtype in itertools.product((2, 5, 17), DTYPES):
+            rows = rows_of(size, 5_003, dtype)
+            measures = kernels.squared_distances_by_block(rows, 1_024), kernels.sums_by_block(rows, 1_024)
+            kernels.push_(rows, 0.9)
+            found += [*measures, rows]
+        monkeypatch.undo()
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))
 
 
 def test_other_dtypes_and_devices_use_torch() -> None:

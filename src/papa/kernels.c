@@ -17,10 +17,12 @@
 #define INLINE static inline __attribute__((always_inline))
 
 /* The best code for each kind of processor, chosen when the library is loaded. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
-#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#if !defined(__x86_64__) || !defined(__GLIBC__) || (defined(__clang__) && __clang_major__ < 14)
 #define FOR_EVERY_PROCESSOR
+#elif defined(__clang__) || __GNUC__ < 12
+#define FOR_EVERY_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 
 typedef struct {

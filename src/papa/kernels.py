@@ -43,7 +43,7 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def push_(columns: Tensor, own: float, weights: Tensor | None = None) -> None:
-    """`columns <- own * columns + weights @ columns`, with float32 weights that sum to `1 - own`; None if all are equal."""
+    """`columns <- own * columns + weights @ columns`, with float32 weights that sum to `1 - own`; None if equal."""
     if weights is None:
         _call("papa_push", columns, 1.0 - own, None)
         return

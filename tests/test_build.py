@@ -20,7 +20,7 @@ from papa import kernels
 ROOT = Path(papa.__file__).parents[2]
 
 
-def build(copy: Path, *, modified: int, umask: int, compiler: str | None = None) -> Path:
+def build(copy: Path, *, modified: int, umask: int, compiler: str | None = None, version: str = "standard") -> Path:
     """A wheel of a copy of the sources, whose files have another time and other permissions."""
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(ROOT / "src", copy / "src", ignore=ignore, copy_function=shutil.copyfile)
@@ -53,6 +53,21 @@ def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
     assert {"papa/__init__.py", "papa/py.typed", *data} <= names
 
 
+def test_an_editable_installation_has_the_library_beside_the_source(tmp_path: Path) -> None:
+    folder = tmp_path / "src/papa"
+    folder.mkdir(parents=True)
+    shutil.copyfile(kernels.PATH.with_name("kernels.c"), folder / "kernels.c")
+    (folder / "libkernels.so").write_bytes(b"an old one")
+    made: dict[str, Any] = {"force_include": {}}
+    hook = load("hatch_build.py").KernelsHook(str(tmp_path), {}, None, None, "", "wheel")
+    hook.initialize("editable", made)
+    is_compiled = made.get("pure_python") is False
+    assert is_compiled == (kernels.library() is not None)
+    assert ((folder / "libkernels.so").read_bytes() != b"an old one") == is_compiled
+    assert {path.name for path in folder.iterdir()} == {"kernels.c", "libkernels.so"}
+    assert not made["force_include"]
+
+
 def test_without_a_c_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
     wheel = build(tmp_path / "a", modified=1_000_000_000, umask=0o022, compiler="/no/such/compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -62,6 +77,16 @@ def test_without_a_c_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
 def names_in(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if name.startswith("papa/")}
+
+
+def load(path: str) -> Any:
+    """A script of the project as a module."""
+    spec = importlib.util.spec_from_file_location("script", ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 PACKAGE = {"name": "a", "version": "1.0", "vulns": []}
@@ -79,10 +104,6 @@ UNKNOWN = {"name": "c", "skip_reason": "Dependency not found on PyPI and could n
     ],
 )
 def test_the_scan_of_dependencies_says_what_it_did(packages: Any, code: int, message: str) -> None:
-    spec = importlib.util.spec_from_file_location("audit", ROOT / ".ci" / "audit.py")
-    assert spec is not None
-    assert spec.loader is not None
-    audit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(audit)
+    audit = load(".ci/audit.py")
     output = "" if packages is None else json.dumps({"dependencies": packages})
     assert audit.verdict(output, "first\nno route\n") == (code, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from helpers import TOLERANCES, assert_close
-from papa import kernels, mixing, product, row_measures
+from papa import PapaWarning, kernels, mixing, product, row_measures
 
 CPU = torch.device("cpu")
 DTYPES = sorted(kernels.DTYPES, key=str)
@@ -147,9 +149,12 @@ def test_averages_do_not_depend_on_the_compiled_functions(monkeypatch: pytest.Mo
 @needs_compiler
 def test_the_bits_do_not_depend_on_how_the_code_is_optimised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = shutil.which("cc") or pytest.skip("there is no C compiler")
-    command = [compiler, "-O0", "-ffp-contract=off", "-fPIC", "-pthread", "-shared"]
+    source = kernels.PATH.with_name("kernels.c")
+    flags = ["-O0", "-ffp-contract=off", "-fPIC", "-pthread", "-shared"]
     plain = tmp_path / "libkernels.so"
-    subprocess.run([*command, "-o", plain, kernels.PATH.with_name("kernels.c")], check=True)
+    shutil.copyfile(source, tmp_path / source.name)
+    version = f"-DPAPA_SOURCE={zlib.crc32(source.read_bytes())}u"
+    subprocess.run([compiler, *flags, version, "-o", plain, source], check=True)
     found = []
     for path in (kernels.PATH, plain):
         monkeypatch.setattr(kernels, "PATH", path)
@@ -175,11 +180,48 @@ def test_other_dtypes_and_devices_use_torch() -> None:
 def test_a_missing_library_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels, "PATH", tmp_path / "libkernels.so")
     assert kernels.library.__wrapped__() is None
-    kernels.PATH.write_bytes(b"of another processor")
-    assert kernels.library.__wrapped__() is None
 
 
 @needs_compiler
-def test_columns_with_gaps_are_refused() -> None:
-    with pytest.raises(AssertionError, match="next to each other"):
-        kernels.sums_by_block(torch.zeros(2, 10)[:, ::2], 4)
+def test_a_library_of_another_version_or_machine_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    newer = tmp_path / "kernels.c"
+    newer.write_bytes(kernels.PATH.with_name("kernels.c").read_bytes() + b"\n")
+    shutil.copyfile(kernels.PATH, tmp_path / "libkernels.so")
+    monkeypatch.setattr(kernels, "PATH", tmp_path / "libkernels.so")
+    with pytest.warns(PapaWarning, match="another version or another machine.*install papa again"):
+        assert kernels.library.__wrapped__() is None
+    newer.write_bytes(newer.read_bytes()[:-1])
+    assert kernels.library.__wrapped__() is not None
+    monkeypatch.setattr(kernels, "PATH", tmp_path / "of another machine.so")
+    kernels.PATH.write_bytes(b"something else")
+    with pytest.warns(PapaWarning, match="install papa again"):
+        assert kernels.library.__wrapped__() is None
+
+
+@needs_compiler
+def test_tensors_that_are_no_rows_in_memory_use_torch() -> None:
+    wide = rows_of(2, 20)
+    with FakeTensorMode():
+        fake = torch.zeros(2, 10)
+    for other in (wide[:, ::2], wide[:1].expand(2, -1), rows_of(20, 2).t(), fake):
+        assert not kernels.is_plain(other)
+        with pytest.raises(ValueError, match="expected rows in memory"):
+            kernels.sums_by_block(other, 4)
+    assert torch.equal(row_measures.row_sums(wide[:, ::2]), wide[:, ::2].sum(dim=1).double())
+
+
+@needs_compiler
+@pytest.mark.parametrize("weights", [torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)])
+def test_other_weights_are_refused(weights: Tensor) -> None:
+    with pytest.raises(ValueError, match="expected 2 in float32"):
+        kernels.push_(rows_of(2, 5), 0.9, weights)
+
+
+@needs_compiler
+def test_autograd_sees_a_push() -> None:
+    rows = rows_of(2, 5).requires_grad_()
+    loss = rows.square().sum()
+    with torch.no_grad():
+        kernels.push_(rows, 0.9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

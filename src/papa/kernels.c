@@ -25,6 +25,12 @@
 #define FOR_EVERY_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 
+#ifndef PAPA_SOURCE
+#define PAPA_SOURCE 0
+#endif
+/* The checksum of this file, which must be that of the file beside the library. */
+uint32_t papa_source(void) { return PAPA_SOURCE; }
+
 typedef struct {
     void *rows;
     int64_t stride, size, width, is_bfloat16;
@@ -55,41 +61,41 @@ INLINE void set(void *rows, int64_t index, float number, int is_bfloat16) {
 }
 
 /* The best of what was tried: smaller chunks are faster for some rows, not for few or for many. */
-INLINE int64_t chunk_of(const Job *job, int half) {
-    return job->size < 5 || job->size > 16 || half ? CHUNK : CHUNK / 4;
+INLINE int64_t chunk_of(const Job *job, int is_bfloat16) {
+    return job->size < 5 || job->size > 16 || is_bfloat16 ? CHUNK : CHUNK / 4;
 }
 
 /* Set `sums` to the weighted sum of the rows in `count` columns from `first`; rows of weight 0 are not read. The next
    columns are requested meanwhile: processors do not foresee them in several rows at once. */
-INLINE void combine(const Job *job, int64_t first, int64_t count, float *sums, int half) {
+INLINE void combine(const Job *job, int64_t first, int64_t count, float *sums, int is_bfloat16) {
     int is_empty = 1;
     for (int64_t row = 0; row < job->size; row++) {
         int64_t start = row * job->stride + first;
         float weight = job->weights ? job->weights[row] : job->equal;
         if (weight == 0) continue;
-        const char *next = (const char *)job->rows + (start + CHUNK) * (half ? 2 : 4);
-        for (int64_t k = 0; k < count * (half ? 2 : 4); k += LINE) __builtin_prefetch(next + k);
+        const char *next = (const char *)job->rows + (start + CHUNK) * (is_bfloat16 ? 2 : 4);
+        for (int64_t k = 0; k < count * (is_bfloat16 ? 2 : 4); k += LINE) __builtin_prefetch(next + k);
         if (is_empty)
-            for (int64_t k = 0; k < count; k++) sums[k] = get(job->rows, start + k, half) * weight;
+            for (int64_t k = 0; k < count; k++) sums[k] = get(job->rows, start + k, is_bfloat16) * weight;
         else
-            for (int64_t k = 0; k < count; k++) sums[k] += get(job->rows, start + k, half) * weight;
+            for (int64_t k = 0; k < count; k++) sums[k] += get(job->rows, start + k, is_bfloat16) * weight;
         is_empty = 0;
     }
     if (is_empty) memset(sums, 0, count * sizeof *sums);
 }
 
 /* Add up a row's numbers, or their squared differences to the means if there are any. */
-INLINE double sum_of(const Job *job, int64_t row, int64_t first, int64_t count, const float *means, int half) {
+INLINE double sum_of(const Job *job, int64_t row, int64_t first, int64_t count, const float *means, int is_bfloat16) {
     float lanes[LANES] = {0};
     int64_t start = row * job->stride + first, k = 0;
     for (; k + LANES <= count; k += LANES)
         for (int64_t lane = 0; lane < LANES; lane++) {
-            float number = get(job->rows, start + k + lane, half);
+            float number = get(job->rows, start + k + lane, is_bfloat16);
             if (means) number -= means[k + lane];
             lanes[lane] += means ? number * number : number;
         }
     for (int64_t lane = 0; k + lane < count; lane++) {
-        float number = get(job->rows, start + k + lane, half);
+        float number = get(job->rows, start + k + lane, is_bfloat16);
         if (means) number -= means[k + lane];
         lanes[lane] += means ? number * number : number;
     }
@@ -98,38 +104,38 @@ INLINE double sum_of(const Job *job, int64_t row, int64_t first, int64_t count, 
     return lanes[0];
 }
 
-INLINE void sums_block(const Job *job, int64_t first, int64_t last, int half) {
+INLINE void sums_block(const Job *job, int64_t first, int64_t last, int is_bfloat16) {
     double *results = job->results + first / job->block * job->size;
-    for (int64_t row = 0; row < job->size; row++) results[row] = sum_of(job, row, first, last - first, 0, half);
+    for (int64_t row = 0; row < job->size; row++) results[row] = sum_of(job, row, first, last - first, 0, is_bfloat16);
 }
 
-INLINE void distances_block(const Job *job, int64_t first, int64_t last, int half) {
+INLINE void distances_block(const Job *job, int64_t first, int64_t last, int is_bfloat16) {
     float means[CHUNK];
     double *results = job->results + first / job->block * job->size;
-    int64_t chunk = chunk_of(job, half);
+    int64_t chunk = chunk_of(job, is_bfloat16);
     for (int64_t row = 0; row < job->size; row++) results[row] = 0;
     for (; first < last; first += chunk) {
         int64_t count = last - first < chunk ? last - first : chunk;
-        combine(job, first, count, means, half);
-        for (int64_t row = 0; row < job->size; row++) results[row] += sum_of(job, row, first, count, means, half);
+        combine(job, first, count, means, is_bfloat16);
+        for (int64_t row = 0; row < job->size; row++) results[row] += sum_of(job, row, first, count, means, is_bfloat16);
     }
 }
 
 /* Written as small differences, so that members that are equal stay so. */
-INLINE void push_block(const Job *job, int64_t first, int64_t last, int half) {
+INLINE void push_block(const Job *job, int64_t first, int64_t last, int is_bfloat16) {
     float sums[CHUNK], rest = job->rest;
-    int64_t chunk = chunk_of(job, half);
+    int64_t chunk = chunk_of(job, is_bfloat16);
     for (; first < last; first += chunk) {
         int64_t count = last - first < chunk ? last - first : chunk;
-        combine(job, first, count, sums, half);
+        combine(job, first, count, sums, is_bfloat16);
         for (int64_t row = 0; row < job->size; row++) {
             int64_t start = row * job->stride + first;
             if (rest == 1)
-                for (int64_t k = 0; k < count; k++) set(job->rows, start + k, sums[k], half);
+                for (int64_t k = 0; k < count; k++) set(job->rows, start + k, sums[k], is_bfloat16);
             else
                 for (int64_t k = 0; k < count; k++) {
-                    float number = get(job->rows, start + k, half);
-                    set(job->rows, start + k, number + (sums[k] - number * rest), half);
+                    float number = get(job->rows, start + k, is_bfloat16);
+                    set(job->rows, start + k, number + (sums[k] - number * rest), is_bfloat16);
                 }
         }
     }
@@ -181,7 +187,7 @@ static void run(const Job *job, Work *work, int64_t num_threads) {
         if (is_running[i]) pthread_join(threads[i], 0);
 }
 
-/* rows <- (1 - rest) * rows + the weighted sum of all rows, with weights whose sum is `rest`; without, equal ones. */
+/* rows <- (1 - rest) * rows + the weighted sum of all rows; without weights, these are equal and sum to `rest`. */
 void papa_push(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16, int64_t num_threads,
                float rest, const float *weights) {
     Job job = {rows, stride, size, width, is_bfloat16, PUSH_BLOCK, 0, rest, weights, rest / (float)size};
@@ -198,6 +204,6 @@ void papa_squared_distances(void *rows, int64_t stride, int64_t size, int64_t wi
 /* results[block][row] = the sum of the numbers of each row, in the columns of each block. */
 void papa_sums(void *rows, int64_t stride, int64_t size, int64_t width, int64_t is_bfloat16, int64_t num_threads,
                int64_t block, double *results) {
-    Job job = {rows, stride, size, width, is_bfloat16, block, results, 0, 0, 1 / (float)size};
+    Job job = {rows, stride, size, width, is_bfloat16, block, results, 0, 0, 0};
     run(&job, sums, num_threads);
 }

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
+import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from papa.errors import PapaWarning
 
 PATH = Path(__file__).with_name("libkernels.so")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -26,7 +30,19 @@ def library() -> ctypes.CDLL | None:
     """The compiled functions, or None where they could not be compiled."""
     try:
         found = ctypes.CDLL(str(PATH))
-    except OSError:
+        found.papa_source.restype = ctypes.c_uint32
+        is_current = found.papa_source() == zlib.crc32(PATH.with_name("kernels.c").read_bytes())
+    except (OSError, AttributeError):
+        is_current = not PATH.exists()
+        found = None
+    if not is_current:
+        warnings.warn(
+            f"{PATH} is of another version or another machine, so papa averages with PyTorch's operators: install papa "
+            "again",
+            PapaWarning,
+            stacklevel=2,
+        )
+    if found is None or not is_current:
         return None
     rows = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER)
     found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
@@ -42,14 +58,24 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in DTYPES and device.type == "cpu" and library() is not None
 
 
+def is_plain(columns: Tensor) -> bool:
+    """Whether `columns` are numbers in memory, those of a row next to each other."""
+    size, width = columns.shape
+    stride, step = columns.stride()
+    return type(columns) is Tensor and (step == 1 or width < 2) and (stride >= width or size < 2)
+
+
 def push_(columns: Tensor, own: float, weights: Tensor | None = None) -> None:
-    """`columns <- own * columns + weights @ columns`, with float32 weights that sum to `1 - own`; None if equal."""
+    """`columns <- own * columns + weights @ columns`, in float32; None for equal weights that sum to `1 - own`."""
+    if not columns.is_inference():
+        torch.autograd.graph.increment_version(columns)
     if weights is None:
         _call("papa_push", columns, 1.0 - own, None)
         return
-    assert weights.dtype == torch.float32
-    assert weights.shape == columns.shape[:1]
-    _call("papa_push", columns, 1.0 - own, weights.contiguous().data_ptr())
+    if weights.dtype != torch.float32 or weights.shape != columns.shape[:1] or weights.device.type != "cpu":
+        raise ValueError(f"the weights are {weights}, expected {len(columns)} in float32")
+    weights = weights.contiguous()
+    _call("papa_push", columns, 1.0 - own, weights.data_ptr())
 
 
 def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
@@ -69,10 +95,10 @@ def _measured(name: str, columns: Tensor, width: int) -> Tensor:
 
 
 def _call(name: str, columns: Tensor, *args: float | None) -> None:
+    if not is_plain(columns):
+        raise ValueError(f"{type(columns).__name__} with strides {columns.stride()}: expected rows in memory")
     size, width = columns.shape
-    stride, step = columns.stride()
-    assert step == 1 or width < 2, f"numbers of a row are {step} apart, expected next to each other"
     is_bfloat16 = columns.dtype == torch.bfloat16
     num_bytes = size * width * (2 if is_bfloat16 else 4)
     num_threads = max(1, min(torch.get_num_threads(), num_bytes // LEAST_BYTES_PER_THREAD))
-    getattr(library(), name)(columns.data_ptr(), stride, size, width, is_bfloat16, num_threads, *args)
+    getattr(library(), name)(columns.data_ptr(), columns.stride(0), size, width, is_bfloat16, num_threads, *args)

@@ -45,7 +45,7 @@ class LearningRates:
                 group = optimizer.param_groups[0]
                 rates = (group["lr"], group.get("initial_lr"), group.get("max_lr"), self.highest[index])
                 same = known.setdefault(rates, index)  # most often all members have the same learning rates
-                ratios[index] = self._ratio_of(index) if same == index else ratios[same]
+                ratios[index] = ratios.get(same) or self._ratio_of(index)  # which warns of some that are 0
         for member, ratio in ratios.items():
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
                 raise MixingError(

@@ -59,7 +59,7 @@ def push_columns_(columns: Tensor, keep: float, width: int | None = None) -> Non
     own, common = push
     if common == 0.0 or not num_columns:
         return  # every member keeps exactly its own bits
-    if kernels.supports(columns.dtype, columns.device):
+    if kernels.supports(columns.dtype, columns.device) and kernels.is_plain(columns):
         kernels.push_(columns, own)
         return
     width = width or block_width(columns, size, num_columns)
@@ -101,7 +101,7 @@ def _product_with(matrix: Tensor, dtype: torch.dtype, device: torch.device, poin
     weights = matrix if is_double else exact_in_float32(matrix, points)
     if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
         return lambda block: None  # every member keeps exactly its own bits
-    return _cheapest_product(weights, dtype, device, are_points=points is None)
+    return _cheapest_product(weights, dtype, device)
 
 
 def _widened(mix_wide_: Product, dtype: torch.dtype) -> Product:
@@ -189,7 +189,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
             torch.set_float32_matmul_precision(precision)
 
 
-def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device, *, are_points: bool) -> Product:
+def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
     """The fastest function that multiplies a block by `matrix` in place.
 
     Two forms of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (push, merge all) is one
@@ -200,7 +200,7 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device, 
     own, common = _own_and_common(matrix)
     is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
     if common is not None and not is_copy:
-        return _push_product(own, common.to(device=device, dtype=wide_dtype), dtype, are_points=are_points)
+        return _push_product(own, common.to(device=device, dtype=wide_dtype), dtype)
     return _widened(_other_product(matrix, wide_dtype, device), dtype)
 
 
@@ -244,20 +244,18 @@ class OnePassPush:
 
     own: float
     common: Tensor | None
-    """None if all its numbers are equal."""
+    """None if all its numbers are equal and sum to `1 - own`."""
 
     def __call__(self, block: Tensor) -> None:
         """Multiply the rows in place."""
         kernels.push_(block, self.own, self.common)
 
 
-def _push_product(own: float, common: Tensor, dtype: torch.dtype, *, are_points: bool = True) -> Product:
-    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`.
-
-    The rows of the matrix sum to 1 if all of them are points.
-    """
-    if are_points and kernels.supports(dtype, common.device):
-        return OnePassPush(own, None if bool((common == common[0]).all()) else common)
+def _push_product(own: float, common: Tensor, dtype: torch.dtype) -> Product:
+    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`."""
+    if kernels.supports(dtype, common.device):
+        is_mean = bool((common == common[0]).all()) and float(common[0]) * len(common) == 1.0 - own
+        return OnePassPush(own, None if is_mean else common)
     used = _used(common)
     row = common[used]
     if own == 0.0:

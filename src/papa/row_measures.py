@@ -30,7 +30,7 @@ def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
 
     A non-finite number in any row makes the contribution of its block non-finite, for every row.
     """
-    if kernels.supports(columns.dtype, columns.device):
+    if kernels.supports(columns.dtype, columns.device) and kernels.is_plain(columns):
         return kernels.squared_distances_by_block(columns, width)
     size, num_columns = columns.shape
     # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
@@ -63,7 +63,7 @@ def _equal_weights(size: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def row_sums(rows: Tensor) -> Tensor:
     """The sum of each row, in float64. It is non-finite if a number of the row is, or if the sum overflows."""
-    if kernels.supports(rows.dtype, rows.device):
+    if kernels.supports(rows.dtype, rows.device) and kernels.is_plain(rows):
         return kernels.sums_by_block(rows, block_width(rows, *rows.shape)).sum(dim=0)
     if rows.element_size() < 4:  # adding up half-precision numbers directly takes five times as long
         wide = (scratch.matrix(block, torch.float32).copy_(block) for block in column_blocks(rows))

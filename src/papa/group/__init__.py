@@ -19,7 +19,8 @@ matrix, never on the number of processes. Each process works on whole blocks, wh
 member order, and calls the function that a single process would call. So every number is the result of the same
 operations in the same order. A `SharedMemoryGroup` works on its blocks in place, between two barriers. A
 `DistributedGroup` receives its blocks by one all-to-all and sends the results back by another. Two limits: the
-processes need the same kind of CPU, build of PyTorch and number of threads, and `fast` and `bfloat16` are not exact.
+processes need the same kind of CPU, build of PyTorch and number of threads, with compiled averaging in all or none, and
+`fast` and `bfloat16` are not exact.
 """
 
 from typing import TYPE_CHECKING

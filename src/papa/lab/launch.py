@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from papa import kernels
 from papa._version import __version__
 from papa.checkpoint import CheckpointWriter, discard
 from papa.errors import ConfigError, PapaError, RunError
@@ -356,6 +357,7 @@ def environment(training: Training) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "compiled": kernels.library() is not None,
         "device": str(training.device),
         "workers": training.group.num_ranks,
         "command": " ".join(["papa", *sys.argv[1:]]),

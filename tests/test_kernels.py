@@ -206,7 +206,7 @@ def test_tensors_that_are_no_rows_in_memory_use_torch() -> None:
     for other in (wide[:, ::2], wide[:1].expand(2, -1), rows_of(20, 2).t(), fake):
         assert not kernels.is_plain(other)
         with pytest.raises(ValueError, match="expected rows in memory"):
-            kernels.sums_by_block(other, 4)
+            product.OnePassPush(0.9, None)(other)
     assert torch.equal(row_measures.row_sums(wide[:, ::2]), wide[:, ::2].sum(dim=1).double())
 
 

@@ -156,7 +156,9 @@ class Places:
         self._values = [*(member.tensors[one.number] for member, one in attributes), *(child for *_, child in children)]
         self._tensors = [tensor for member in members for tensor in member.tensors]
         self._pointers = [pointer for member in members for pointer in member._pointers]
-        self._strides = [stride for member in members for stride in member._strides]
+        # A tensor of one dimension has no other order of its numbers.
+        self._ordered = [tensor for tensor in self._tensors if tensor.dim() > 1]
+        self._strides = [stride for member in members for stride in member._strides if len(stride) > 1]
 
     def are_unchanged(self) -> bool:
         """Whether all members have the tensors that were bound, in their rows; then there is nothing to refresh."""
@@ -165,7 +167,7 @@ class Places:
             and list(map(len, self._registries)) == self._num_parts
             and all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
             and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
-            and list(map(Tensor.stride, self._tensors)) == self._strides
+            and list(map(Tensor.stride, self._ordered)) == self._strides
         )
 
 

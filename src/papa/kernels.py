@@ -59,7 +59,7 @@ def supports(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def is_plain(columns: Tensor) -> bool:
-    """Whether `columns` are numbers in memory, those of a row next to each other."""
+    """Whether `columns` are numbers in memory, those of a row next to each other; the functions below need that."""
     size, width = columns.shape
     stride, step = columns.stride()
     return type(columns) is Tensor and (step == 1 or width < 2) and (stride >= width or size < 2)
@@ -95,8 +95,6 @@ def _measured(name: str, columns: Tensor, width: int) -> Tensor:
 
 
 def _call(name: str, columns: Tensor, *args: float | None) -> None:
-    if not is_plain(columns):
-        raise ValueError(f"{type(columns).__name__} with strides {columns.stride()}: expected rows in memory")
     size, width = columns.shape
     is_bfloat16 = columns.dtype == torch.bfloat16
     num_bytes = size * width * (2 if is_bfloat16 else 4)

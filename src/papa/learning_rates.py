@@ -38,21 +38,23 @@ class LearningRates:
 
     def ratio(self) -> float:
         """The learning rate divided by its highest value, which all members must share; 1 without optimizers."""
-        ratios, self._recorded = dict(self._recorded), {}
-        known: dict[Any, int] = {}
-        for index, optimizer in enumerate(self.optimizers):
-            if index not in ratios:
-                group = optimizer.param_groups[0]
-                rates = (group["lr"], group.get("initial_lr"), group.get("max_lr"), self.highest[index])
-                same = known.setdefault(rates, index)  # most often all members have the same learning rates
-                ratios[index] = ratios.get(same) or self._ratio_of(index)  # which warns of some that are 0
-        for member, ratio in ratios.items():
+        recorded, self._recorded = self._recorded, {}
+        known: dict[Any, float] = {}
+        ratios = []
+        for index, (optimizer, highest) in enumerate(zip(self.optimizers, self.highest, strict=True)):
+            group = optimizer.param_groups[0]
+            rates = (recorded.get(index), group["lr"], group.get("initial_lr"), group.get("max_lr"), highest)
+            ratio = known.get(rates)  # most often all members have the same learning rates
+            if not ratio:  # 0 may be a reason to warn
+                ratio = known[rates] = recorded[index] if index in recorded else self._ratio_of(index)
+            ratios.append(ratio)
+        for member, ratio in enumerate(ratios) if len(known) > 1 else ():
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
                 raise MixingError(
                     f"optimizer {member} is at {ratio:.6g} of its highest learning rate, optimizer 0 at "
                     f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
                 )
-        ratio = ratios.get(0, 1.0)
+        ratio = ratios[0] if ratios else 1.0
         self._warn_if_always_low(ratio)
         return ratio
 

@@ -248,6 +248,8 @@ class OnePassPush:
 
     def __call__(self, block: Tensor) -> None:
         """Multiply the rows in place."""
+        if not kernels.is_plain(block):
+            raise ValueError(f"a {type(block).__name__} with strides {block.stride()}, expected rows in memory")
         kernels.push_(block, self.own, self.common)
 
 

@@ -199,7 +199,9 @@ class ZeroPadShortcut(nn.Module):
         self.num_new_channels = out_channels - in_channels
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.pad(inputs[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new_channels))
+        # Slices would do, but their gradients have channels first, which makes what comes next thirty times slower.
+        subsampled = F.avg_pool2d(inputs, kernel_size=1, stride=self.stride)
+        return F.pad(subsampled, (0, 0, 0, 0, 0, self.num_new_channels))
 
 
 def _convolution(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:

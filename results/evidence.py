@@ -163,8 +163,8 @@ CIFAR100_USED_UP = Kind(
         for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 5e-3))
     },
     tuning_options="--data.max-train 2800 --data.validation 0.35714 --train.validate-every 10",
-    batch_rates=(0.1, 0.2, 0.4),
-    half_lives=(0.002, 0.005, 0.015),
+    batch_rates=(0.05, 0.1, 0.2),
+    half_lives=(0.001, 0.002, 0.005, 0.015),
 )
 DIGITS = Kind(
     recipe="digits-150",
@@ -271,7 +271,7 @@ PRETRAINED = Kind(
             f"--train.channels-last --average.alpha None --average.half-life 0.1 {ALONG_TRAINING}",
         )
     ),
-    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3)},
+    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3, 3e-3)},
     tuning_options="--data.max-train 1900 --data.validation 0.526316",
     tuning_members=1,
     half_lives=(0.02, 0.1),

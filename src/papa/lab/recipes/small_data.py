@@ -51,7 +51,7 @@ ROWS = (
         half_life=0.002,
         batch_lr=0.2,
     ),
-    _Row(data="cifar100", num_images=2_000, epochs=240, weight_decay=0.005, half_life=0.005, batch_lr=0.2),
+    _Row(data="cifar100", num_images=2_000, epochs=240, weight_decay=0.005, half_life=0.005, batch_lr=0.1),
     _Row(
         data="fashion-mnist",
         num_images=1_000,

@@ -1,10 +1,11 @@
-/* Averaging on a CPU in one pass over the weights; `kernels.py` calls it.
+/* Averaging on a CPU in one pass over the weights, and BatchNorm of narrow layers; `kernels.py` calls them.
 
    A matrix has `size` rows of `width` columns; the first numbers of two rows are `stride` numbers apart. A chunk of
    columns of all rows stays in cache while it is read and written. Numbers are computed in float32, in an order that
    depends neither on the processor nor on the number of threads, and products and sums are rounded one by one
    (compile with -ffp-contract=off): results have the same bits everywhere. */
 
+#include <math.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
@@ -206,4 +207,146 @@ void papa_sums(void *rows, int64_t stride, int64_t size, int64_t width, int64_t 
                int64_t block, double *results) {
     Job job = {rows, stride, size, width, is_bfloat16, block, results, 0, 0, 0};
     run(&job, sums, num_threads);
+}
+
+/* BatchNorm in training, of images with channels last: rows of one number for each channel. As many rows as make up
+   whole panels are read as one long row, so that narrow layers use wide vectors, too. */
+
+#define PANEL 64       /* numbers of a long row that are computed side by side */
+#define FLOAT_ROWS 512 /* long rows whose numbers are added in float32; these sums are added in float64 */
+
+typedef struct {
+    const void *inputs, *gradients; /* gradients of the outputs, in the backward pass */
+    void *results;
+    int64_t channels, long_row, num_long_rows, is_bfloat16;
+    const double *means;
+    double *sums, *products; /* of each channel */
+    /* results = shift + scale * (centred inputs, or gradients) + slope * centred inputs */
+    const double *scales, *slopes, *shifts;
+} Norm;
+
+enum { SUM, SUM_OF_SQUARES, SUMS_OF_GRADIENTS };
+
+/* Set `sums` to what is asked for: sums of inputs, of squares of centred inputs, or of gradients, and then `products`
+   to those of gradients and centred inputs. */
+INLINE void add_panel(const Norm *norm, int64_t first, int is_bfloat16, int what) {
+    double sums[PANEL] = {0}, products[PANEL] = {0};
+    float means[PANEL];
+    for (int64_t k = 0; k < PANEL; k++) means[k] = what == SUM ? 0 : (float)norm->means[(first + k) % norm->channels];
+    for (int64_t row = 0; row < norm->num_long_rows;) {
+        float some[PANEL] = {0}, some_products[PANEL] = {0};
+        int64_t last = row + FLOAT_ROWS < norm->num_long_rows ? row + FLOAT_ROWS : norm->num_long_rows;
+        for (; row < last; row++)
+            for (int64_t k = 0; k < PANEL; k++) {
+                int64_t index = row * norm->long_row + first + k;
+                float number = get(norm->inputs, index, is_bfloat16) - means[k];
+                if (what == SUMS_OF_GRADIENTS) {
+                    float gradient = get(norm->gradients, index, is_bfloat16);
+                    some[k] += gradient;
+                    some_products[k] += gradient * number;
+                } else {
+                    some[k] += what == SUM ? number : number * number;
+                }
+            }
+        for (int64_t k = 0; k < PANEL; k++) sums[k] += some[k];
+        for (int64_t k = 0; k < PANEL; k++) products[k] += some_products[k];
+    }
+    for (int64_t k = 0; k < PANEL; k++) norm->sums[(first + k) % norm->channels] += sums[k];
+    if (what == SUMS_OF_GRADIENTS)
+        for (int64_t k = 0; k < PANEL; k++) norm->products[(first + k) % norm->channels] += products[k];
+}
+
+INLINE void write_panel(const Norm *norm, int64_t first, int is_bfloat16, int is_backward) {
+    float means[PANEL], scales[PANEL], slopes[PANEL], shifts[PANEL];
+    for (int64_t k = 0; k < PANEL; k++) {
+        int64_t channel = (first + k) % norm->channels;
+        means[k] = (float)norm->means[channel];
+        scales[k] = (float)norm->scales[channel];
+        slopes[k] = is_backward ? (float)norm->slopes[channel] : 0;
+        shifts[k] = (float)norm->shifts[channel];
+    }
+    for (int64_t row = 0; row < norm->num_long_rows; row++)
+        for (int64_t k = 0; k < PANEL; k++) {
+            int64_t index = row * norm->long_row + first + k;
+            float number = get(norm->inputs, index, is_bfloat16) - means[k], result = shifts[k];
+            result += scales[k] * (is_backward ? get(norm->gradients, index, is_bfloat16) : number);
+            if (is_backward) result += slopes[k] * number;
+            set(norm->results, index, result, is_bfloat16);
+        }
+}
+
+#define DEFINE_FOR_PANELS(name, of_panel, argument)                                                                 \
+    FOR_EVERY_PROCESSOR static void name(const Norm *norm) {                                                       \
+        for (int64_t first = 0; first < norm->long_row; first += PANEL) {                                          \
+            if (norm->is_bfloat16) of_panel(norm, first, 1, argument);                                             \
+            else of_panel(norm, first, 0, argument);                                                               \
+        }                                                                                                          \
+    }
+DEFINE_FOR_PANELS(add_inputs, add_panel, SUM)
+DEFINE_FOR_PANELS(add_squares, add_panel, SUM_OF_SQUARES)
+DEFINE_FOR_PANELS(add_gradients, add_panel, SUMS_OF_GRADIENTS)
+DEFINE_FOR_PANELS(write_outputs, write_panel, 0)
+DEFINE_FOR_PANELS(write_gradients, write_panel, 1)
+
+static Norm norm_of(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16) {
+    int64_t num_rows_in_one = 1;
+    while (channels * num_rows_in_one % PANEL) num_rows_in_one++;
+    return (Norm){.inputs = inputs, .channels = channels, .long_row = channels * num_rows_in_one,
+                  .num_long_rows = num_rows / num_rows_in_one, .is_bfloat16 = is_bfloat16};
+}
+
+/* Normalise the inputs, update the running statistics, and set `statistics` to the means and 1 / the standard
+   deviations. The rows must make up whole long rows. */
+void papa_batch_norm(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16, const float *weight,
+                     double *statistics, void *outputs, const float *bias, double eps, double momentum,
+                     float *running_mean, float *running_var) {
+    double scales[channels], shifts[channels], *means = statistics, *inverses = statistics + channels;
+    Norm norm = norm_of(inputs, num_rows, channels, is_bfloat16);
+    memset(statistics, 0, 2 * channels * sizeof *statistics);
+    norm.sums = means;
+    add_inputs(&norm);
+    for (int64_t i = 0; i < channels; i++) means[i] /= num_rows;
+    norm.means = means;
+    norm.sums = inverses;
+    add_squares(&norm);
+    for (int64_t i = 0; i < channels; i++) {
+        double squares = inverses[i];
+        running_mean[i] = (float)((1 - momentum) * running_mean[i] + momentum * means[i]);
+        running_var[i] = (float)((1 - momentum) * running_var[i] + momentum * squares / (num_rows - 1));
+        inverses[i] = 1 / sqrt(squares / num_rows + eps);
+        scales[i] = weight[i] * inverses[i];
+        shifts[i] = bias[i];
+    }
+    norm.scales = scales;
+    norm.shifts = shifts;
+    norm.results = outputs;
+    write_outputs(&norm);
+}
+
+/* The gradients of the inputs, and in `of_parameters` those of the weight and then of the bias. */
+void papa_batch_norm_gradients(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16,
+                               const float *weight, double *statistics, void *of_inputs, const void *of_outputs,
+                               float *of_parameters) {
+    double sums[channels], products[channels], scales[channels], slopes[channels], shifts[channels];
+    double *inverses = statistics + channels;
+    Norm norm = norm_of(inputs, num_rows, channels, is_bfloat16);
+    memset(sums, 0, sizeof sums);
+    memset(products, 0, sizeof products);
+    norm.gradients = of_outputs;
+    norm.means = statistics;
+    norm.sums = sums;
+    norm.products = products;
+    add_gradients(&norm);
+    for (int64_t i = 0; i < channels; i++) {
+        of_parameters[i] = (float)(products[i] * inverses[i]);
+        of_parameters[channels + i] = (float)sums[i];
+        scales[i] = weight[i] * inverses[i];
+        slopes[i] = -scales[i] * inverses[i] * inverses[i] * products[i] / num_rows;
+        shifts[i] = -scales[i] * sums[i] / num_rows;
+    }
+    norm.scales = scales;
+    norm.slopes = slopes;
+    norm.shifts = shifts;
+    norm.results = of_inputs;
+    write_gradients(&norm);
 }

@@ -1,13 +1,14 @@
-"""Pushes and measures of members on a CPU in one pass each: `kernels.c`, compiled when papa is installed.
+"""Pushes and measures of members on a CPU in one pass each, and BatchNorm: `kernels.c`, compiled at installation.
 
 PyTorch's operators read and write the weights several times for the same work. Where there is no C compiler, or for
-other devices and dtypes, they are used instead; see `papa.product` and `papa.row_measures`.
+other devices and dtypes, they are used instead; see `papa.product`, `papa.row_measures` and `papa.training.batch_norm`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import warnings
 import zlib
 from pathlib import Path
@@ -21,6 +22,9 @@ PATH = Path(__file__).with_name("libkernels.so")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 LEAST_BYTES_PER_THREAD = 4 << 20
 """To start a thread takes as long as to read a part of this."""
+
+PANEL, MOST_CHANNELS = 64, 4096
+"""Numbers that are normalised side by side, as in `kernels.c`, and the most channels that its stack holds."""
 
 INTEGER, POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -48,7 +52,16 @@ def library() -> ctypes.CDLL | None:
     found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
     for function in (found.papa_squared_distances, found.papa_sums):
         function.argtypes = (*rows, INTEGER, POINTER)
-    for function in (found.papa_push, found.papa_squared_distances, found.papa_sums):
+    norm = (POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, POINTER, POINTER)
+    found.papa_batch_norm.argtypes = (*norm, ctypes.c_double, ctypes.c_double, POINTER, POINTER)
+    found.papa_batch_norm_gradients.argtypes = (*norm, POINTER)
+    for function in (
+        found.papa_push,
+        found.papa_squared_distances,
+        found.papa_sums,
+        found.papa_batch_norm,
+        found.papa_batch_norm_gradients,
+    ):
         function.restype = None
     return found
 
@@ -86,6 +99,77 @@ def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
 def sums_by_block(columns: Tensor, width: int) -> Tensor:
     """The sum of each row, for each block of `width` columns, in float64."""
     return _measured("papa_sums", columns, width)
+
+
+def supports_norm(inputs: Tensor) -> bool:
+    """Whether BatchNorm of these images is computed here: channels last, in a number that fills the panels of rows."""
+    if inputs.dim() != 4 or not supports(inputs.dtype, inputs.device):
+        return False
+    size, channels, height, width = inputs.shape
+    rows = size * height * width
+    return (
+        inputs.is_contiguous(memory_format=torch.channels_last)
+        and 8 <= channels <= MOST_CHANNELS
+        and rows > 1
+        and rows % (PANEL // math.gcd(channels, PANEL)) == 0
+    )
+
+
+def batch_norm(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The outputs of BatchNorm in training, and the statistics of the batch; the running ones are updated."""
+    channels = inputs.shape[1]
+    outputs = torch.empty_like(inputs)
+    statistics = torch.empty(2, channels, dtype=torch.float64)
+    torch.autograd.graph.increment_version((running_mean, running_var))
+    _call_norm(
+        "papa_batch_norm",
+        inputs,
+        weight,
+        statistics,
+        outputs.data_ptr(),
+        bias.data_ptr(),
+        eps,
+        momentum,
+        running_mean.data_ptr(),
+        running_var.data_ptr(),
+    )
+    return outputs, statistics
+
+
+def batch_norm_gradients(
+    of_outputs: Tensor, inputs: Tensor, weight: Tensor, statistics: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the inputs, the weight and the bias, from those of the outputs in the inputs' layout."""
+    of_inputs = torch.empty_like(inputs)
+    of_parameters = torch.empty(2, inputs.shape[1])
+    _call_norm(
+        "papa_batch_norm_gradients",
+        inputs,
+        weight,
+        statistics,
+        of_inputs.data_ptr(),
+        of_outputs.data_ptr(),
+        of_parameters.data_ptr(),
+    )
+    return of_inputs, of_parameters[0], of_parameters[1]
+
+
+def _call_norm(name: str, inputs: Tensor, weight: Tensor, statistics: Tensor, *args: float) -> None:
+    size, channels, height, width = inputs.shape
+    is_bfloat16 = inputs.dtype == torch.bfloat16
+    rows = size * height * width
+    getattr(library(), name)(
+        inputs.data_ptr(), rows, channels, is_bfloat16, weight.data_ptr(), statistics.data_ptr(), *args
+    )
 
 
 def _measured(name: str, columns: Tensor, width: int) -> Tensor:

@@ -259,21 +259,22 @@ AERIAL = Kind(
 )
 PRETRAINED = Kind(
     recipe="cifar100-finetune-effnetv2s",
-    title="EfficientNet-Lite0 from ImageNet, fine-tuned on 1,000 images of CIFAR-10",
+    title="EfficientNet-Lite0 from ImageNet, fine-tuned on 500 images of CIFAR-10",
     name="pretrained",
     methods="independent,longer,papa",
     controls=(),
     options=" ".join(
         (
             "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.name cifar10",
-            "--data.image-size 64 --data.max-train 1000 --data.validation 0.1 --data.max-test 2000",
-            "--members 3 --diversity.grid none --train.epochs 12 --train.batch-size 16 --train.precision bfloat16",
-            f"--train.channels-last --average.alpha None --average.half-life 0.1 {ALONG_TRAINING}",
+            "--data.image-size 64 --data.max-train 500 --data.validation 0.2 --data.max-test 2000",
+            "--members 3 --diversity.grid none --train.epochs 27 --train.batch-size 16 --train.precision bfloat16",
+            "--train.channels-last --train.validate-every 3 --average.alpha None --average.half-life 0.1",
+            ALONG_TRAINING,
         )
     ),
-    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (1e-4, 3e-4, 1e-3, 3e-3)},
-    tuning_options="--data.max-train 1900 --data.validation 0.526316",
+    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (3e-4, 1e-3, 3e-3)},
+    tuning_options="--data.max-train 1300 --data.validation 0.692308",
     tuning_members=1,
-    half_lives=(0.02, 0.1),
+    half_lives=(0.005, 0.02, 0.1),
 )
 EVIDENCE = tuple(kind.study for kind in (*KINDS, LETTERS, TEXT, AERIAL, PRETRAINED))

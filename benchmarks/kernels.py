@@ -144,9 +144,8 @@ def take_steps() -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        with autocast():
-            with CompiledBatchNorm():
-                loss = nn.functional.cross_entropy(network(images), labels)
+        with autocast(), CompiledBatchNorm():
+            loss = nn.functional.cross_entropy(network(images), labels)
         loss.backward()
         optimizer.step()
 

@@ -47,9 +47,7 @@ def normed(channels: int, dtype: torch.dtype) -> list[Tensor]:
     images, upstream = (rows_of(1, math.prod(shape), dtype, seed=seed).view(shape) for seed in (0, 1))
     images, upstream = (each.contiguous(memory_format=torch.channels_last) for each in (images, upstream))
     weight, bias, mean, var = (*rows_of(3, channels), torch.ones(channels))
-    outputs, statistics = kernels.batch_norm(
-        images, weight, bias, running_mean=mean, running_var=var, momentum=0.1, eps=1e-5
-    )
+    outputs, statistics = kernels.batch_norm(images, mean, var, weight, bias, momentum=0.1, eps=1e-5)
     return [outputs, statistics, mean, var, *kernels.batch_norm_gradients(upstream, images, weight, statistics)]
 
 

@@ -217,22 +217,20 @@ void papa_sums(void *rows, int64_t stride, int64_t size, int64_t width, int64_t 
 
 typedef struct {
     const void *inputs, *gradients; /* gradients of the outputs, in the backward pass */
-    void *results;
+    void *results;                  /* outputs, or gradients of the inputs */
     int64_t channels, long_row, num_long_rows, is_bfloat16;
-    const double *means;
-    double *sums, *products; /* of each channel */
-    /* results = shift + scale * (centred inputs, or gradients) + slope * centred inputs */
-    const double *scales, *slopes, *shifts;
+    /* Of each channel. Centred inputs are inputs less the means. */
+    const double *means;                    /* 0 while they are not known */
+    double *sums, *products;                /* see `add_panel` */
+    const double *scales, *slopes, *shifts; /* see `write_panel` */
 } Norm;
 
-enum { SUM, SUM_OF_SQUARES, SUMS_OF_GRADIENTS };
-
-/* Set `sums` to what is asked for: sums of inputs, of squares of centred inputs, or of gradients, and then `products`
-   to those of gradients and centred inputs. */
-INLINE void add_panel(const Norm *norm, int64_t first, int is_bfloat16, int what) {
+/* Add to `sums` the inputs of each channel, or the squares of centred inputs if the means are known; in the backward
+   pass the gradients, and to `products` those of gradients and centred inputs. */
+INLINE void add_panel(const Norm *norm, int64_t first, int is_bfloat16, int is_centred, int is_backward) {
     double sums[PANEL] = {0}, products[PANEL] = {0};
     float means[PANEL];
-    for (int64_t k = 0; k < PANEL; k++) means[k] = what == SUM ? 0 : (float)norm->means[(first + k) % norm->channels];
+    for (int64_t k = 0; k < PANEL; k++) means[k] = is_centred ? (float)norm->means[(first + k) % norm->channels] : 0;
     for (int64_t row = 0; row < norm->num_long_rows;) {
         float some[PANEL] = {0}, some_products[PANEL] = {0};
         int64_t last = row + FLOAT_ROWS < norm->num_long_rows ? row + FLOAT_ROWS : norm->num_long_rows;
@@ -240,22 +238,24 @@ INLINE void add_panel(const Norm *norm, int64_t first, int is_bfloat16, int what
             for (int64_t k = 0; k < PANEL; k++) {
                 int64_t index = row * norm->long_row + first + k;
                 float number = get(norm->inputs, index, is_bfloat16) - means[k];
-                if (what == SUMS_OF_GRADIENTS) {
+                if (is_backward) {
                     float gradient = get(norm->gradients, index, is_bfloat16);
                     some[k] += gradient;
                     some_products[k] += gradient * number;
                 } else {
-                    some[k] += what == SUM ? number : number * number;
+                    some[k] += is_centred ? number * number : number;
                 }
             }
         for (int64_t k = 0; k < PANEL; k++) sums[k] += some[k];
         for (int64_t k = 0; k < PANEL; k++) products[k] += some_products[k];
     }
     for (int64_t k = 0; k < PANEL; k++) norm->sums[(first + k) % norm->channels] += sums[k];
-    if (what == SUMS_OF_GRADIENTS)
+    if (is_backward)
         for (int64_t k = 0; k < PANEL; k++) norm->products[(first + k) % norm->channels] += products[k];
 }
 
+/* outputs = shifts + scales * centred inputs; gradients of inputs = shifts + scales * gradients + slopes * centred
+   inputs. */
 INLINE void write_panel(const Norm *norm, int64_t first, int is_bfloat16, int is_backward) {
     float means[PANEL], scales[PANEL], slopes[PANEL], shifts[PANEL];
     for (int64_t k = 0; k < PANEL; k++) {
@@ -275,45 +275,47 @@ INLINE void write_panel(const Norm *norm, int64_t first, int is_bfloat16, int is
         }
 }
 
-#define DEFINE_FOR_PANELS(name, of_panel, argument)                                                                 \
-    FOR_EVERY_PROCESSOR static void name(const Norm *norm) {                                                       \
-        for (int64_t first = 0; first < norm->long_row; first += PANEL) {                                          \
-            if (norm->is_bfloat16) of_panel(norm, first, 1, argument);                                             \
-            else of_panel(norm, first, 0, argument);                                                               \
-        }                                                                                                          \
+#define DEFINE_FOR_PANELS(name, of_panel, ...)                                 \
+    FOR_EVERY_PROCESSOR static void name(const Norm *norm) {                   \
+        for (int64_t first = 0; first < norm->long_row; first += PANEL) {      \
+            if (norm->is_bfloat16) of_panel(norm, first, 1, __VA_ARGS__);      \
+            else of_panel(norm, first, 0, __VA_ARGS__);                        \
+        }                                                                      \
     }
-DEFINE_FOR_PANELS(add_inputs, add_panel, SUM)
-DEFINE_FOR_PANELS(add_squares, add_panel, SUM_OF_SQUARES)
-DEFINE_FOR_PANELS(add_gradients, add_panel, SUMS_OF_GRADIENTS)
+DEFINE_FOR_PANELS(add_inputs, add_panel, 0, 0)
+DEFINE_FOR_PANELS(add_squares, add_panel, 1, 0)
+DEFINE_FOR_PANELS(add_gradients, add_panel, 1, 1)
 DEFINE_FOR_PANELS(write_outputs, write_panel, 0)
 DEFINE_FOR_PANELS(write_gradients, write_panel, 1)
 
+/* `supports_norm` of `kernels.py` sees to it that all rows are part of a long row. */
 static Norm norm_of(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16) {
-    int64_t num_rows_in_one = 1;
-    while (channels * num_rows_in_one % PANEL) num_rows_in_one++;
-    return (Norm){.inputs = inputs, .channels = channels, .long_row = channels * num_rows_in_one,
-                  .num_long_rows = num_rows / num_rows_in_one, .is_bfloat16 = is_bfloat16};
+    int64_t num_in_one = 1;
+    while (channels * num_in_one % PANEL) num_in_one++;
+    return (Norm){.inputs = inputs, .channels = channels, .long_row = channels * num_in_one,
+                  .num_long_rows = num_rows / num_in_one, .is_bfloat16 = is_bfloat16};
 }
 
-/* Normalise the inputs, update the running statistics, and set `statistics` to the means and 1 / the standard
-   deviations. The rows must make up whole long rows. */
-void papa_batch_norm(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16, const float *weight,
-                     double *statistics, void *outputs, const float *bias, double eps, double momentum,
-                     float *running_mean, float *running_var) {
-    double scales[channels], shifts[channels], *means = statistics, *inverses = statistics + channels;
+/* Set the outputs, update the running statistics, and set `statistics` to the means and then the inverses, which are
+   1 / sqrt(variance + eps). */
+void papa_batch_norm(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16, float *running_mean,
+                     float *running_var, const float *weight, const float *bias, void *outputs, double *statistics,
+                     double momentum, double eps) {
+    double squares[channels], scales[channels], shifts[channels];
+    double *means = statistics, *inverses = statistics + channels;
     Norm norm = norm_of(inputs, num_rows, channels, is_bfloat16);
-    memset(statistics, 0, 2 * channels * sizeof *statistics);
+    memset(means, 0, channels * sizeof *means);
+    memset(squares, 0, sizeof squares);
     norm.sums = means;
     add_inputs(&norm);
     for (int64_t i = 0; i < channels; i++) means[i] /= num_rows;
     norm.means = means;
-    norm.sums = inverses;
+    norm.sums = squares;
     add_squares(&norm);
     for (int64_t i = 0; i < channels; i++) {
-        double squares = inverses[i];
         running_mean[i] = (float)((1 - momentum) * running_mean[i] + momentum * means[i]);
-        running_var[i] = (float)((1 - momentum) * running_var[i] + momentum * squares / (num_rows - 1));
-        inverses[i] = 1 / sqrt(squares / num_rows + eps);
+        running_var[i] = (float)((1 - momentum) * running_var[i] + momentum * squares[i] / (num_rows - 1));
+        inverses[i] = 1 / sqrt(squares[i] / num_rows + eps);
         scales[i] = weight[i] * inverses[i];
         shifts[i] = bias[i];
     }
@@ -323,23 +325,22 @@ void papa_batch_norm(const void *inputs, int64_t num_rows, int64_t channels, int
     write_outputs(&norm);
 }
 
-/* The gradients of the inputs, and in `of_parameters` those of the weight and then of the bias. */
 void papa_batch_norm_gradients(const void *inputs, int64_t num_rows, int64_t channels, int64_t is_bfloat16,
-                               const float *weight, double *statistics, void *of_inputs, const void *of_outputs,
-                               float *of_parameters) {
+                               const void *grad_outputs, const float *weight, const double *statistics,
+                               void *grad_inputs, float *grad_weight, float *grad_bias) {
     double sums[channels], products[channels], scales[channels], slopes[channels], shifts[channels];
-    double *inverses = statistics + channels;
+    const double *inverses = statistics + channels;
     Norm norm = norm_of(inputs, num_rows, channels, is_bfloat16);
     memset(sums, 0, sizeof sums);
     memset(products, 0, sizeof products);
-    norm.gradients = of_outputs;
+    norm.gradients = grad_outputs;
     norm.means = statistics;
     norm.sums = sums;
     norm.products = products;
     add_gradients(&norm);
     for (int64_t i = 0; i < channels; i++) {
-        of_parameters[i] = (float)(products[i] * inverses[i]);
-        of_parameters[channels + i] = (float)sums[i];
+        grad_weight[i] = (float)(products[i] * inverses[i]);
+        grad_bias[i] = (float)sums[i];
         scales[i] = weight[i] * inverses[i];
         slopes[i] = -scales[i] * inverses[i] * inverses[i] * products[i] / num_rows;
         shifts[i] = -scales[i] * sums[i] / num_rows;
@@ -347,6 +348,6 @@ void papa_batch_norm_gradients(const void *inputs, int64_t num_rows, int64_t cha
     norm.scales = scales;
     norm.slopes = slopes;
     norm.shifts = shifts;
-    norm.results = of_inputs;
+    norm.results = grad_inputs;
     write_gradients(&norm);
 }

@@ -52,9 +52,9 @@ def library() -> ctypes.CDLL | None:
     found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
     for function in (found.papa_squared_distances, found.papa_sums):
         function.argtypes = (*rows, INTEGER, POINTER)
-    norm = (POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, POINTER, POINTER)
-    found.papa_batch_norm.argtypes = (*norm, ctypes.c_double, ctypes.c_double, POINTER, POINTER)
-    found.papa_batch_norm_gradients.argtypes = (*norm, POINTER)
+    images = (POINTER, INTEGER, INTEGER, INTEGER)
+    found.papa_batch_norm.argtypes = (*images, *[POINTER] * 6, ctypes.c_double, ctypes.c_double)
+    found.papa_batch_norm_gradients.argtypes = (*images, *[POINTER] * 6)
     for function in (
         found.papa_push,
         found.papa_squared_distances,
@@ -102,74 +102,54 @@ def sums_by_block(columns: Tensor, width: int) -> Tensor:
 
 
 def supports_norm(inputs: Tensor) -> bool:
-    """Whether BatchNorm of these images is computed here: channels last, in a number that fills the panels of rows."""
+    """Whether BatchNorm of these images is computed here: channels last, and pixels that make up whole long rows."""
     if inputs.dim() != 4 or not supports(inputs.dtype, inputs.device):
         return False
-    size, channels, height, width = inputs.shape
-    rows = size * height * width
+    channels = inputs.shape[1]
+    num_rows = inputs.numel() // max(channels, 1)
     return (
-        inputs.is_contiguous(memory_format=torch.channels_last)
-        and 8 <= channels <= MOST_CHANNELS
-        and rows > 1
-        and rows % (PANEL // math.gcd(channels, PANEL)) == 0
+        8 <= channels <= MOST_CHANNELS
+        and num_rows > 1
+        and num_rows % (PANEL // math.gcd(channels, PANEL)) == 0
+        and inputs.is_contiguous(memory_format=torch.channels_last)
     )
 
 
 def batch_norm(
     inputs: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
     weight: Tensor,
     bias: Tensor,
     *,
-    running_mean: Tensor,
-    running_var: Tensor,
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of BatchNorm in training, and the statistics of the batch; the running ones are updated."""
+    """BatchNorm in training: outputs, and means and 1 / standard deviations, in float64. Updates running statistics."""
     channels = inputs.shape[1]
     outputs = torch.empty_like(inputs)
-    statistics = torch.empty(2, channels, dtype=torch.float64)
-    torch.autograd.graph.increment_version((running_mean, running_var))
-    _call_norm(
-        "papa_batch_norm",
-        inputs,
-        weight,
-        statistics,
-        outputs.data_ptr(),
-        bias.data_ptr(),
-        eps,
-        momentum,
-        running_mean.data_ptr(),
-        running_var.data_ptr(),
-    )
+    statistics = torch.empty(2, channels, dtype=torch.float64, device="cpu")
+    _call_norm("papa_batch_norm", inputs, running_mean, running_var, weight, bias, outputs, statistics, momentum, eps)
     return outputs, statistics
 
 
 def batch_norm_gradients(
-    of_outputs: Tensor, inputs: Tensor, weight: Tensor, statistics: Tensor
+    grad_outputs: Tensor, inputs: Tensor, weight: Tensor, statistics: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the inputs, the weight and the bias, from those of the outputs in the inputs' layout."""
-    of_inputs = torch.empty_like(inputs)
-    of_parameters = torch.empty(2, inputs.shape[1])
+    """The gradients of the inputs, the weight and the bias; those of the outputs must have channels last too."""
+    grad_inputs = torch.empty_like(inputs)
+    grad_weight, grad_bias = torch.empty(2, inputs.shape[1], dtype=torch.float32, device="cpu")
     _call_norm(
-        "papa_batch_norm_gradients",
-        inputs,
-        weight,
-        statistics,
-        of_inputs.data_ptr(),
-        of_outputs.data_ptr(),
-        of_parameters.data_ptr(),
+        "papa_batch_norm_gradients", inputs, grad_outputs, weight, statistics, grad_inputs, grad_weight, grad_bias
     )
-    return of_inputs, of_parameters[0], of_parameters[1]
+    return grad_inputs, grad_weight, grad_bias
 
 
-def _call_norm(name: str, inputs: Tensor, weight: Tensor, statistics: Tensor, *args: float) -> None:
-    size, channels, height, width = inputs.shape
+def _call_norm(name: str, inputs: Tensor, *args: Tensor | float) -> None:
+    channels = inputs.shape[1]
+    values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
     is_bfloat16 = inputs.dtype == torch.bfloat16
-    rows = size * height * width
-    getattr(library(), name)(
-        inputs.data_ptr(), rows, channels, is_bfloat16, weight.data_ptr(), statistics.data_ptr(), *args
-    )
+    getattr(library(), name)(inputs.data_ptr(), inputs.numel() // channels, channels, is_bfloat16, *values)
 
 
 def _measured(name: str, columns: Tensor, width: int) -> Tensor:

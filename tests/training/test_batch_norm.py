@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, stack_module_state
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import papa
 from helpers import TOLERANCES, assert_close
@@ -110,10 +113,11 @@ def test_channels_do_not_disturb_each_other() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "case", ["evaluation", "no weights", "no statistics", "channels first", "float64", "two threads", "few", "rows"]
+    "case",
+    ["evaluation", "no weights", "no statistics", "channels first", "float64", "two threads", "few", "rows", "mode"],
 )
 def test_other_cases_are_pytorchs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm, images = norm_of(16), images_of(8, 16, 4, 4)
+    norm, images, mode = norm_of(16), images_of(8, 16, 4, 4), contextlib.nullcontext()
     if case == "evaluation":
         norm.eval()
     if case == "no weights":
@@ -130,10 +134,39 @@ def test_other_cases_are_pytorchs(case: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(batch_norm, "LEAST_NUMBERS", images.numel() + 1)
     if case == "rows":
         images = images_of(3, 16, 3, 3)
-    with CompiledBatchNorm():
+    if case == "mode":
+        mode = FlopCounterMode(display=False)
+    with CompiledBatchNorm(), mode:
         outputs = norm(images.requires_grad_())
     assert not is_compiled(outputs)
     assert torch.equal(outputs, norm(images))
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [8, 32])
+def test_a_wrong_number_of_channels_is_pytorchs_error(channels: int) -> None:
+    with CompiledBatchNorm(), pytest.raises(RuntimeError, match=f"should contain 16 elements not {channels}"):
+        norm_of(channels)(images_of(8, 16, 4, 4))
+
+
+@needs_compiler
+def test_no_variance_epsilon_is_pytorchs() -> None:
+    with contextlib.suppress(ValueError), CompiledBatchNorm():  # newer versions refuse it
+        assert not is_compiled(norm_of(16, eps=0.0)(images_of(8, 16, 4, 4)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_defaults_of_new_tensors_do_not_matter(dtype: torch.dtype) -> None:
+    norm, images, upstream = norm_of(16), images_of(8, 16, 4, 4), images_of(8, 16, 4, 4, seed=1)
+    expected = derived(norm, images, upstream, compiled=True)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            found = derived(norm.requires_grad_(), images, upstream, compiled=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found[:2], expected[:2]))
 
 
 @needs_compiler
@@ -185,17 +218,58 @@ def test_layers_can_be_computed_again(reentrant: bool) -> None:
 
 
 @needs_compiler
-def test_autograd_sees_what_is_written() -> None:
-    norm, images = norm_of(16), images_of(8, 16, 4, 4).requires_grad_()
-    used = (norm.running_mean * norm.weight).sum()
+def test_derivatives_can_be_computed_side_by_side() -> None:
+    images, upstream = images_of(8, 16, 4, 4).requires_grad_(), torch.randn(3, 8, 16, 4, 4)
     with CompiledBatchNorm():
-        outputs = norm(images)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        used.backward()
+        outputs = norm_of(16)(images)
+    (together,) = torch.autograd.grad(outputs, images, upstream, is_grads_batched=True, retain_graph=True)
+    for one, each in zip(together, upstream, strict=True):
+        assert_close(one, torch.autograd.grad(outputs, images, each, retain_graph=True)[0], tolerance=1e-5)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_derivatives_are_pytorchs() -> None:
+    images, direction = images_of(8, 16, 4, 4), images_of(8, 16, 4, 4, seed=1)
+    found = []
+    for context in (CompiledBatchNorm(), contextlib.nullcontext()):
+        with forward_ad.dual_level(), context:
+            found.append(forward_ad.unpack_dual(norm_of(16)(forward_ad.make_dual(images, direction))).tangent)
+    assert torch.equal(*found)
+
+
+@needs_compiler
+def test_a_layer_may_be_used_twice() -> None:
+    norm, images = norm_of(16), images_of(8, 16, 4, 4)
+    with CompiledBatchNorm():
+        small = norm(images[:3, :, :3, :3].contiguous(memory_format=torch.channels_last))
+        large = norm(images)
+    assert (is_compiled(small), is_compiled(large)) == (False, True)
+    (small.sum() + large.sum()).backward()
+
+
+@needs_compiler
+def test_inputs_may_not_be_written_before_the_backward_pass() -> None:
+    images = images_of(8, 16, 4, 4).requires_grad_()
+    with CompiledBatchNorm():
+        outputs = norm_of(16)(images)
     with torch.no_grad():
         images.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs.sum().backward()
+
+
+@needs_compiler
+def test_graphs_are_pytorchs() -> None:
+    norm, images = norm_of(16), images_of(8, 16, 4, 4)
+    with CompiledBatchNorm():
+        compiled = torch.compile(norm_of(16), backend="eager", fullgraph=True)
+        assert_close(compiled(images).detach(), norm(images).detach(), tolerance=1e-5)
+        recorded = make_fx(norm_of(16))(images)
+        traced = fx.symbolic_trace(nn.Sequential(norm))
+        assert is_compiled(traced(images))
+    assert torch.ops.aten.native_batch_norm.default in {node.target for node in recorded.graph.nodes}
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
 
 
 def test_only_networks_that_have_it_on_a_cpu_are_helped() -> None:

@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from papa import kernels
 
-saved_tensors_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-"""What autograd calls for tensors that it saves. PyTorch 2.6 cannot tell."""
 LEAST_NUMBERS = 2**15
 """PyTorch's BatchNorm takes no longer for fewer inputs."""
+_hooks_of_saved_tensors: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""Its argument says whether to leave hooks out while PyTorch records a graph. Before PyTorch 2.8 there is none."""
 
 
 def helps(models: Sequence[nn.Module], device: torch.device) -> bool:
     """Whether `CompiledBatchNorm` has anything to do in these networks."""
     return (
-        saved_tensors_hooks is not None
+        _hooks_of_saved_tensors is not None
         and kernels.supports(torch.float32, device)
         and any(isinstance(module, nn.BatchNorm2d) for model in models for module in model.modules())
     )
@@ -31,7 +32,8 @@ class CompiledBatchNorm(TorchFunctionMode):
     """Inside the block, BatchNorm is computed by `papa.kernels` where it can be.
 
     It can for images with channels last in float32 or bfloat16, on one thread, with weights and running statistics in
-    float32. Layers under activation checkpointing are PyTorch's, since a backward pass computes them again outside.
+    float32. It is not under `torch.vmap`, `torch.compile` and their like, and not where tensors that autograd saves
+    have hooks: activation checkpointing computes layers again, when the block is over.
     """
 
     def __torch_function__(
@@ -55,18 +57,37 @@ def _is_supported(
     eps: float = 1e-5,
 ) -> bool:
     return (
-        training
+        not torch.compiler.is_compiling()
+        and training
         and type(inputs) is Tensor
         and inputs.numel() >= LEAST_NUMBERS
-        and torch.get_num_threads() == 1
-        and all(
-            each is not None and each.dtype == torch.float32 and each.device.type == "cpu" and each.is_contiguous()
-            for each in (running_mean, running_var, weight, bias)
-        )
-        and not torch._C._are_functorch_transforms_active()  # `torch.vmap` and others
-        and saved_tensors_hooks(True) is None  # as of activation checkpointing
-        and not torch.compiler.is_compiling()
         and kernels.supports_norm(inputs)
+        and all(_is_vector(each, inputs.shape[1]) for each in (running_mean, running_var, weight, bias))
+        and isinstance(momentum, float)
+        and eps > 0.0
+        and torch.get_num_threads() == 1
+        and not _is_transformed()
+        and _hooks_of_saved_tensors(True) is None
+    )
+
+
+def _is_vector(tensor: Tensor | None, size: int) -> bool:
+    return (
+        tensor is not None
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.shape == (size,)
+        and tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+    )
+
+
+def _is_transformed() -> bool:
+    """Whether operators do more than compute: under `torch.func`, forward-mode derivatives, or a dispatch mode."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
     )
 
 
@@ -80,7 +101,7 @@ def _compiled(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    outputs: Tensor = _BatchNorm.apply(inputs, weight, bias, running_mean, running_var, momentum, eps)
+    outputs: Tensor = _BatchNorm.apply(inputs, running_mean, running_var, weight, bias, momentum, eps)
     return outputs
 
 
@@ -89,25 +110,27 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor,
         running_mean: Tensor,
         running_var: Tensor,
+        weight: Tensor,
+        bias: Tensor,
         momentum: float,
         eps: float,
     ) -> Tensor:
         outputs, statistics = kernels.batch_norm(
-            inputs, weight, bias, running_mean=running_mean, running_var=running_var, momentum=momentum, eps=eps
+            inputs, running_mean, running_var, weight, bias, momentum=momentum, eps=eps
         )
         ctx.save_for_backward(inputs, weight, statistics)
         ctx.eps = eps
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         inputs, weight, statistics = ctx.saved_tensors
-        (gradient,) = gradients
-        if torch.is_grad_enabled():  # a derivative of this derivative may follow
+        (gradient,) = grad_outputs
+        # A derivative of this derivative may follow, or many gradients may be computed side by side.
+        is_plain = type(gradient) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(gradient)
+        if torch.is_grad_enabled() or _is_transformed() or not is_plain:
             mean, inverse = statistics.float()
             found = torch.ops.aten.native_batch_norm_backward(
                 gradient, inputs, weight, None, None, mean, inverse, True, ctx.eps, [True, True, True]
@@ -115,4 +138,5 @@ class _BatchNorm(torch.autograd.Function):
         else:
             gradient = gradient.contiguous(memory_format=torch.channels_last)
             found = kernels.batch_norm_gradients(gradient, inputs, weight, statistics)
-        return (*found, None, None, None, None)
+        grad_inputs, grad_weight, grad_bias = found
+        return grad_inputs, None, None, grad_weight, grad_bias, None, None

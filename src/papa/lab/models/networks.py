@@ -103,8 +103,8 @@ def _block(in_channels: int, out_channels: int, *, bias: bool) -> list[nn.Module
 
 
 def _mean_of_pixels(features: Tensor) -> Tensor:
-    # AdaptiveAvgPool2d would do, but its gradient has channels first, which makes what comes next slower.
-    return F.avg_pool2d(features, features.shape[-2:]).flatten(1)
+    # The gradient of AdaptiveAvgPool2d has channels first, which makes what comes next slower.
+    return features.permute(0, 2, 3, 1).flatten(1, 2).mean(dim=1)
 
 
 Shortcut: TypeAlias = Callable[[int, int, int], nn.Module]

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from papa import kernels
 
-LEAST_NUMBERS = 2**15
+LEAST_NUMBERS = 2**16
 """PyTorch's BatchNorm takes no longer for fewer inputs."""
 _hooks_of_saved_tensors: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 """Its argument says whether to leave hooks out while PyTorch records a graph. Before PyTorch 2.8 there is none."""

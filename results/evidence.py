@@ -276,6 +276,6 @@ PRETRAINED = Kind(
     tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (3e-4, 1e-3, 3e-3, 1e-2)},
     tuning_options="--data.max-train 1300 --data.validation 0.692308",
     tuning_members=1,
-    half_lives=(0.005, 0.02, 0.1),
+    half_lives=(0.005, 0.02, 0.1, 0.3),
 )
 EVIDENCE = tuple(kind.study for kind in (*KINDS, LETTERS, TEXT, AERIAL, PRETRAINED))

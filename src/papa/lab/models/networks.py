@@ -27,10 +27,11 @@ class ConvNet(nn.Module):
     def __init__(self, features: list[nn.Module], num_features: int, num_classes: int) -> None:
         super().__init__()
         self.features = nn.Sequential(*features)
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(num_features, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.head(_mean_of_pixels(self.features(images)))
+        scores: Tensor = self.head(self.pool(self.features(images)))
         return scores
 
 
@@ -102,11 +103,6 @@ def _block(in_channels: int, out_channels: int, *, bias: bool) -> list[nn.Module
     return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU()]
 
 
-def _mean_of_pixels(features: Tensor) -> Tensor:
-    # The gradient of AdaptiveAvgPool2d has channels first, which makes what comes next slower.
-    return features.permute(0, 2, 3, 1).flatten(1, 2).mean(dim=1)
-
-
 Shortcut: TypeAlias = Callable[[int, int, int], nn.Module]
 """Makes the shortcut of a block that changes the shape, from (input channels, output channels, stride)."""
 
@@ -156,13 +152,14 @@ class ResNet(nn.Module):
                 channels = width * 2**stage
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(channels, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.head(_mean_of_pixels(self.stages(self.stem(images))))
+        scores: Tensor = self.head(self.pool(self.stages(self.stem(images))))
         return scores
 
 

@@ -41,12 +41,11 @@ class CompiledBatchNorm(TorchFunctionMode):
     ) -> Any:
         """Call the function, or the compiled one in its place."""
         kwargs = kwargs or {}
-        if func is F.batch_norm and _is_supported(*args, **kwargs):
-            return _compiled(*args, **kwargs)
-        return func(*args, **kwargs)
+        outputs = _compiled(*args, **kwargs) if func is F.batch_norm else None
+        return func(*args, **kwargs) if outputs is None else outputs
 
 
-def _is_supported(
+def _compiled(
     inputs: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -55,8 +54,9 @@ def _is_supported(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> bool:
-    return (
+) -> Tensor | None:
+    """What `F.batch_norm` returns, or None where it is not computed here."""
+    is_supported = (
         not torch.compiler.is_compiling()
         and training
         and type(inputs) is Tensor
@@ -69,6 +69,10 @@ def _is_supported(
         and not _is_transformed()
         and _hooks_of_saved_tensors(True) is None
     )
+    if not is_supported:
+        return None
+    outputs: Tensor = _BatchNorm.apply(inputs, running_mean, running_var, weight, bias, momentum, eps)
+    return outputs
 
 
 def _is_vector(tensor: Tensor | None, size: int) -> bool:
@@ -89,20 +93,6 @@ def _is_transformed() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
     )
-
-
-def _compiled(
-    inputs: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    training: bool,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    outputs: Tensor = _BatchNorm.apply(inputs, running_mean, running_var, weight, bias, momentum, eps)
-    return outputs
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml hatch_build.py src/papa/kernels.c
+SOURCES := pyproject.toml hatch_build.py src/papa/core/kernels.c
 
 .PHONY: help demo test lint types unit audit docs results format bench soak soak-async rows clean
 

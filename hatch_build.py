@@ -1,4 +1,4 @@
-"""Compiles `papa/kernels.c` when papa is built. Without a C compiler papa works too, with slower averaging."""
+"""Compiles `papa/core/kernels.c` when papa is built. Without a C compiler papa works too, with slower averaging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE, TARGET = "src/papa/kernels.c", "libkernels.so"
+SOURCE, TARGET = "src/papa/core/kernels.c", "libkernels.so"
 FLAGS = "-O3 -ffp-contract=off -fno-trapping-math -fno-math-errno -fPIC -pthread -shared"
 """Products and sums are rounded one by one, so that results do not depend on the processor."""
 
@@ -36,7 +36,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             os.replace(library, target)  # processes that use the old one keep it
         else:
-            build_data["force_include"][str(library)] = f"papa/{TARGET}"
+            build_data["force_include"][str(library)] = f"papa/core/{TARGET}"
 
     @functools.cached_property
     def _folder(self) -> tempfile.TemporaryDirectory[str]:

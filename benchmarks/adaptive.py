@@ -12,9 +12,9 @@ from torch import nn
 
 import papa
 from _bench import Result, best_times, finish, parser
+from papa.core.rules import AveragingContext
+from papa.couplings.observation import observed
 from papa.lab.models import make_model
-from papa.observation import observed
-from papa.rules import AveragingContext
 from papa.training import Settings
 from papa.training.entry import start_training
 

@@ -18,7 +18,9 @@ from torchvision.models import resnet18
 
 import papa
 from _bench import Result, best_times, finish, parser
-from papa.group import DistributedGroup, SharedMemoryGroup, start_workers
+from papa.distributed.group import DistributedGroup
+from papa.distributed.shared_memory import SharedMemoryGroup
+from papa.distributed.start import start_workers
 
 NUM_MEMBERS = 5
 MOST_OF_A_PUSH = 0.1

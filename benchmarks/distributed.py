@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from _bench import Result, finish, parser, positive
 from machines import Machines
 from papa import Averager, Population, Push
-from papa.group import DistributedGroup, SharedMemoryGroup, start_workers
+from papa.distributed.group import DistributedGroup
+from papa.distributed.shared_memory import SharedMemoryGroup
+from papa.distributed.start import start_workers
 from papa.lab.costs import Plan, cost_of
 from train import NUM_MEMBERS, train_papa
 

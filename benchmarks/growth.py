@@ -23,12 +23,12 @@ from torch.nn import functional as F
 
 import papa
 from _bench import Result, finish, parser, peak_extra_megabytes
-from papa.checkpoint import CheckpointWriter, member_state
-from papa.group import LocalGroup
+from papa.core.group import LocalGroup
 from papa.lab.report.draw import SERIES_COLORS, standalone_svg
 from papa.lab.report.page import run_page
 from papa.lab.report.plot import Line, LinePlot
 from papa.training import Settings
+from papa.training.checkpoint import CheckpointWriter, member_state
 from papa.training.entry import start_training
 
 MEMBERS = (2, 4, 8, 16, 32, 64)

@@ -14,7 +14,7 @@ from torchvision.models import resnet18
 
 import papa
 from _bench import Result, best_times, finish, parser, peak_extra_megabytes
-from papa import mixing
+from papa.core import mixing
 
 NUM_MEMBERS = 5
 KEEP = 0.99

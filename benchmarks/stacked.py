@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from _bench import Result, best_times, finish, parser
+from papa.core.merges import MergeAll
 from papa.lab.models import make_model
-from papa.rules import MergeAll
-from papa.schedules import constant
 from papa.training import Auto, Settings, Stacked, Training, Transforms, start_training
+from papa.training.schedules import constant
 
 NUM_MEMBERS = 10
 NUM_STEPS = 1000

@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from _bench import Parts, Result, finish, parser, positive
-from papa.data import Arrays, Data
-from papa.group import Group, start_workers
+from papa.core.group import Group
+from papa.core.merges import Independent
+from papa.core.push import Push
+from papa.core.rules import Rule
+from papa.distributed.start import start_workers
 from papa.lab.augment.policy import GRIDS, draw_policies
 from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.models import make_model
 from papa.lab.recipes.recipe import fast_precision
-from papa.rules import Independent, Push, Rule
 from papa.training import Callback, Numerics, Settings, Training, Transforms, sgd, start_training
+from papa.training.data import Arrays, Data
 from push import push_state_dicts_
 
 NUM_MEMBERS = 4

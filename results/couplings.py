@@ -9,14 +9,14 @@ from statistics import fmean
 
 from torch import nn
 
+from papa.core.population import Population
+from papa.couplings.masks import depths
 from papa.lab.config import ModelConfig
 from papa.lab.models import make_model
 from papa.lab.report.draw import SERIES_COLORS
 from papa.lab.report.metric import metric_of
 from papa.lab.report.plot import Line, LinePlot
 from papa.lab.report.table import gap_text, mean_gap_closed
-from papa.masks import depths
-from papa.population import Population
 from results.study import Study, Table
 from results.tables import Record, by_seed, markdown, mean_text, paired, score, shows
 

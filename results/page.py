@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from papa.cli.recipe_argument import take_budget
+from papa.core.push import Push
 from papa.errors import RunError
 from papa.lab.report.figures import members_to_soup
 from papa.lab.report.plot import DotPlot
-from papa.rules import Push
 from results import claims
 from results.controls import controls
 from results.record import FOLDER, names_of, read_records, runs_of

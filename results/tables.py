@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import scipy.stats
 
+from papa.core.push import Push
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
 from papa.lab.report.table import (
@@ -27,7 +28,6 @@ from papa.lab.report.table import (
     with_gap_closed,
     with_soups,
 )
-from papa.rules import Push
 
 Record: TypeAlias = Mapping[str, Any]
 Score: TypeAlias = Callable[[Record], float | None]

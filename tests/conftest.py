@@ -23,15 +23,20 @@ settings.load_profile("papa")
 
 
 LONGEST_FILES = (
-    *("test_every_rule.py", "group/test_members.py", "lab/test_text.py"),
-    *("test_torchrun.py", "cli/test_reproduce.py", "lab/recipes/test_smoke.py", "group/test_distributed.py"),
+    *("core/test_every_rule.py", "distributed/test_members.py", "lab/test_text.py"),
+    *(
+        "distributed/test_torchrun.py",
+        "cli/test_reproduce.py",
+        "lab/recipes/test_smoke.py",
+        "distributed/test_distributed.py",
+    ),
     *("lab/test_launch.py", "lab/test_faults.py", "align/test_symmetries.py", "cli/test_commands.py"),
     *(
         "lab/test_launch_many.py",
         "align/test_matching.py",
         "test_docs.py",
         "test_fuzz.py",
-        "group/test_mesh.py",
+        "distributed/test_mesh.py",
         "integrations/test_transformers.py",
     ),
 )
@@ -66,7 +71,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _forked_workers() -> Iterator[None]:
     """Fork the workers that tests start; commands that tests run in a process of their own start theirs as usual."""
     import fork_server
-    from papa.group import start
+    from papa.distributed import start
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "worker_context", fork_server.context)
@@ -86,7 +91,7 @@ def _plots_drawn_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture
 def _torch_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Average with PyTorch's operators, as on accelerators and where there is no C compiler."""
-    from papa import kernels, product
+    from papa.core import kernels, product
 
     product._known_product.cache_clear()
     monkeypatch.setattr(kernels, "library", lambda: None)

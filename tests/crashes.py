@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 import fork_server
-import papa.group.start
-from papa.checkpoint import checkpoints, load_checkpoint
+import papa.distributed.start
 from papa.cli import main
+from papa.files.storage import read_file
 from papa.lab.config import Config, settled
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
-from papa.storage import read_file
+from papa.training.checkpoint import checkpoints, load_checkpoint
 from papa.training.state import expected_states
 
 OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"]
@@ -70,7 +70,7 @@ def in_child(job: Callable[[], int], log: Path | None) -> None:
 def _command(arguments: list[str], forks_workers: bool, environment: dict[str, str]) -> int:
     os.environ.update(environment)
     if forks_workers:
-        papa.group.start.worker_context = partial(multiprocessing.get_context, "fork")
+        papa.distributed.start.worker_context = partial(multiprocessing.get_context, "fork")
     return main(arguments)
 
 

@@ -37,20 +37,23 @@ from papa import (
     aligned_soups,
     average_soup,
     greedy_soup,
-    mixing,
     repair_,
     symmetries,
 )
 from papa.cli.main import main
+from papa.core import mixing
+from papa.core.group import Group, LocalGroup
+from papa.core.product import ALIGNMENT_BYTES
+from papa.distributed import background
+from papa.distributed.group import DistributedGroup
+from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.errors import LostError
-from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup, background
+from papa.files.storage import read_json, write_json
 from papa.lab import launch
 from papa.lab.config import AverageConfig, Config
 from papa.lab.outcome import finalize_run
 from papa.lab.recipes import find
-from papa.product import ALIGNMENT_BYTES
 from papa.repair import RepairMerges
-from papa.storage import read_json, write_json
 from papa.training import Align
 
 SIZE = 5

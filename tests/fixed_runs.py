@@ -23,7 +23,7 @@ from papa.training import Align, AveragingOptions, Repair, Stacked, TrajectoryAv
 
 STORED = Path(__file__).with_name("fixed_runs.json")
 TOLERANCE = 1e-3
-"""Relative to the number, or to 0.1 if it is smaller. Processors round differently, and 40 steps of training amplify that."""
+"""Relative to the number, or to 0.1 if it is smaller. Processors round differently, and training amplifies that."""
 
 NUM_STEPS = 40
 

@@ -26,8 +26,11 @@ from papa import (
     greedy_soup,
     symmetries,
 )
+from papa.core.group import Group
+from papa.distributed.group import DistributedGroup
+from papa.distributed.shared_memory import SharedMemoryGroup
+from papa.distributed.start import start_workers
 from papa.errors import PapaError, SoupError
-from papa.group import DistributedGroup, Group, SharedMemoryGroup, start_workers
 from papa.training import Callback, Training, finalize
 
 SIZE = 5

@@ -18,18 +18,19 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from papa import layout
-from papa.data import Data, as_source
+from papa.core import layout
+from papa.core.merges import Independent, MergeAll
+from papa.core.population import Population
+from papa.core.rules import Rule
 from papa.lab import launch
 from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.lab.recorder import Recorder
 from papa.lab.runs import RunDirectory
-from papa.population import Population
-from papa.rules import Independent, MergeAll, Rule
-from papa.task import Task
 from papa.training import AveragingOptions, BestSoup, Callback, Monitoring, Repair, Settings, Training, Transforms
+from papa.training.data import Data, as_source
 from papa.training.merge_hooks import merge_hooks_for
+from papa.training.task import Task
 
 TOLERANCES = {
     torch.float64: 1e-13,

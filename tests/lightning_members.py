@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from papa.group import connect_members
+from papa.distributed.members import connect_members
 
 
 def run_threads(job: Callable[[int, Any], Any], size: int = 2) -> list[Any]:

@@ -27,12 +27,13 @@ from papa import (
     repair_,
     symmetries,
 )
-from papa.checkpoint import CheckpointWriter, load_checkpoint
-from papa.data import Data, as_source
-from papa.group import DistributedGroup, SharedMemoryGroup
+from papa.distributed.group import DistributedGroup
+from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.lab import analysis
 from papa.repair import RepairMerges
 from papa.training import Training
+from papa.training.checkpoint import CheckpointWriter, load_checkpoint
+from papa.training.data import Data, as_source
 from papa.training.state import expected_states, load_state_, member_states, shared_state
 
 SIZE, UNITS = 4, 32

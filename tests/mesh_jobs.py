@@ -15,9 +15,10 @@ from torch.optim import SGD, Optimizer
 
 from group_jobs import message_of
 from papa import Averager, MergeAll, MergePairs, Mix, Population, Push, Rule, Shuffle, average_soup, save_soup
-from papa.group import SharedMemoryGroup, connect_members
-from papa.group.collectives import all_gather_object
-from papa.saved_soups import soup_state
+from papa.distributed.collectives import all_gather_object
+from papa.distributed.members import connect_members
+from papa.distributed.shared_memory import SharedMemoryGroup
+from papa.files.saved_soups import soup_state
 
 RULES: list[Rule] = [
     Push(alpha=0.8, every_steps=1),

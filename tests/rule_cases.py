@@ -19,31 +19,20 @@ from torch import Tensor, nn
 
 from group_jobs import StagedGroup, states_of
 from helpers import make_network, random_stochastic
-from papa.averager import Averager
-from papa.group import DistributedGroup, Group, LocalGroup, SharedMemoryGroup
+from papa.core.averager import Averager
+from papa.core.group import Group, LocalGroup
+from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
+from papa.core.population import Population
+from papa.core.push import Push
+from papa.core.rules import AveragingContext, Rule
+from papa.couplings.adaptive import AdaptivePush
+from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
+from papa.couplings.masks import Mask
+from papa.couplings.sparse import Shuffle, SparseAverage
+from papa.couplings.weighted import GradientWeightedPush, PushPull, ScoreWeightedPush
+from papa.distributed.group import DistributedGroup
+from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament
-from papa.masks import Mask
-from papa.population import Population
-from papa.rules import (
-    AdaptivePush,
-    AveragingContext,
-    Elastic,
-    Gossip,
-    GradientWeightedPush,
-    Independent,
-    Lookahead,
-    MergeAll,
-    MergeMany,
-    MergePairs,
-    Mix,
-    OuterStep,
-    Push,
-    PushPull,
-    Rule,
-    ScoreWeightedPush,
-    Shuffle,
-    SparseAverage,
-)
 
 Memory = dict[str, Any]
 Twin = Callable[[Any, Tensor, AveragingContext, Memory, Mask | None], Tensor]

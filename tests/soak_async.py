@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import papa
-from papa.group import PublishedFiles
-from papa.storage import parse_tensors
+from papa.distributed.published import PublishedFiles
+from papa.files.storage import parse_tensors
 
 NUM_MEMBERS = 4
 NUM_STEPS = 10**9

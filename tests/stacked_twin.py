@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from helpers import make_training
 from papa import Push
-from papa.checkpoint import CheckpointWriter, Expected, load_checkpoint
-from papa.data import Data, as_source
-from papa.schedules import cosine
 from papa.training import Callback, Numerics, Stacked, Training
+from papa.training.checkpoint import CheckpointWriter, Expected, load_checkpoint
+from papa.training.data import Data, as_source
+from papa.training.schedules import cosine
 from papa.training.state import load_state_, member_states, shared_state
 
 

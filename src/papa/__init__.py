@@ -13,74 +13,116 @@ from papa.errors import PapaError, PapaWarning
 from papa.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from papa.advice import Diagnosis, diagnose, loss_probe
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
-    from papa.averager import Averager
-    from papa.averaging_report import Averaging
-    from papa.chosen_soups import learned_soup, model_stock
-    from papa.data_loaders import loaders
-    from papa.distillation import distill
-    from papa.ensemble import Ensemble
-    from papa.evaluation import Evaluation, evaluate
+    from papa.analysis.interpolation import interpolate
+    from papa.analysis.similarity import feature_similarity
+    from papa.attach import Joined, averaging, join
+    from papa.core.averager import Averager
+    from papa.core.averaging_report import Averaging
+    from papa.core.chosen_soups import learned_soup, model_stock
+    from papa.core.ensemble import Ensemble
+    from papa.core.evaluation import Evaluation, evaluate
+    from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
+    from papa.core.population import Population
+    from papa.core.push import Push
+    from papa.core.rules import AveragingContext, ExtraRow, Rule
+    from papa.core.soup import GreedySoup, average_soup, greedy_soup
+    from papa.couplings.adaptive import AdaptivePush
+    from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
+    from papa.couplings.sparse import Shuffle, SparseAverage
+    from papa.couplings.weighted import GradientWeightedPush, PushPull, ScoreWeightedPush
+    from papa.diagnose import Diagnosis, diagnose, loss_probe
     from papa.files import soup_files
-    from papa.interpolation import interpolate
-    from papa.joining import Joined, averaging, join
-    from papa.population import Population
+    from papa.files.saved_soups import save_soup
     from papa.repair import RepairMerges, repair_, reset_batch_norm_
-    from papa.rules import (
-        AdaptivePush,
-        AveragingContext,
-        Elastic,
-        ExtraRow,
-        Gossip,
-        GradientWeightedPush,
-        Independent,
-        Lookahead,
-        MergeAll,
-        MergeMany,
-        MergePairs,
-        Mix,
-        OuterStep,
-        Push,
-        PushPull,
-        Rule,
-        ScoreWeightedPush,
-        Shuffle,
-        SparseAverage,
-    )
-    from papa.saved_soups import save_soup
-    from papa.similarity import feature_similarity
-    from papa.soup import GreedySoup, average_soup, greedy_soup
-    from papa.task import Task
     from papa.training import Callback, Outcome, train
+    from papa.training.data_loaders import loaders
+    from papa.training.distillation import distill
+    from papa.training.task import Task
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "advice": ("Diagnosis", "diagnose", "loss_probe"),
-        "align": ("AlignMerges", "align_", "align_all_", "aligned_soups", "symmetries"),
-        "averager": ("Averager",),
-        "averaging_report": ("Averaging",),
-        "chosen_soups": ("learned_soup", "model_stock"),
-        "data_loaders": ("loaders",),
-        "distillation": ("distill",),
-        "ensemble": ("Ensemble",),
-        "evaluation": ("Evaluation", "evaluate"),
-        "files": ("soup_files",),
-        "interpolation": ("interpolate",),
-        "joining": ("Joined", "averaging", "join"),
-        "population": ("Population",),
-        "repair": ("RepairMerges", "repair_", "reset_batch_norm_"),
-        "rules": (
-            *("AdaptivePush", "AveragingContext", "Elastic", "ExtraRow", "Gossip", "GradientWeightedPush"),
-            *("Independent", "Lookahead", "MergeAll", "MergeMany", "MergePairs", "Mix", "OuterStep", "Push"),
-            *("PushPull", "Rule", "ScoreWeightedPush", "Shuffle", "SparseAverage"),
+        "diagnose": (
+            "Diagnosis",
+            "diagnose",
+            "loss_probe",
         ),
-        "saved_soups": ("save_soup",),
-        "similarity": ("feature_similarity",),
-        "soup": ("GreedySoup", "average_soup", "greedy_soup"),
-        "task": ("Task",),
-        "training": ("Callback", "Outcome", "train"),
+        "align": (
+            "AlignMerges",
+            "align_",
+            "align_all_",
+            "aligned_soups",
+            "symmetries",
+        ),
+        "core.averager": ("Averager",),
+        "core.averaging_report": ("Averaging",),
+        "core.chosen_soups": (
+            "learned_soup",
+            "model_stock",
+        ),
+        "training.data_loaders": ("loaders",),
+        "training.distillation": ("distill",),
+        "core.ensemble": ("Ensemble",),
+        "core.evaluation": (
+            "Evaluation",
+            "evaluate",
+        ),
+        "files": ("soup_files",),
+        "analysis.interpolation": ("interpolate",),
+        "attach": (
+            "Joined",
+            "averaging",
+            "join",
+        ),
+        "core.population": ("Population",),
+        "repair": (
+            "RepairMerges",
+            "repair_",
+            "reset_batch_norm_",
+        ),
+        "couplings.adaptive": ("AdaptivePush",),
+        "core.rules": (
+            "AveragingContext",
+            "ExtraRow",
+            "Rule",
+        ),
+        "couplings.anchored": (
+            "Elastic",
+            "Gossip",
+            "Lookahead",
+            "OuterStep",
+        ),
+        "couplings.weighted": (
+            "GradientWeightedPush",
+            "PushPull",
+            "ScoreWeightedPush",
+        ),
+        "core.merges": (
+            "Independent",
+            "MergeAll",
+            "MergeMany",
+            "MergePairs",
+            "Mix",
+        ),
+        "core.push": ("Push",),
+        "couplings.sparse": (
+            "Shuffle",
+            "SparseAverage",
+        ),
+        "files.saved_soups": ("save_soup",),
+        "analysis.similarity": ("feature_similarity",),
+        "core.soup": (
+            "GreedySoup",
+            "average_soup",
+            "greedy_soup",
+        ),
+        "training.task": ("Task",),
+        "training": (
+            "Callback",
+            "Outcome",
+            "train",
+        ),
     },
 )
 """Names that are imported when they are first used, by module, so that `import papa` does not import torch."""

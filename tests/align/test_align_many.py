@@ -13,8 +13,8 @@ from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
 from papa import Population
 from papa.align import Alignment, align_, align_all_, permute_all_, symmetries
 from papa.align.matching import CRITERIA, Matcher
+from papa.core.group import LocalGroup
 from papa.errors import MemberError, PapaError
-from papa.group import LocalGroup
 
 SIZE = 4
 

@@ -12,8 +12,9 @@ import group_jobs
 from align_networks import mlp, random_permutations, same
 from papa import AlignMerges, Averager, MergeAll, Population, Push, align_, aligned_soups, average_soup, greedy_soup
 from papa.align import permute_all_, symmetries
+from papa.core.group import LocalGroup
+from papa.distributed.start import start_workers
 from papa.errors import MixingError, PapaError, SoupError
-from papa.group import LocalGroup, start_workers
 from papa.repair import RepairMerges, repair_
 
 SIZE = 3

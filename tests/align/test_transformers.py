@@ -13,12 +13,12 @@ from torch import nn
 import papa
 from align_networks import noisy_, random_permutations, same
 from papa.align import permute_all_
-from papa.data import Data
 from papa.lab.data.text import Windows
 from papa.lab.data.tokens import Characters
 from papa.lab.models.gpt import GPT
 from papa.lab.tasks.language import language_modelling
 from papa.training import Numerics
+from papa.training.data import Data
 from texts import sample_text
 
 SIZES: dict[str, Any] = {"vocab_size": 25, "context": 16, "num_layers": 2, "num_heads": 2, "width": 16}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from papa.cli.main import main
+from papa.core.group import balanced_ranges
 from papa.errors import ConfigError
-from papa.group import balanced_ranges
 from papa.lab.costs import Plan, cost_of
 
 PLAN = Plan(params=1e6, members=4, bandwidth=32e6, step_time=0.1, latency=0.0)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from papa.analysis.interpolation import Curve
 from papa.errors import SoupError
 from papa.files import EvaluationContext, average, diff_files
-from papa.interpolation import Curve
 
 
 def save(folder: Path, name: str, **tensors: torch.Tensor) -> Path:

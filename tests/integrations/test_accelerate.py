@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import papa
+from papa.core.group import LocalGroup
 from papa.errors import ConfigError
-from papa.group import LocalGroup
 from papa.integrations.accelerate import PopulationAveraging
 
 RULE = papa.Push(half_life=0.1, every_steps=3)

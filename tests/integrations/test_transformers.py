@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 import papa
+from papa.core.group import LocalGroup
 from papa.errors import ConfigError
-from papa.group import LocalGroup
 from papa.integrations.json_rules import options_of, rule_of
 from papa.integrations.transformers import PopulationAveragingCallback
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, small_training, snapshot
-from papa import layout, mixing
+from papa.core import layout, mixing
+from papa.core.rules import Rule
+from papa.core.soup import average_soup, greedy_soup
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.repair import repair_
-from papa.rules import Rule
-from papa.soup import average_soup, greedy_soup
 from papa.training import Repair, Training
 
 

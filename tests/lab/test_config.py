@@ -98,8 +98,8 @@ def test_missing_entries_have_the_values_of_the_base() -> None:
 
 
 def test_choices_that_are_listed_without_torch_are_those_of_the_library() -> None:
-    from papa.group import EXCHANGES as OF_GROUPS
-    from papa.health import OnNonFinite
+    from papa.core.health import OnNonFinite
+    from papa.distributed.group import EXCHANGES as OF_GROUPS
 
     assert tuple(OF_GROUPS) == EXCHANGES
     assert get_args(OnNonFinite) == ON_NONFINITE

@@ -16,7 +16,6 @@ import torch
 
 import papa.lab.launch
 from helpers import AskToStop, assert_same_run, execute, killed_after, small_config
-from papa.checkpoint import checkpoints
 from papa.errors import ConfigError, DataError, PapaError, RunError, StoppedError
 from papa.lab.config import Config, TrajectoryConfig
 from papa.lab.launch import useful_workers
@@ -24,6 +23,7 @@ from papa.lab.recipes import find
 from papa.lab.runs import RunDirectory
 from papa.lab.signals import new_flag, watching_signals
 from papa.training import Callback, CheckpointOptions, Training
+from papa.training.checkpoint import checkpoints
 
 
 def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from crashes import differences
 from helpers import AskToStop, small_config
-from papa.checkpoint import checkpoints
 from papa.errors import ConfigError, RunError, StoppedError
 from papa.lab import launch_many
 from papa.lab.config import Config
 from papa.lab.launch import RunSpec
 from papa.lab.launch_many import execute_all
 from papa.training import Training
+from papa.training.checkpoint import checkpoints
 
 
 def spec(folder: Path, seed: int, config: Config | None = None, **more: object) -> RunSpec:

@@ -6,11 +6,11 @@ import torch
 
 from helpers import assert_same_bits, small_data, small_training, snapshot
 from papa import Independent, MergeAll, Push, evaluate
-from papa.data import Data
 from papa.errors import ConfigError
 from papa.lab.probes import MergeProbes
 from papa.lab.result import fold_merges
 from papa.training import Callback, EpochRecord, Training
+from papa.training.data import Data
 from papa.training.state import load_state_, member_states, shared_state
 
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from helpers import assert_same_bits, averaged_tensors, make_networks, snapshot
-from papa import mixing
-from papa.averager import Averager
+from papa.core import mixing
+from papa.core.averager import Averager
+from papa.core.merges import MergeAll
+from papa.core.population import Population
+from papa.core.push import Push
+from papa.core.rules import AveragingContext
 from papa.errors import MixingError
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
-from papa.population import Population
-from papa.rules import AveragingContext, MergeAll, Push
 
 
 def context(step: int = 10, size: int = 5) -> AveragingContext:

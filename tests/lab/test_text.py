@@ -17,9 +17,8 @@ from torch.nn import functional as F
 import distributed_jobs
 from helpers import assert_same_bits, assert_same_run, execute, killed_after, networks_of
 from papa.cli import main
-from papa.data import Data, as_data, split_parts
+from papa.distributed.start import start_workers
 from papa.errors import ConfigError, DataError, RunError
-from papa.group import start_workers
 from papa.lab.config import Config
 from papa.lab.data.text import Windows, load_text, read_text
 from papa.lab.data.tokens import BytePairs, Bytes, Characters, Tokenizer, make_tokenizer, read_tokenizer
@@ -30,6 +29,7 @@ from papa.lab.recipes.build import build, decayed_matrices, make_optimizer
 from papa.lab.runs import RunDirectory
 from papa.lab.sampling import sample
 from papa.lab.tasks.language import TokenLoss, language_modelling
+from papa.training.data import Data, as_data, split_parts
 from texts import sample_text
 
 ROOT = Path(__file__).parents[2]

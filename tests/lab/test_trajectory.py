@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from helpers import assert_same_bits
+from papa.core.merges import MergeAll
 from papa.errors import ConfigError
-from papa.rules import MergeAll
 from papa.training import Callback, Training, TrajectoryAverage, train
 
 

@@ -9,13 +9,13 @@ from torch import nn
 from helpers import assert_same_bits, small_training
 from papa import Population
 from papa.align import aligned_soups
-from papa.checkpoint import CheckpointWriter, load_checkpoint
+from papa.core.merges import Independent, MergeAll
+from papa.core.soup import average_soup, greedy_soup
 from papa.lab.config import AverageConfig, Config, TrajectoryConfig
 from papa.lab.outcome import finalize_run
 from papa.repair import reset_batch_norm_
-from papa.rules import Independent, MergeAll
-from papa.soup import average_soup, greedy_soup
 from papa.training import Callback, Training, TrajectoryAverage
+from papa.training.checkpoint import CheckpointWriter, load_checkpoint
 from papa.training.state import expected_states, load_state_, member_states, shared_state
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from helpers import assert_same_bits, make_networks, snapshot
+from papa.core.population import Population
 from papa.errors import DataError
-from papa.population import Population
 from papa.repair import reset_batch_norm_
 
 

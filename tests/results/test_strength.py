@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import papa
+from papa.training.data import Arrays, Data
 from results import strength
 from results.strength import AUTO, DESIGN, FOLDER, HELD_OUT, PAGE, Populations, jobs, page_with_tables, trained
 
@@ -56,8 +57,9 @@ def test_populations_in_one_training_are_averaged_as_by_an_averager(monkeypatch:
     found = trained(TINY, {AUTO: rule}, Path())
     (inputs, targets), test = TINY.load(Path())
     few = strength.NUM_VALIDATION
-    data = papa.data.Data(
-        train=papa.data.Arrays(inputs[few:], targets[few:]), validation=papa.data.Arrays(inputs[:few], targets[:few])
+    data = Data(
+        train=Arrays(inputs[few:], targets[few:]),
+        validation=Arrays(inputs[:few], targets[:few]),
     )
     options = {"num_members": 4, "num_epochs": found["steps"] // (len(inputs[few:]) // 64), "batch_size": 64}
     outcome = papa.train(

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papa.cli.compare import jobs_of, parse_options
+from papa.core.half_life import HALF_LIFE
 from papa.errors import RunError
 from papa.lab.config import METHODS, Config
 from papa.lab.recipes import find
 from papa.lab.report.draw import standalone_svg
-from papa.rules import HALF_LIFE
 from results import claims, couplings, pays, tables
 from results.controls import controls, verdicts
 from results.evidence import CIFAR10, EVIDENCE

@@ -124,7 +124,7 @@ class Seen(Callback):
             with torch.no_grad():
                 next(training.population[1].parameters()).fill_(torch.nan)
 
-    def on_averaging(self, training: Training, averaging: papa.averager.Averaging) -> None:
+    def on_averaging(self, training: Training, averaging: papa.core.averager.Averaging) -> None:
         self.pushes.append(averaging.step)
         if averaging.decision is not None:
             self.decisions[averaging.step] = averaging.decision

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import papa
 from helpers import TOLERANCES, assert_close
-from papa import kernels
+from papa.core import kernels
 from papa.lab.models import make_model
 from papa.training import Numerics, batch_norm
 from papa.training.batch_norm import CompiledBatchNorm, helps

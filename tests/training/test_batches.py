@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from papa.data import Arrays, Data
 from papa.training import Settings
 from papa.training.batches import Batches
+from papa.training.data import Arrays, Data
 
 
 def make_batches() -> Batches:

@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from helpers import small_training, snapshot
 from papa import Averager, Independent, MergeAll, Population, Push, average_soup
 from papa.align import align_
+from papa.core.rules import AveragingContext
 from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.outcome import finalize_run
 from papa.repair import repair_, reset_batch_norm_
-from papa.rules import AveragingContext
 from papa.training import Align, Callback, Repair, Training
 from papa.training.state import load_state_, member_states, shared_state
 

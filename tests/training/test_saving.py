@@ -12,9 +12,7 @@ from torch import nn
 
 import papa
 from helpers import assert_same_bits, small_data, small_net
-from papa.checkpoint.store import with_digest
 from papa.errors import RunError
-from papa.lock import Lock
 from papa.training import (
     AveragingOptions,
     Callback,
@@ -27,6 +25,8 @@ from papa.training import (
     TrajectoryAverage,
     Transforms,
 )
+from papa.training.checkpoint.store import with_digest
+from papa.training.lock import Lock
 
 NUM_STEPS = 15
 

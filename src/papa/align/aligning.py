@@ -14,11 +14,11 @@ from papa.align.matching import Alignment, Matcher
 from papa.align.permute import permute_all_
 from papa.align.search import identity
 from papa.align.unit_groups import Symmetries
+from papa.core.group import gather_or_raise
+from papa.core.mixing import soup_row
+from papa.core.population import Population
+from papa.core.rules import AveragingContext
 from papa.errors import MixingError, PapaError, did_you_mean
-from papa.group import gather_or_raise
-from papa.mixing import soup_row
-from papa.population import Population
-from papa.rules import AveragingContext
 
 
 @torch.no_grad()

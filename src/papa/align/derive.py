@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from papa import layout
 from papa.align.grouping import unit_groups
 from papa.align.operators import OPERATOR_RULES
 from papa.align.permute import inverses, permute_all_, require_tensor, tensors_by_name
 from papa.align.propagation import LabelPropagation, StateTensor, operator_name
 from papa.align.unit_groups import ExportedGraph, Symmetries, UnitGroup
+from papa.core import layout
 from papa.errors import MemberError, PapaError, PapaWarning
 from papa.streams import stream
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa import layout
 from papa.align.unit_groups import Symmetries, TensorAxis, UnitGroup
+from papa.core import layout
 from papa.errors import MemberError, PapaError
 
 Permutation = Tensor | Sequence[int]

@@ -16,13 +16,13 @@ from torch import nn
 from papa.align.matching import Matcher
 from papa.align.permute import Permutations, inverses, permute_all_
 from papa.align.unit_groups import Symmetries
+from papa.core.group import gather_or_raise
+from papa.core.mixing import soup_row
+from papa.core.population import Population
+from papa.core.soup import GreedySoup, Score, add_greedily, mean_network
 from papa.errors import SoupError
-from papa.group import gather_or_raise
-from papa.mixing import soup_row
-from papa.population import Population
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics
-from papa.soup import GreedySoup, Score, add_greedily, mean_network
 
 
 @dataclass(frozen=True)

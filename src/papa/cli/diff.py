@@ -15,11 +15,11 @@ from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.storage import json_text
+from papa.files.storage import json_text
 
 if TYPE_CHECKING:
+    from papa.analysis.interpolation import Curve
     from papa.files import Difference, FileDiff
-    from papa.interpolation import Curve
 
 DESCRIPTION = """Compares the weights in two files, tensor by tensor, and optionally the loss between them.
 

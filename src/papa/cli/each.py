@@ -71,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: EachOptions, command: Sequence[str]) -> int:
-    from papa.group import SOUP, WEIGHTS
-    from papa.group.each import run_each
+    from papa.distributed.each import run_each
+    from papa.distributed.members import SOUP, WEIGHTS
 
     with tempfile.TemporaryDirectory(prefix="papa-each-") as directory:
         code = run_each(
@@ -94,8 +94,8 @@ def _run(options: EachOptions, command: Sequence[str]) -> int:
 
 
 def _run_asynchronously(options: EachOptions, command: Sequence[str]) -> int:
-    from papa.group import PUBLISHED, PublishedFiles
-    from papa.group.each import run_asynchronously
+    from papa.distributed.each import run_asynchronously
+    from papa.distributed.published import PUBLISHED, PublishedFiles
 
     with _directory(options) as directory:
         published = PublishedFiles(directory)
@@ -125,7 +125,7 @@ def _run_asynchronously(options: EachOptions, command: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _directory(options: EachOptions) -> Iterator[Path]:
     """Where members publish: as asked for, or a new directory in memory."""
-    from papa.group.shared_memory import MEMORY
+    from papa.distributed.shared_memory import MEMORY
 
     if options.published is not None:
         yield options.published

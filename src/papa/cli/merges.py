@@ -8,7 +8,7 @@ from typing import Any
 from papa.errors import ConfigError
 from papa.files import MergeConfig, MergeMethod, ModelStock, merge_config
 from papa.files.methods import METHODS
-from papa.storage import file_errors, read_file
+from papa.files.storage import file_errors, read_file
 
 MAX_CONFIG_BYTES = 1 << 20
 OPTION = {"seed": "drop-seed"}

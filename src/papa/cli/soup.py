@@ -17,9 +17,9 @@ from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
+from papa.files.storage import is_run
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
-from papa.storage import is_run
 
 if TYPE_CHECKING:
     from papa.align import Alignment

@@ -13,9 +13,9 @@ from papa.files.hub import CARD
 from papa.files.output import Output
 from papa.files.record import SoupMember, digest_of, soup_notes, soup_record
 from papa.files.settings import Setting, checked_weights
+from papa.files.storage import json_text
 from papa.files.weights import PathLike, WeightsFile
 from papa.files.writing import FileSoup, Writing
-from papa.storage import json_text
 
 
 def soup_of_adapters(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from papa.errors import SoupError
 from papa.files.average import WeightedAverage, differences, raise_differences
+from papa.files.storage import TensorInfo, read_object
 from papa.files.weights import WeightsFile
-from papa.storage import TensorInfo, read_object
 
 CONFIG_NAME = "adapter_config.json"
 FACTOR = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.(?:default\.)?weight)?")

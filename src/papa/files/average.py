@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from papa.errors import SoupError
+from papa.files.storage import TensorInfo
 from papa.files.weights import WeightsFile
-from papa.storage import TensorInfo
 
 BLOCK = 1 << 18
 """The number of elements that are averaged at a time: they fit into the processor's cache."""

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papa.align import Alignment
-from papa.chosen_soups import loss_and_gradients
+from papa.core.chosen_soups import loss_and_gradients
+from papa.core.evaluation import Evaluation
 from papa.errors import ConfigError, SoupError
-from papa.evaluation import Evaluation
 from papa.files.average import WeightedAverage, output_tensors
 from papa.files.evaluation_context import EvaluationContext, align_to_, load_average_
 from papa.files.scores import run_score_command, split_command
+from papa.files.storage import TensorInfo, file_errors, write_tensors
+from papa.files.storage.tensors import Blocks
 from papa.files.weights import WeightsFile, safetensors_weights, weights_in_memory
 from papa.repair import goals_of, layer_statistics, repair_toward_, reset_batch_norm_
 from papa.repair.statistics import ChannelStatistics
-from papa.storage import TensorInfo, file_errors, write_tensors
-from papa.storage.tensors import Blocks
 
 
 @dataclass(frozen=True, kw_only=True)

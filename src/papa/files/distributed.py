@@ -18,9 +18,9 @@ from torch import Tensor
 
 from papa.errors import SoupError
 from papa.files.state_dicts import NamedTensor
+from papa.files.storage import StoredTensor, Stub, TensorInfo, TorchArchive, file_errors, load_inert, read_file
+from papa.files.storage.torch_archive import DTYPES
 from papa.files.weights import Content
-from papa.storage import StoredTensor, Stub, TensorInfo, TorchArchive, file_errors, load_inert, read_file
-from papa.storage.torch_archive import DTYPES
 
 METADATA = ".metadata"
 KIND = "valid metadata of a distributed checkpoint"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.chosen_soups import stock_ratio
+from papa.core.chosen_soups import stock_ratio
 from papa.errors import ConfigError, SoupError
 from papa.files.average import (
     BLOCK,

@@ -10,8 +10,8 @@ from typing import TypedDict
 from papa.errors import RunError, SoupError
 from papa.files.distributed import METADATA, distributed_content
 from papa.files.state_dicts import NamedTensor
+from papa.files.storage import file_errors, is_run, read_json, read_object, validated
 from papa.files.weights import Content, PathLike, WeightsFile, file_content, safetensors_weights
-from papa.storage import file_errors, is_run, read_json, read_object, validated
 
 WHOLE_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 """The weights of a directory that is not sharded."""

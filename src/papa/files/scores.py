@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from papa.core.evaluation import Evaluation
 from papa.errors import ConfigError, SoupError
-from papa.evaluation import Evaluation
-from papa.storage import read_object, validated, write_json
+from papa.files.storage import read_object, validated, write_json
 
 NUMBER = re.compile(
     r"(?<![\w.,])[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?!\w|[.,]\d)", re.IGNORECASE

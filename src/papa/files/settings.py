@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import torch
 
-from papa import mixing
+from papa.core import mixing
 from papa.errors import ConfigError, SoupError
-from papa.storage import TensorInfo
+from papa.files.storage import TensorInfo
 
 Setting: TypeAlias = float | Callable[[str], float]
 """A number, or a function from a tensor's name to it."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from papa import mixing
-from papa.chosen_soups import learned_weights
+from papa.core import mixing
+from papa.core.chosen_soups import learned_weights
+from papa.core.evaluation import Evaluation
+from papa.core.soup import GreedySoup, greedy_soup
 from papa.errors import ConfigError, SoupError, did_you_mean
-from papa.evaluation import Evaluation
 from papa.files.adapter_soup import soup_of_adapters
 from papa.files.adapters import is_adapter
 from papa.files.average import WeightedAverage, check_same_architecture
@@ -26,10 +27,9 @@ from papa.files.output import Output
 from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
 from papa.files.settings import Setting, checked_weights, mean_of
+from papa.files.storage import DTYPE_NAMES, json_text
 from papa.files.weights import PathLike, WeightsFile
 from papa.files.writing import FileSoup, OnProgress, Writing
-from papa.soup import GreedySoup, greedy_soup
-from papa.storage import DTYPE_NAMES, json_text
 
 OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

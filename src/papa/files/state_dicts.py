@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from papa.errors import SoupError
-from papa.storage import StoredTensor, Stub, TensorInfo
+from papa.files.storage import StoredTensor, Stub, TensorInfo
 
 STATE_KEYS = ("state_dict", "model_state_dict", "model", "ema")
 """Where a PyTorch file may keep its state dict, in the order of preference."""

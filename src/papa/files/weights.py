@@ -19,7 +19,7 @@ from torch import Tensor
 
 from papa.errors import SoupError
 from papa.files.state_dicts import NamedTensor, find_networks, info_of, tensors_in
-from papa.storage import StoredTensor, TensorFile, TensorInfo, TorchArchive, file_errors
+from papa.files.storage import StoredTensor, TensorFile, TensorInfo, TorchArchive, file_errors
 
 PathLike: TypeAlias = str | os.PathLike[str]
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from papa._version import __version__
+from papa.core.soup import Trial
 from papa.files.hub import CARD, card
 from papa.files.output import Output, write_output
 from papa.files.record import SoupMember
-from papa.soup import Trial
-from papa.storage import TensorInfo, json_text
-from papa.storage.tensors import Blocks
+from papa.files.storage import TensorInfo, json_text
+from papa.files.storage.tensors import Blocks
 
 OnProgress = Callable[[int, int], object]
 """Called with the number of bytes written and the total."""

@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from papa.attach import Joined, averaging, join
+from papa.core.rules import Rule
+from papa.distributed.members import member_of_environment
+from papa.distributed.sharding import inner_module
 from papa.errors import ConfigError
-from papa.group import inner_module, member_of_environment
-from papa.joining import Joined, averaging, join
 from papa.packages import importing
-from papa.rules import Rule
 
 with importing():
     from accelerate import Accelerator

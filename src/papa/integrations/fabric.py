@@ -11,13 +11,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from papa import joining
-from papa.group import as_group, check_wrappers, group_of_environment
+from papa import attach as joining
+from papa.attach import Joined
+from papa.core.rules import Rule
+from papa.distributed.members import group_of_environment
+from papa.distributed.mesh import as_group
+from papa.distributed.wrappers import check_wrappers
 from papa.integrations.lightning.callback import distances
 from papa.integrations.lightning.strategy import OwnMember
-from papa.joining import Joined
 from papa.packages import importing
-from papa.rules import Rule
 
 with importing():
     from lightning.fabric import Fabric

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from papa import rules
+from papa.core import merges, push
+from papa.core.rules import Rule
+from papa.couplings import adaptive, anchored, sparse, weighted
 from papa.errors import ConfigError
-from papa.rules import Rule
 
 
 def rule_of(options: Mapping[str, Any]) -> Rule:
@@ -21,8 +22,8 @@ def rule_of(options: Mapping[str, Any]) -> Rule:
         >>> rule_of({"name": "MergeAll", "every_steps": 100}).every_steps
         100
     """
-    classes = {name: getattr(rules, name) for name in rules.__all__ if isinstance(getattr(rules, name), type)}
-    known = [name for name, found in classes.items() if issubclass(found, Rule) and found is not Rule]
+    classes = _rules()
+    known = sorted(classes)
     name = options.get("name")
     if name not in known:
         raise ConfigError(
@@ -47,4 +48,11 @@ def options_of(rule: Rule) -> dict[str, Any]:
         json.dumps(values)
     except TypeError:
         values = {}
-    return {"name": name, **(values if getattr(rules, name, None) is type(rule) else {})}
+    return {"name": name, **(values if _rules().get(name) is type(rule) else {})}
+
+
+def _rules() -> dict[str, type[Rule]]:
+    """The rules of papa by name."""
+    modules = push, merges, adaptive, anchored, sparse, weighted
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, type))
+    return {one.__name__: one for one in found if issubclass(one, Rule) and one is not Rule}

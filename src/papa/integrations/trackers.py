@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from papa.averaging_report import Averaging
+from papa.core.averaging_report import Averaging
 from papa.errors import ConfigError, PapaError, RunError, did_you_mean
+from papa.files.storage import write_atomically
 from papa.integrations.tracker_names import TrackerName
 from papa.packages import importing, require
-from papa.storage import write_atomically
 from papa.training import Callback, EpochRecord, Training
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from papa.attach import Joined, averaging, join
+from papa.core.layout import named_tensors
+from papa.core.rules import Rule
+from papa.distributed.members import group_of_environment, report_soup
 from papa.errors import ConfigError, PapaWarning
-from papa.group import group_of_environment, report_soup
+from papa.files.saved_soups import soup_state
 from papa.integrations.json_rules import options_of, rule_of
-from papa.joining import Joined, averaging, join
-from papa.layout import named_tensors
 from papa.packages import importing
-from papa.rules import Rule
-from papa.saved_soups import soup_state
 
 with importing():
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -15,14 +15,14 @@ from papa.align import Symmetries, permute_all_, symmetries
 from papa.align.aligning import match_to_member
 from papa.align.matching import Matcher
 from papa.align.permute import inverses
+from papa.analysis.interpolation import Curve, curve_between
+from papa.analysis.similarity import Features, feature_similarity
+from papa.core.mixing import soup_row
+from papa.core.population import Population
+from papa.core.soup import average_soup
 from papa.errors import PapaError
-from papa.interpolation import Curve, curve_between
 from papa.lab.probes import probe_source
-from papa.mixing import soup_row
-from papa.population import Population
 from papa.repair import repair_toward_members, repairable_layers
-from papa.similarity import Features, feature_similarity
-from papa.soup import average_soup
 from papa.training.loop import Training
 
 NUM_BATCHES, NUM_LINE_BATCHES = 5, 10

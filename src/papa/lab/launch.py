@@ -17,11 +17,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from papa import kernels
 from papa._version import __version__
-from papa.checkpoint import CheckpointWriter, discard
+from papa.core import kernels
+from papa.core.group import Group, LocalGroup
+from papa.distributed.start import start_workers
+from papa.distributed.torchrun import Torchrun, rank_of_torchrun
 from papa.errors import ConfigError, PapaError, RunError
-from papa.group import Group, LocalGroup, Torchrun, rank_of_torchrun, start_workers
+from papa.files.storage import DamagedError, read_object, write_atomically, write_json
 from papa.lab.config import Config, flat, idle_options, option_of, settled
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
@@ -37,8 +39,8 @@ from papa.lab.signals import StopFlag, stop_flag
 from papa.lab.tasks.picture import prediction_picture
 from papa.packages import require
 from papa.process import find_device
-from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
+from papa.training.checkpoint import CheckpointWriter, discard
 from papa.training.saving import resume_
 
 SMALL_DATA_SETS = ("digits", "optdigits")

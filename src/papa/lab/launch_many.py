@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from papa.core.group import Group
+from papa.distributed.start import start_workers
+from papa.distributed.torchrun import rank_of_torchrun
 from papa.errors import ConfigError, PapaError, RunError, StoppedError
-from papa.group import Group, rank_of_torchrun, start_workers
 from papa.lab.launch import RunSpec, execute
 from papa.lab.signals import StopFlag, new_flag, watching_signals
 from papa.packages import missing_package

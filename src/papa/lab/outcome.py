@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from papa import mixing
 from papa.align import aligned_soups
-from papa.data import Source
+from papa.core import mixing
+from papa.core.evaluation import Evaluation
+from papa.core.population import Population
+from papa.core.soup import GreedySoup, average_soup
 from papa.errors import PapaError
-from papa.evaluation import Evaluation
 from papa.lab.analysis import Analysis, analyse, derive_symmetries
 from papa.lab.config import Config
-from papa.population import Population
 from papa.repair import RepairReport, repair_plan, repair_toward_members, reset_batch_norm_
-from papa.soup import GreedySoup, average_soup
 from papa.training import Outcome, Scores, Training, TrajectoryAverage, finalize
+from papa.training.data import Source
 from papa.training.outcome import greedy_soup_of, scores_of
 
 

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.averaging_report import Averaging, MergeHook
-from papa.data import Source, Subset
+from papa.core.averaging_report import Averaging, MergeHook
+from papa.core.population import Population
+from papa.core.rules import AveragingContext
 from papa.errors import ConfigError
-from papa.population import Population
-from papa.rules import AveragingContext
 from papa.streams import stream
 from papa.training import Callback, Training
+from papa.training.data import Source, Subset
 
 Event: TypeAlias = dict[str, Any]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from papa.averaging_report import Averaging
-from papa.checkpoint import CheckpointWriter
+from papa.core.averaging_report import Averaging
 from papa.errors import RunError, StoppedError
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 from papa.lab.signals import StopFlag
 from papa.training import EpochRecord, EpochScores, Training
+from papa.training.checkpoint import CheckpointWriter
 from papa.training.saving import Saver, describe_failure
 
 

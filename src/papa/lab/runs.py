@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from papa import storage
 from papa.errors import RunError, StoppedError
+from papa.files import storage
+from papa.files.storage import (
+    file_errors,
+    is_run,
+    json_text,
+    matches,
+    read_file,
+    read_object,
+    write_atomically,
+    write_json,
+)
 from papa.lab.config import METHODS
 from papa.lab.result import checked_result, fold_merges, parsed_event
-from papa.lock import Lock
-from papa.storage import file_errors, is_run, json_text, matches, read_file, read_object, write_atomically, write_json
+from papa.training.lock import Lock
 
 if TYPE_CHECKING:
     from torch import nn
@@ -241,7 +250,7 @@ class RunDirectory:
                 raise RunError(f"line {number} of {self.metrics} is no event of papa: {error}") from error
 
     def latest_checkpoint(self) -> Path | None:
-        from papa.checkpoint import checkpoints  # imports torch, which listings do without
+        from papa.training.checkpoint import checkpoints  # imports torch, which listings do without
 
         found = checkpoints(self.checkpoints)
         return found[-1][1] if found else None

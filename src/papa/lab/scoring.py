@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from papa.data import Source
+from papa.core.evaluation import Evaluation
 from papa.errors import DataError, RunError
-from papa.evaluation import Evaluation
 from papa.lab.config import AverageConfig, Config
 from papa.lab.data import ImageSet
 from papa.lab.data.folder import LARGEST_CACHED
@@ -33,6 +32,7 @@ from papa.lab.recipes.loading import (
 from papa.lab.runs import RunDirectory
 from papa.process import find_device
 from papa.training import Scores, Training
+from papa.training.data import Source
 
 PARTS = ("test", "validation")
 """The parts of a run's own data that its networks were not trained on."""

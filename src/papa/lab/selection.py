@@ -14,12 +14,12 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor, nn
 
-from papa import layout, mixing
+from papa.core import layout, mixing
+from papa.core.population import Population
+from papa.core.rules import AveragingContext, Rule
+from papa.core.soup import After
 from papa.errors import MixingError
-from papa.population import Population
 from papa.repair import repair_toward_members
-from papa.rules import AveragingContext, Rule
-from papa.soup import After
 from papa.streams import stream
 from papa.training import Training
 from papa.training.outcome import greedy_soup_of

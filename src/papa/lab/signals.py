@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+from papa.distributed.torchrun import rank_of_torchrun
 from papa.errors import StoppedError
-from papa.group import rank_of_torchrun
 
 
 class StopFlag(ctypes.Structure):

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.population import Population
+from papa.core.population import Population
+from papa.core.rules import AveragingContext
 from papa.repair.repair import Scope, goals_of, repair_toward_, statistics_of
 from papa.repair.statistics import reset_batch_norm_
-from papa.rules import AveragingContext
 
 BatchesFor: TypeAlias = Callable[[int], Sequence[Any]]
 """From a member's index to the batches on which its statistics are computed."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from papa.core.evaluation import rereadable
+from papa.core.group import Group, LocalGroup, gather_or_raise
+from papa.core.mixing import check_row, soup_row
+from papa.core.population import Population
+from papa.core.soup import After
 from papa.errors import DataError
-from papa.evaluation import rereadable
-from papa.group import Group, LocalGroup, gather_or_raise
-from papa.mixing import check_row, soup_row
-from papa.population import Population
 from papa.repair.consumers import feeds_activation, feeds_batch_norm
 from papa.repair.statistics import (
     ChannelStatistics,
@@ -27,7 +28,6 @@ from papa.repair.statistics import (
     reset_batch_norm_,
     run_with_hook,
 )
-from papa.soup import After
 
 TOLERANCE = 1e-6
 """The relative difference to the goals at which an exact repair stops."""
@@ -90,7 +90,7 @@ def repair_(
 
     Example:
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
-        >>> from papa.soup import average_soup
+        >>> from papa.core.soup import average_soup
         >>> child = average_soup(nets)
         >>> report = repair_(child, nets, [torch.randn(32, 4) for _ in range(5)])
         >>> report.repaired

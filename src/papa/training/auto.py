@@ -18,11 +18,11 @@ from collections.abc import Callable
 
 import torch
 
-from papa.data import LoaderBatches
+from papa.core.layout import named_tensors
+from papa.core.rules import AveragingContext
 from papa.errors import ConfigError, DataError
-from papa.layout import named_tensors
-from papa.rules import AveragingContext
 from papa.streams import accelerators_in_use
+from papa.training.data import LoaderBatches
 from papa.training.loop import Training
 from papa.training.stacked import Stacked
 

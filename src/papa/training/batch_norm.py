@@ -1,4 +1,4 @@
-"""BatchNorm in training on a CPU by `papa.kernels`, two to seven times as fast as PyTorch's for narrow layers."""
+"""BatchNorm in training on a CPU by `papa.core.kernels`, two to seven times as fast as PyTorch's for narrow layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from papa import kernels
+from papa.core import kernels
 
 LEAST_NUMBERS = 2**16
 """PyTorch's BatchNorm takes no longer for fewer inputs."""
@@ -29,7 +29,7 @@ def helps(models: Sequence[nn.Module], device: torch.device) -> bool:
 
 
 class CompiledBatchNorm(TorchFunctionMode):
-    """Inside the block, BatchNorm is computed by `papa.kernels` where it can be.
+    """Inside the block, BatchNorm is computed by `papa.core.kernels` where it can be.
 
     It can for images with channels last in float32 or bfloat16, on one thread, with weights and running statistics in
     float32. It is not under `torch.vmap`, `torch.compile` and their like, and not where tensors that autograd saves

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from papa.data import Data, LoaderBatches, Source, stream_batches
+from papa.core.evaluation import Batch
+from papa.core.inputs import Inputs, each
 from papa.errors import DataError
-from papa.evaluation import Batch
-from papa.inputs import Inputs, each
 from papa.streams import derive, global_stream, seed_global_, stream
+from papa.training.data import Data, LoaderBatches, Source, stream_batches
 from papa.training.options import Augment, Settings
 
 REPAIR_SEED = 666

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from papa.averaging_report import Averaging
-from papa.evaluation import Evaluation
+from papa.core.averaging_report import Averaging
+from papa.core.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from papa.training.loop import Training

@@ -11,17 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from papa.data import Data
+from papa.core.evaluation import Loss, Metric, accuracy
+from papa.core.half_life import default_half_life
+from papa.core.push import Push
+from papa.core.rules import Rule
+from papa.core.soup import warn_if_far_worse
 from papa.errors import ConfigError
-from papa.evaluation import Loss, Metric, accuracy
-from papa.half_life import default_half_life
-from papa.rules import Push, Rule
-from papa.schedules import Schedule, cosine
-from papa.soup import warn_if_far_worse
-from papa.task import Task, own_loss
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
 from papa.training.checks import check_callbacks, check_rule
+from papa.training.data import Data
 from papa.training.loop import Training
 from papa.training.lr_table import MakeScheduler
 from papa.training.merge_hooks import merge_hooks_for
@@ -29,6 +28,8 @@ from papa.training.options import AveragingOptions, Engine, Length, Monitoring, 
 from papa.training.outcome import Outcome, finalize
 from papa.training.progress import progress_for
 from papa.training.saving import CheckpointOptions, saved
+from papa.training.schedules import Schedule, cosine
+from papa.training.task import Task, own_loss
 
 
 def train(
@@ -72,10 +73,10 @@ def train(
     Args:
         make_model: makes one member; called once for each, with torch's generators seeded for it.
         data: a pair of tensors (inputs, targets), a torch dataset or a `DataLoader`, of which a share is held out for
-            validation (through the same transforms); or a `papa.data.Data` with training, validation and test data. Of
-            a loader, the batch size, collate function and workers are used, and its sampler if it has one of its own.
-            An example is a pair, a longer tuple whose last entry is the target, or a dictionary with `labels`. Inputs
-            by name are passed by keyword if the network's `forward` has these names, or else as one argument.
+            validation (through the same transforms); or a `papa.training.data.Data` with training, validation and test
+            data. Of a loader, the batch size, collate function and workers are used, and its sampler if it has one of
+            its own. An example is a pair, a longer tuple whose last entry is the target, or a dictionary with `labels`.
+            Inputs by name are passed by keyword if the network's `forward` has these names, or else as one argument.
         num_epochs: passes over the data.
         num_members: the size of the population.
         batch_size: examples per batch, by default those of the loader, or 64; the last incomplete batch of an epoch is
@@ -83,7 +84,7 @@ def train(
         accumulate: batches per optimizer step, whose gradients are averaged.
         steps_per_epoch: for loaders without a length, the optimizer steps to call an epoch.
         validation: the share of the data held out for validation; or validation data of its own, in any form that
-            `data` may have. Not used if `data` is a `papa.data.Data`.
+            `data` may have. Not used if `data` is a `papa.training.data.Data`.
         rule: how members are averaged, or a function from the `Training` to that. By default a `Push` with a half-life
             of 1% of training up to 10,000 steps, and of 0.3% of longer ones; `papa.AdaptivePush()` sets its own, by
             losses on training batches.

@@ -12,28 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.advice import spread_of
-from papa.averager import Averager
-from papa.averaging_report import MergeHook
-from papa.data import Data, LoaderBatches, Source, Subset, as_data
+from papa.core.averager import Averager
+from papa.core.averaging_report import MergeHook
+from papa.core.evaluation import Evaluation, checked_loss, evaluate_together
+from papa.core.group import Group, LocalGroup
+from papa.core.health import NonFiniteMember
+from papa.core.inputs import Inputs, logits_of, outputs_of, own_loss_of
+from papa.core.merges import Independent
+from papa.core.mixing import soup_row
+from papa.core.population import Population
+from papa.core.rules import Rule
+from papa.diagnose import spread_of
 from papa.errors import ConfigError, DataError
-from papa.evaluation import Evaluation, checked_loss, evaluate_together
-from papa.group import Group, LocalGroup
-from papa.health import NonFiniteMember
-from papa.inputs import Inputs, logits_of, outputs_of, own_loss_of
-from papa.mixing import soup_row
-from papa.population import Population
 from papa.process import find_device
-from papa.rules import Independent, Rule
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
-from papa.task import own_loss
 from papa.training.batch_norm import CompiledBatchNorm, helps
 from papa.training.batches import Batches
 from papa.training.callbacks import Callback, EpochRecord, EpochScores
 from papa.training.checks import check_callbacks, check_makers, checked_optimizer
+from papa.training.data import Data, LoaderBatches, Source, Subset, as_data
 from papa.training.lr_table import LRTable
 from papa.training.options import Length, Settings
 from papa.training.probe import with_probe
+from papa.training.task import own_loss
 
 NUM_BAD_LOSSES = 3
 """A member whose loss was not finite for this many steps in a row is unhealthy, whatever its weights."""

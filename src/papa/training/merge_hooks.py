@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from papa.align import AlignMerges
-from papa.averaging_report import MergeHook
+from papa.core.averaging_report import MergeHook
+from papa.core.population import Population
+from papa.core.rules import AveragingContext, Rule
 from papa.errors import ConfigError
-from papa.population import Population
 from papa.repair import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
-from papa.rules import AveragingContext, Rule
 from papa.training.loop import Training
 from papa.training.options import AveragingOptions
 

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from papa.core.evaluation import Batch
+from papa.core.health import OnNonFinite
+from papa.core.inputs import Inputs
 from papa.errors import ConfigError
-from papa.evaluation import Batch
-from papa.health import OnNonFinite
-from papa.inputs import Inputs
 from papa.repair import Scope
-from papa.schedules import Schedule, cosine
-from papa.task import Task
 from papa.training.checks import (
     check_dtype,
     check_functions,
@@ -27,6 +25,8 @@ from papa.training.checks import (
     check_whole,
 )
 from papa.training.lr_table import MakeScheduler
+from papa.training.schedules import Schedule, cosine
+from papa.training.task import Task
 
 if TYPE_CHECKING:
     from papa.training.loop import Training

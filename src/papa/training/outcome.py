@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from papa.data import Source
-from papa.evaluation import Evaluation
-from papa.population import Population
-from papa.soup import After, GreedySoup, average_soup, greedy_soup
+from papa.core.evaluation import Evaluation
+from papa.core.population import Population
+from papa.core.soup import After, GreedySoup, average_soup, greedy_soup
 from papa.training.best_soup import BestSoup
+from papa.training.data import Source
 from papa.training.loop import Training
 from papa.training.scores import Scores
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from papa.data import LoaderBatches, Source, Subset
-from papa.evaluation import evaluating
-from papa.inputs import logits_of
-from papa.rules import Rule
+from papa.core.evaluation import evaluating
+from papa.core.inputs import logits_of
+from papa.core.rules import Rule
 from papa.streams import stream
+from papa.training.data import LoaderBatches, Source, Subset
 
 if TYPE_CHECKING:
     from papa.training.loop import Training

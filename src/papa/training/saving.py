@@ -14,11 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from papa.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
 from papa.errors import ConfigError, RunError
-from papa.lock import Lock
-from papa.storage import DamagedError
+from papa.files.storage import DamagedError
 from papa.training.callbacks import Callback
+from papa.training.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
+from papa.training.lock import Lock
 from papa.training.loop import Training
 from papa.training.state import expected_states, load_state_, member_states, shared_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from papa.evaluation import Evaluation
+from papa.core.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.data import Arrays, Source, Subset
+from papa.core.evaluation import Batch
+from papa.core.inputs import Inputs
 from papa.errors import ConfigError, DataError
-from papa.evaluation import Batch
-from papa.inputs import Inputs
 from papa.streams import derive
+from papa.training.data import Arrays, Source, Subset
 from papa.training.draws import Draws, Watch
 from papa.training.loop import Training
 from papa.training.stacked_optimizer import StackedOptimizer, clipped

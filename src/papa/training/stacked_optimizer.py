@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+from papa.core.population import Population
 from papa.errors import ConfigError
-from papa.population import Population
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 """Optimizers that update every weight independently, so that one instance can hold all members' weights."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from papa import checkpoint
-from papa.averager_state import PendingState
+from papa.core.averager_state import PendingState
 from papa.errors import MixingError, RunError
+from papa.training import checkpoint
 from papa.training.auto import LOOP, STACKED, Auto
 from papa.training.loop import NUM_BAD_LOSSES, Training
 

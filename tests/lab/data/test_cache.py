@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from helpers import permissions_count
-from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data import MappedImages
 from papa.lab.data import cache as cache_module
 from papa.lab.data.cache import Decoded, cache_folder, cached_images, write_cache
+from papa.training.data import Arrays
 
 
 def pixels(count: int = 7) -> np.ndarray:

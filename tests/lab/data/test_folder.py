@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from papa.data import Subset
 from papa.errors import ConfigError, DataError
 from papa.lab.data import DecodedFolder, MappedImages, load_images
 from papa.lab.data import files as decode_module
@@ -21,6 +20,7 @@ from papa.lab.data.cache import cache_folder
 from papa.lab.data.digits import NUM_TRAIN
 from papa.lab.data.files import decode_files, resize_and_crop, resize_arrays, scan_classes
 from papa.lab.data.splits import targets_of
+from papa.training.data import Subset
 
 MakeImages = Callable[..., list[Path]]
 

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision import transforms
 
-from papa.data import Source, Streaming, Subset, hold_out, stream_batches
 from papa.errors import ConfigError, DataError
 from papa.lab.data import DecodedFolder
 from papa.lab.data.files import scan_classes
 from papa.lab.data.large import random_box
+from papa.training.data import Source, Streaming, Subset, hold_out, stream_batches
 
 MakeImages = Callable[..., list[Path]]
 BATCHES = (torch.tensor([0, 5, 3]), torch.tensor([1, 2]), torch.tensor([4, 4, 4]), torch.tensor([0, 5, 3]))

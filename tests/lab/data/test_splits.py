@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papa.data import Arrays, Examples, Subset
 from papa.errors import ConfigError, DataError
 from papa.lab.data.splits import check_labels, limit, split_classes, targets_of
+from papa.training.data import Arrays, Examples, Subset
 
 labels = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 

@@ -6,6 +6,10 @@ import torch
 
 from helpers import assert_same_bits, small_training
 from papa import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
+from papa.couplings.adaptive import AdaptivePush
+from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
+from papa.couplings.sparse import Shuffle, SparseAverage
+from papa.couplings.weighted import GradientWeightedPush, PushPull
 from papa.lab.augment.policy import DART_POLICIES, GRIDS, draw_policies
 from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idle_options
 from papa.lab.domains.images import policies_for
@@ -23,17 +27,6 @@ from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.recipes.rules import rule_for
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
-from papa.rules import (
-    AdaptivePush,
-    Elastic,
-    Gossip,
-    GradientWeightedPush,
-    Lookahead,
-    OuterStep,
-    PushPull,
-    Shuffle,
-    SparseAverage,
-)
 from papa.training import Align, AveragingOptions, Length, Repair, TrajectoryAverage
 
 LENGTH = Length(num_steps=3000, steps_per_epoch=100)

@@ -7,23 +7,16 @@ from typing import Any
 
 import pytest
 
+from papa.core.rules import Rule
+from papa.couplings.adaptive import AdaptivePush
+from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
+from papa.couplings.sparse import Shuffle, SparseAverage
+from papa.couplings.weighted import GradientWeightedPush, PushPull
 from papa.errors import ConfigError
 from papa.lab.config import COUPLING_OPTIONS, Config, CouplingConfig, idle_options
 from papa.lab.recipes import find
 from papa.lab.recipes.couplings import COUPLINGS
 from papa.lab.recipes.rules import rule_for
-from papa.rules import (
-    AdaptivePush,
-    Elastic,
-    Gossip,
-    GradientWeightedPush,
-    Lookahead,
-    OuterStep,
-    PushPull,
-    Rule,
-    Shuffle,
-    SparseAverage,
-)
 from papa.training import Length
 
 LENGTH = Length(num_steps=1000, steps_per_epoch=100)

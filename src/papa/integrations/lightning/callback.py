@@ -13,16 +13,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, SequentialSampler
 
-from papa.averaging_report import Averaging
-from papa.data_loaders import MemberLoader
+from papa.attach import Joined, join
+from papa.core.averaging_report import Averaging
+from papa.core.group import Group
+from papa.core.layout import named_tensors
+from papa.core.rules import Rule
+from papa.distributed.members import group_of_environment
+from papa.distributed.mesh import as_group
+from papa.distributed.wrappers import check_wrappers
 from papa.errors import ConfigError, DataError, PapaWarning
-from papa.group import Group, as_group, check_wrappers, group_of_environment
 from papa.integrations.lightning.random_state import random_state, set_random_state_
 from papa.integrations.lightning.strategy import MemberPerRank
-from papa.joining import Joined, join
-from papa.layout import named_tensors
 from papa.packages import importing
-from papa.rules import Rule
+from papa.training.data_loaders import MemberLoader
 
 with importing():
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from papa.attach import Joined, averaging
+from papa.core.layout import named_tensors
+from papa.core.rules import Rule
 from papa.errors import ConfigError, DataError
 from papa.files import open_weights
 from papa.integrations.lightning.callback import PopulationAveraging
-from papa.joining import Joined, averaging
-from papa.layout import named_tensors
 from papa.packages import importing
-from papa.rules import Rule
 
 with importing():
     from lightning.pytorch import LightningModule, Trainer

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from papa.group import Group, group_of_process
+from papa.core.group import Group
+from papa.distributed.members import group_of_process
 from papa.packages import importing
 
 with importing():

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from papa.data import Arrays
 from papa.errors import DataError
+from papa.files.storage import file_errors, json_text, read_json, validated, write_file
 from papa.lab.data.files import Pixels
-from papa.lock import waiting_lock
-from papa.storage import file_errors, json_text, read_json, validated, write_file
+from papa.training.data import Arrays
+from papa.training.lock import waiting_lock
 
 
 @dataclass(frozen=True)

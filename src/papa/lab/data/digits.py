@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data.splits import check_labels
 from papa.packages import require
 from papa.streams import stream
+from papa.training.data import Arrays
 
 NUM_TRAIN = 300
 """The number of scikit-learn's images that are used for training."""

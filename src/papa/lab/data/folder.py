@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from papa.data import Arrays, Source, Subset
 from papa.errors import ConfigError, DataError
 from papa.lab.data.cache import Decoded, cached_images
 from papa.lab.data.files import (
@@ -21,6 +20,7 @@ from papa.lab.data.files import (
 )
 from papa.lab.data.large import DecodedFolder
 from papa.lab.data.splits import split_classes
+from papa.training.data import Arrays, Source, Subset
 
 LARGEST_CACHED = 96
 """Images with sides up to this number of pixels are cached decoded."""

@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 import torch
 
-from papa.data import Arrays, Data, Source, hold_out
 from papa.errors import ConfigError, DataError, did_you_mean
 from papa.lab.data.digits import load_digits, load_optdigits
 from papa.lab.data.files import class_names, resize_arrays
 from papa.lab.data.folder import LARGE_SIZE, Fallback, FolderSet, load_folder
 from papa.lab.data.native import NATIVE
 from papa.lab.data.splits import check_labels, limit, targets_of
+from papa.training.data import Arrays, Data, Source, hold_out
 
 Numbers: TypeAlias = tuple[float, ...]
 

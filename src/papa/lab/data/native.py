@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from papa.data import Arrays
 from papa.errors import DataError
 from papa.lab.data.cache import Decoded, cached_images
 from papa.lab.data.files import digest_of, resize_arrays
 from papa.lab.data.splits import check_labels
-from papa.lock import waiting_lock
 from papa.packages import require
+from papa.training.data import Arrays
+from papa.training.lock import waiting_lock
 
 
 @dataclass(frozen=True)

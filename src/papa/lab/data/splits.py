@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from papa.data import Source, Subset
 from papa.errors import ConfigError, DataError
 from papa.streams import stream
+from papa.training.data import Source, Subset
 
 
 def targets_of(source: Source) -> Tensor:
@@ -36,7 +36,7 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
     """Select at most `maximum` examples, balanced over classes; a smaller selection is part of a larger one.
 
     Example:
-        >>> from papa.data import Arrays
+        >>> from papa.training.data import Arrays
         >>> few = limit(Arrays(torch.arange(8), torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])), 4, part="train")
         >>> targets_of(few).sort().values
         tensor([0, 0, 1, 1])

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from papa.data import Arrays, Data
 from papa.errors import ConfigError, DataError
 from papa.lab.data.splits import limit, split_classes
 from papa.packages import require
 from papa.streams import stream
+from papa.training.data import Arrays, Data
 
 SKLEARN = {"breast-cancer": "load_breast_cancer", "wine": "load_wine"}
 """Tables that scikit-learn ships, and their functions."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from papa.data import Data
 from papa.errors import DataError
 from papa.lab.data.tokens import Tokenizer, make_tokenizer
 from papa.streams import stream
+from papa.training.data import Data
 
 
 class Windows:

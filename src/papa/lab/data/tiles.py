@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from papa.data import Arrays
 from papa.errors import ConfigError, DataError
 from papa.lab.data.cache import Decoded, cached_images
 from papa.lab.data.files import digest_of
@@ -26,6 +25,7 @@ from papa.lab.data.tile_files import (
     split_tiles,
 )
 from papa.streams import stream
+from papa.training.data import Arrays
 
 BATCH_SEED = 0
 """The seed of the patches that `Patches.batch` returns."""

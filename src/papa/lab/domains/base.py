@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from papa.data import Data, split_parts
-from papa.ensemble import mean_logits, mean_probabilities
-from papa.evaluation import Combine
+from papa.core.ensemble import mean_logits, mean_probabilities
+from papa.core.evaluation import Combine
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 from papa.streams import global_stream
-from papa.task import Task
 from papa.training import Transforms
+from papa.training.data import Data, split_parts
+from papa.training.task import Task
 
 COMBINE: Mapping[str, Combine] = {"logits": mean_logits, "probabilities": mean_probabilities}
 """How an ensemble combines outputs, by `average.ensemble`."""

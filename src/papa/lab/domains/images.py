@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from papa.data import Data
 from papa.errors import ConfigError, DataError, did_you_mean
 from papa.lab.augment.policy import DART_POLICIES, GRIDS, Grid, Policy, draw_policies, draw_policy_per_batch
 from papa.lab.config import Config
@@ -20,8 +19,9 @@ from papa.lab.domains.base import COMBINE, Domain
 from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.models import input_size_of, make_model, normalization_of
 from papa.lab.tasks.segmentation import segmentation
-from papa.task import Task
 from papa.training import Augment, Transforms
+from papa.training.data import Data
+from papa.training.task import Task
 
 TILES: dict[str, Callable[..., ImageSet]] = {"tiles": load_tiles, "vaihingen": load_vaihingen}
 """Data sets whose every pixel has a class."""

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from papa.data import Data
 from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.data.table import TableSet, check_shares, load_table
 from papa.lab.domains.base import COMBINE, Domain
 from papa.lab.models.mlp import MLP
 from papa.lab.models.weights import load_weights_
-from papa.task import Task
+from papa.training.data import Data
+from papa.training.task import Task
 
 
 @dataclass(frozen=True)

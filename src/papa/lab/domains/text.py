@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from papa.data import Data
 from papa.errors import ConfigError
+from papa.files.storage import write_atomically
 from papa.lab.config import Config
 from papa.lab.data.text import TextSet, load_text
 from papa.lab.domains.base import Domain
@@ -17,8 +17,8 @@ from papa.lab.models.gpt import GPT
 from papa.lab.models.weights import load_weights_
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks.language import language_modelling
-from papa.storage import write_atomically
-from papa.task import Task
+from papa.training.data import Data
+from papa.training.task import Task
 
 TEXT = "text"
 """The name of the data."""

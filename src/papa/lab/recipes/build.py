@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from papa import schedules
-from papa.distillation import distillation, match_probabilities
-from papa.group import Group, LocalGroup
-from papa.health import OnNonFinite
+from papa.core.group import Group, LocalGroup
+from papa.core.health import OnNonFinite
 from papa.lab.config import NEVER_AVERAGED, Config
 from papa.lab.domains import Domain, load_domain
 from papa.lab.models.head import FrozenBody
@@ -35,7 +33,9 @@ from papa.training import (
     Stacked,
     Training,
     TrajectoryAverage,
+    schedules,
 )
+from papa.training.distillation import distillation, match_probabilities
 from papa.training.merge_hooks import merge_hooks_for
 from papa.training.options import AlignBy, RepairScope
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from papa.core.half_life import half_life_in_steps
 from papa.errors import ConfigError, did_you_mean
-from papa.half_life import half_life_in_steps
 from papa.lab.config import Config
 
 STRENGTH = ("average.alpha", "average.every_steps")

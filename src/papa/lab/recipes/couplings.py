@@ -6,20 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from papa.core.rules import Rule
+from papa.couplings.adaptive import AdaptivePush
+from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
+from papa.couplings.sparse import Depth, Shuffle, SparseAverage
+from papa.couplings.weighted import GradientWeightedPush, PushPull
 from papa.lab.config import Config, CouplingConfig
-from papa.rules import (
-    AdaptivePush,
-    Elastic,
-    Gossip,
-    GradientWeightedPush,
-    Lookahead,
-    OuterStep,
-    PushPull,
-    Rule,
-    Shuffle,
-    SparseAverage,
-)
-from papa.rules.sparse import Depth
 
 COUPLINGS: dict[str, Callable[[CouplingConfig, int], Callable[..., Rule]]] = {
     "papa-auto": lambda options, seed: partial(AdaptivePush, **given(check_every=options.check_every)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from papa.half_life import half_life_in_steps
+from papa.core.half_life import half_life_in_steps
 from papa.lab.config import (
     AverageConfig,
     Config,

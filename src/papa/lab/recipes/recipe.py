@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from papa.core.half_life import HALF_LIFE
 from papa.errors import ConfigError, did_you_mean
-from papa.half_life import HALF_LIFE
 from papa.lab.config import Config
 
 BUDGETS = {

@@ -63,7 +63,7 @@ def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
     members = [score for score in validation.get("members", ()) if score is not None]
     if result.get("method") in NEVER_AVERAGED or soup is None or not members:
         return False
-    from papa.soup import is_far_worse  # imports torch, which listings do without
+    from papa.core.soup import is_far_worse  # imports torch, which listings do without
 
     return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)
 
@@ -76,7 +76,7 @@ def advice_on_epoch(result: Mapping[str, Any], epoch: Mapping[str, Any]) -> str 
         >>> advice_on_epoch({"method": "papa", "config": {"train": {"epochs": 10}}}, epoch)
         'the average is worse than its members: push more strongly'
     """
-    from papa.advice import ADVICE_FROM, advice_from_scores
+    from papa.diagnose import ADVICE_FROM, advice_from_scores
 
     num_epochs = dict(flat(result.get("config") or {})).get("train.epochs") or 0
     soup, members = epoch.get("validation_average_soup"), epoch.get("validation") or ()

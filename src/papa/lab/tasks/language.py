@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.ensemble import mean_logits, mean_probabilities
+from papa.core.ensemble import mean_logits, mean_probabilities
+from papa.core.evaluation import Combine
 from papa.errors import DataError
-from papa.evaluation import Combine
-from papa.task import Task
+from papa.training.task import Task
 
 EVAL_BATCH_SIZE = 64
 TOKEN_COMBINE: dict[str, Combine] = {"logits": mean_logits, "probabilities": partial(mean_probabilities, dim=-1)}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.ensemble import mean_logits
+from papa.core.ensemble import mean_logits
+from papa.core.evaluation import Combine
 from papa.errors import ConfigError, DataError
-from papa.evaluation import Combine
 from papa.lab.tasks.apply import apply_in_windows, apply_whole
-from papa.task import Task
+from papa.training.task import Task
 
 
 def segmentation(

@@ -1,0 +1,191 @@
+"""Non-finite members: found before they reach the mean, then restarted, dropped, or a reason to stop."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from papa.core import mixing
+from papa.core.layout import named_tensors
+from papa.core.measuring import Measured, measure, measure_chosen
+from papa.core.population import Population
+from papa.errors import MemberError, MixingError, PapaWarning, did_you_mean
+
+OnNonFinite: TypeAlias = Literal["restart", "drop", "stop"]
+"""`restart`: the member starts again from the mean of the healthy members, with fresh optimizer state.
+`drop`: the member takes no further part in averages, soups and ensembles. `stop`: raise an error."""
+
+WEIGHTS_NOT_FINITE = "its weights are not finite"
+
+ACTIONS = {"restart": "restarted from the mean of the healthy", "drop": "dropped"}
+
+
+@dataclass(frozen=True)
+class NonFiniteMember:
+    """A member that was found non-finite, and what was done."""
+
+    step: int
+    """Optimizer steps taken."""
+    member: int
+    """The member's index in the whole population."""
+    reason: str
+    """What was not finite."""
+    action: str
+    """What was done."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a line of `metrics.jsonl`."""
+        return {"event": "nonfinite", **asdict(self)}
+
+
+class HealthCheck:
+    """Finds members with non-finite weights and applies a policy. All processes agree on the result.
+
+    The state of restarted members' optimizers is cleared. `unhealthy_reason` is an additional check of a local member,
+    by index, such as of its loss; it returns what is wrong, or None. `watched` returns a number for each local member,
+    on their device. The additional check is then called only for members whose number is not finite, so that a check of
+    healthy members reads from an accelerator once.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        policy: OnNonFinite = "restart",
+        unhealthy_reason: Callable[[int], str | None] | None = None,
+        watched: Callable[[], Tensor] | None = None,
+    ) -> None:
+        known = get_args(OnNonFinite)
+        if policy not in known:
+            raise MemberError(f"on_nonfinite is {policy!r}: {did_you_mean(str(policy), known)}")
+        self.population, self.optimizers, self.policy = population, optimizers, policy
+        self.unhealthy_reason, self._watched = unhealthy_reason, watched
+
+    def check_(
+        self,
+        step: int,
+        measured: Measured | None = None,
+        *,
+        lr_ratio: float = 1.0,
+        chosen: Mapping[torch.dtype, Tensor] | None = None,
+    ) -> tuple[NonFiniteMember, ...]:
+        """Find non-finite members and apply the policy; the weights of healthy members are not touched.
+
+        `measured` is what was measured of the refreshed members, if it was. The learning rate's ratio must be the same
+        in all processes, which is checked in the same exchange. With `chosen`, only these columns of the local rows are
+        checked, as no others are about to be averaged.
+        """
+        population = self.population
+        if chosen is not None:
+            measured = measure_chosen(list(chosen.values()), watched=self.watched())
+        elif measured is None:
+            population.refresh_()
+            measured = measure(population, distances=False, watched=self.watched())
+        local: list[str | None] = [None] * len(population)
+        if not self._are_healthy(measured):
+            local = [self._reason(index, measured, chosen) for index in range(len(population))]
+        any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
+        check_one_ratio(*ratios)
+        if not any_found and not population.dropped:
+            return ()
+        reasons = population.group.all_gather(self._of_all_shards(local))
+        found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
+        if found:
+            self._apply_policy(step, found)
+        self._restart_from_mean_(sorted(found))
+        action = ACTIONS.get(self.policy, "")
+        return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
+
+    def watched(self) -> Tensor | None:
+        """The numbers that decide which local members need `unhealthy_reason`; None for all."""
+        return None if self._watched is None else self._watched()
+
+    def _are_healthy(self, measured: Measured) -> bool:
+        """Whether what was measured leaves no doubt about any local member."""
+        is_watched = self.unhealthy_reason is None or (measured.watched and all(map(math.isfinite, measured.watched)))
+        return bool(is_watched) and all(measured.are_finite)
+
+    def _reason(self, index: int, measured: Measured, chosen: Mapping[torch.dtype, Tensor] | None) -> str | None:
+        if self.population.members[index] in self.population.dropped:
+            return None
+        if not measured.are_finite[index] and not self.population._is_finite(index, chosen=chosen):
+            return WEIGHTS_NOT_FINITE
+        if self.unhealthy_reason is None or (measured.watched and math.isfinite(measured.watched[index])):
+            return None
+        return self.unhealthy_reason(index)
+
+    def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
+        """A member is non-finite if any of its shards is."""
+        local = torch.tensor([float(reason is not None) for reason in reasons], device="cpu")
+        anywhere = self.population.group.sum_over_shards(local).tolist()
+        return [reason or (WEIGHTS_NOT_FINITE if bad else None) for reason, bad in zip(reasons, anywhere, strict=True)]
+
+    def _apply_policy(self, step: int, found: dict[int, str]) -> None:
+        healthy = [member for member in self.population.active if member not in found]
+        if self.policy == "stop" or not healthy:
+            which = "all members are" if not healthy else "a member is" if len(found) == 1 else "members are"
+            listing = "; ".join(f"member {member}: {reason}" for member, reason in found.items())
+            raise MemberError(
+                f"{which} non-finite at step {step} ({listing}): look for what made them diverge: the learning rate, "
+                "the loss, the data"
+            )
+        if self.policy == "drop":
+            self.population.dropped = self.population.dropped | set(found)
+
+    def _restart_from_mean_(self, found: list[int]) -> None:
+        """Set non-finite and dropped members to the mean of the healthy ones, which keep every bit."""
+        population = self.population
+        healthy = [member for member in population.active if member not in found]
+        others = [member for member in range(population.size) if member not in healthy]
+        matrix = mixing.identity(population.size)
+        matrix[others] = mixing.soup_row(population.size, healthy)
+        population.mix_(matrix)
+        if not found:
+            return
+        self._copy_not_averaged_(healthy[0], found)
+        trained = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        for member, model in zip(population.members, population, strict=True):
+            if member not in found:
+                continue
+            for optimizer in self.optimizers:
+                for parameter in model.parameters():
+                    optimizer.state.pop(parameter, None)
+            if self.policy == "restart" and not any(id(parameter) in trained for parameter in model.parameters()):
+                warnings.warn(
+                    f"member {member} was restarted, but the averager was not given its optimizer: non-finite momentum "
+                    "will make it non-finite again. Pass the members' optimizers to the averager",
+                    PapaWarning,
+                    stacklevel=6,
+                )
+
+    @torch.no_grad()
+    def _copy_not_averaged_(self, source: int, targets: list[int]) -> None:
+        """Copy tensors that are not averaged, such as a member's own head, from a healthy member."""
+        population = self.population
+        names = population.not_averaged
+        offers = [
+            {name: tensor.cpu() for name, tensor in named_tensors(model, names).items()} if member == source else {}
+            for member, model in zip(population.members, population, strict=True)
+        ]
+        own = population.group.all_gather(offers)[source]
+        for member, model in zip(population.members, population, strict=True):
+            if member in targets:
+                for name, tensor in named_tensors(model, names).items():
+                    tensor.copy_(own[name])
+
+
+def check_one_ratio(highest: float, negative_lowest: float) -> None:
+    """Raise a `MixingError` if processes are at different shares of their highest learning rates."""
+    if not math.isclose(highest, -negative_lowest, rel_tol=1e-6, abs_tol=1e-12):
+        raise MixingError(
+            f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their highest learning rates: a push needs "
+            "one ratio for all, pass it as averager.step(lr_ratio=...)"
+        )

@@ -1,0 +1,377 @@
+"""The product `W <- A W`, computed in place on one block of columns at a time.
+
+`W` holds one member per row and has millions of columns; `A` has one row and one column per member. Each column of the
+result depends on the same column of `W` alone, so a block of columns is read, multiplied and written back while it is
+in cache, and different processes can multiply different columns with the same bits as one process would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from papa.core import kernels, mixing
+from papa.core.layout import ALIGNMENT_BYTES
+from papa.core.mixing import exact_in_float32
+from papa.core.scratch import scratch
+
+BLOCK_BYTES_CPU = 1 << 20
+"""The size of a block of columns: small enough for the cache."""
+
+BLOCK_BYTES_ACCELERATOR = 1 << 26
+
+UNIT = 2.0**-24
+"""What weights of at most 1 are rounded to multiples of; see `exact_in_float32`."""
+
+Product: TypeAlias = Callable[[Tensor], object]
+"""Multiplies the rows in a block of columns by a matrix, in place."""
+
+
+def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
+    """`rows <- matrix @ rows`, for the rows of all members and a row-stochastic float64 matrix."""
+    mix_columns_(rows, matrix, block_width(rows, *rows.shape))
+
+
+def mix_columns_(columns: Tensor, matrix: Tensor, width: int) -> None:
+    """`columns <- matrix @ columns` for some columns of the rows of all members, a block of `width` at a time."""
+    if columns.shape[1]:
+        with full_precision(columns.device):
+            _multiply_(columns, product_with(matrix, columns), width)
+
+
+def push_columns_(columns: Tensor, keep: float, width: int | None = None) -> None:
+    """`mix_columns_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time.
+
+    Without a width, the columns are those of whole rows.
+    """
+    dtype, (size, num_columns) = accumulation_dtype(columns.dtype), columns.shape
+    push = None if dtype.itemsize > 4 else exact_push(size, keep)
+    if push is None:
+        mix_columns_(columns, mixing.push(size, keep), width or block_width(columns, size, num_columns))
+        return
+    own, common = push
+    if common == 0.0 or not num_columns:
+        return  # every member keeps exactly its own bits
+    if kernels.supports(columns.dtype, columns.device) and kernels.is_plain(columns):
+        kernels.push_(columns, own)
+        return
+    width = width or block_width(columns, size, num_columns)
+    row = torch.full((size,), common, dtype=dtype, device=columns.device)
+    with full_precision(columns.device):
+        _multiply_(columns, _push_product(own, row, columns.dtype), width)
+
+
+def _multiply_(columns: Tensor, mix_block_: Product, width: int) -> None:
+    if isinstance(mix_block_, OnePassPush):
+        mix_block_(columns)
+        return
+    for block in reversed(torch.split(columns, width, dim=1)):  # a check has read all, the last may still be in cache
+        mix_block_(block)
+
+
+def product_with(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> Product:
+    """A function that multiplies a block of columns by `matrix` in place; call it under `full_precision`.
+
+    Args:
+        matrix: float64.
+        like: a tensor with the dtype and device of the blocks.
+        points: which rows are points, as for `exact_in_float32`; None for all.
+    """
+    if points is not None:
+        return _product_with(matrix, like.dtype, like.device, points)
+    return _known_product(matrix.double().numpy().tobytes(), len(matrix), like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _known_product(matrix: bytes, size: int, dtype: torch.dtype, device: torch.device) -> Product:
+    """`product_with` of a matrix given by its bytes: most rules use the same matrix many times."""
+    weights = torch.frombuffer(bytearray(matrix), dtype=torch.float64).view(size, size)
+    return _product_with(weights, dtype, device)
+
+
+def _product_with(matrix: Tensor, dtype: torch.dtype, device: torch.device, points: Tensor | None = None) -> Product:
+    is_double = dtype in (torch.float64, torch.complex128)
+    weights = matrix if is_double else exact_in_float32(matrix, points)
+    if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
+        return lambda block: None  # every member keeps exactly its own bits
+    return _cheapest_product(weights, dtype, device)
+
+
+def _widened(mix_wide_: Product, dtype: torch.dtype) -> Product:
+    """A product for blocks of a dtype, computed in the dtype in which numbers are added up."""
+    wide_dtype = accumulation_dtype(dtype)
+    if dtype == wide_dtype:
+        return mix_wide_
+
+    def mix_block_(block: Tensor) -> None:
+        wide = scratch.matrix(block, wide_dtype).copy_(block)
+        mix_wide_(wide)
+        block.copy_(wide)
+
+    return mix_block_
+
+
+BlockUpdate: TypeAlias = Callable[[list[Tensor], int], None]
+"""Changes blocks of the same columns of several matrices in place; also given the position of the first column."""
+
+
+def update_blocks_(parts: Sequence[Tensor], update: BlockUpdate, *, width: int, start: int = 0) -> None:
+    """Apply an update to block after block of columns of several matrices.
+
+    Args:
+        parts: matrices with the same columns.
+        update: what to do with each block.
+        width: the number of columns in a block.
+        start: the position of the first of these columns among all that are updated.
+    """
+    with full_precision(parts[0].device):
+        for first in range(0, parts[0].shape[1], width):
+            update([part[:, first : first + width] for part in parts], start + first)
+
+
+def joint_product(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> BlockUpdate:
+    """The update that multiplies the rows of all parts together by one matrix."""
+    mix_block_ = product_with(matrix, like, points)
+
+    def update(blocks: list[Tensor], _: int) -> None:
+        if len(blocks) == 1:
+            mix_block_(blocks[0])
+            return
+        joined = torch.cat(blocks)
+        mix_block_(joined)
+        for block, rows in zip(blocks, torch.split(joined, [len(block) for block in blocks]), strict=True):
+            block.copy_(rows)
+
+    return update
+
+
+def permutation(sources: Tensor, width: int) -> BlockUpdate:
+    """The update in which row `j` of each line of `width` columns takes those of row `sources[j]`."""
+
+    def update(blocks: list[Tensor], start: int) -> None:
+        for block in blocks:
+            first, num_lines = start // width, block.shape[1] // width
+            own = sources[:, first : first + num_lines].to(block.device)
+            # Faster on a CPU than `gather`, and with half of the memory if positions in the block are int32.
+            dtype = torch.int32 if block.numel() < 2**31 else torch.int64
+            places = torch.add(torch.arange(num_lines, dtype=dtype, device=block.device), own, alpha=num_lines)
+            lines = block.flatten() if width == 1 else block.reshape(-1, width)
+            block.copy_(lines.index_select(0, places.flatten()).view_as(block))
+
+    return update
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers are added up: at least float32."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+@contextlib.contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Switch off autocast and reduced matmul precision inside the block."""
+    precision = torch.get_float32_matmul_precision()
+    is_autocast = torch.is_autocast_enabled(device.type)
+    if precision == "highest" and not is_autocast:  # as usual; switching takes as long as mixing a small network
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        try:
+            torch.set_float32_matmul_precision("highest")
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
+    """The fastest function that multiplies a block by `matrix` in place.
+
+    Two forms of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (push, merge all) is one
+    weighted sum and one addition; rows with at most two weights (merge pairs) are one interpolation each. Members with
+    weight zero are not read, since 0 x NaN is NaN.
+    """
+    wide_dtype = accumulation_dtype(dtype)
+    own, common = _own_and_common(matrix)
+    is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
+    if common is not None and not is_copy:
+        return _push_product(own, common.to(device=device, dtype=wide_dtype), dtype)
+    return _widened(_other_product(matrix, wide_dtype, device), dtype)
+
+
+def _other_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
+    """The product with a matrix that is no push, for blocks in the dtype in which numbers are added up."""
+    if int((matrix != 0).sum(dim=1).max()) <= 2:
+        parents = [_two_parents(row) for row in matrix.tolist()]
+        order = _least_copies(parents)
+        return lambda block: _interpolate_(block, parents, order)
+    weights = matrix.to(device=device, dtype=dtype)
+    if bool(weights.all()):
+        return lambda block: block.copy_(weights @ block)
+    # A member that keeps only itself is not written: times 1, -0.0 would become 0.0.
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    stays = [bool((row == unit).all()) for row, unit in zip(matrix, eye, strict=True)]
+    sums = [(child, used, row[used]) for child, row in enumerate(weights) if not stays[child] for used in [_used(row)]]
+
+    def mix_block_(block: Tensor) -> None:
+        children = [row @ block[used] for _, used, row in sums]
+        for (child, _, _), values in zip(sums, children, strict=True):
+            block[child].copy_(values)
+
+    return mix_block_
+
+
+def exact_push(size: int, keep: float) -> tuple[float, float] | None:
+    """The `d` and the number in `c` for which `exact_in_float32(mixing.push(size, keep))` is `d I + 1 c^T`.
+
+    None where it has another form: if members keep nothing of themselves.
+    """
+    common = round((1.0 - keep) * (1.0 / size) / UNIT)
+    own = round((keep + (1.0 - keep) * (1.0 / size)) / UNIT)
+    if not 0 <= common < own <= 1.0 / UNIT or size == 1:
+        return None
+    return 1.0 - size * common * UNIT, common * UNIT
+
+
+@dataclass(frozen=True)
+class OnePassPush:
+    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`, for all columns in one pass."""
+
+    own: float
+    common: Tensor | None
+    """None if all its numbers are equal and sum to `1 - own`."""
+
+    def __call__(self, block: Tensor) -> None:
+        """Multiply the rows in place."""
+        if not kernels.is_plain(block):
+            raise ValueError(f"a {type(block).__name__} with strides {block.stride()}, expected rows in memory")
+        kernels.push_(block, self.own, self.common)
+
+
+def _push_product(own: float, common: Tensor, dtype: torch.dtype) -> Product:
+    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`."""
+    if kernels.supports(dtype, common.device):
+        is_mean = bool((common == common[0]).all()) and float(common[0]) * len(common) == 1.0 - own
+        return OnePassPush(own, None if is_mean else common)
+    used = _used(common)
+    row = common[used]
+    if own == 0.0:
+        return _widened(lambda block: block.copy_(row @ block[used]), dtype)
+    if isinstance(used, slice) and not row.is_complex():
+        return _widened(lambda block: torch.add(weighted_sum(row, block), block, alpha=own, out=block), dtype)
+    return _widened(lambda block: torch.add(row @ block[used], block, alpha=own, out=block), dtype)
+
+
+def weighted_sum(row: Tensor, block: Tensor) -> Tensor:
+    """`row @ block` of real numbers, in memory that the next call uses again."""
+    return torch.mv(block.t(), row, out=scratch.vector(block, row.dtype))
+
+
+def _used(row: Tensor) -> slice | list[int]:
+    """The members with a non-zero weight: a slice if these are all (indexing with it copies nothing), else a list."""
+    return slice(None) if bool(row.all()) else row.nonzero().flatten().tolist()
+
+
+def _interpolate_(block: Tensor, parents: list[tuple[int, int, float]], order: list[tuple[int, bool]]) -> None:
+    """Write each child over the member with its index, in an order that needs few copies of members."""
+    rows = block.unbind()
+    before = list(rows)
+    for child, is_needed in order:
+        first, second, share = parents[child]
+        if is_needed:
+            before[child] = rows[child].clone()
+        if first != second:
+            torch.lerp(before[first], before[second], share, out=rows[child])
+        elif first != child:
+            rows[child].copy_(before[first])
+
+
+def _least_copies(parents: list[tuple[int, int, float]]) -> list[tuple[int, bool]]:
+    """The order in which to write children, and whether the member that each replaces must be copied first.
+
+    Members that are no parent of a remaining child are replaced first. If there is none, the parent of the most
+    remaining children is next, since one copy serves them all.
+    """
+    others = [{first, second} - {child} for child, (first, second, _) in enumerate(parents)]
+    needs = Counter(parent for of_one in others for parent in of_one)
+    left, order = list(range(len(parents))), []
+    while left:
+        chosen = min(left, key=lambda child: (needs[child] > 0, -needs[child]))
+        order.append((chosen, needs[chosen] > 0))
+        left.remove(chosen)
+        needs.subtract(others[chosen])
+    return order
+
+
+def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
+    """`d` and `c` such that the matrix equals `d I + 1 c^T`; `c` is None if the matrix has another form.
+
+    A diagonal on which `d` and `c` cancel counts as another form, since 0 x NaN is not 0.
+    """
+    size = len(matrix)
+    columns = torch.arange(size, device="cpu")
+    common = matrix[(columns + 1) % size, columns] if size > 1 else matrix[0] * 0
+    own = float(matrix[0, 0] - common[0])
+    rebuilt = own * torch.eye(size, dtype=matrix.dtype, device="cpu") + common
+    cancels = bool(((rebuilt.diagonal() == 0) & (common != 0)).any())
+    return (own, common) if torch.equal(rebuilt, matrix) and not cancels else (own, None)
+
+
+def _two_parents(row: list[float]) -> tuple[int, int, float]:
+    """The two members of a row with at most two weights, and the weight of the second."""
+    first, *rest = [member for member, weight in enumerate(row) if weight]
+    second = rest[0] if rest else first
+    return first, second, row[second] if rest else 0.0
+
+
+def combine_rows(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """`weights @ rows`, adding members in order and not reading those with weight 0, since 0 x NaN is NaN."""
+    used = [(member, weight) for member, weight in enumerate(weights.tolist()) if weight]
+    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
+    for block, target in zip(column_blocks(rows), column_blocks(combined[None], num_rows=len(rows)), strict=True):
+        combine_block_(target[0], [(block[member], weight) for member, weight in used])
+    return combined
+
+
+def combine_block_(target: Tensor, weighted: Iterable[tuple[Tensor, float]]) -> None:
+    """Set `target` to the weighted sum of columns of several rows, added in the given order."""
+    total = torch.zeros_like(target, dtype=accumulation_dtype(target.dtype))
+    for columns, weight in weighted:
+        total.add_(columns, alpha=weight)
+    target.copy_(total)
+
+
+def column_blocks(rows: Tensor, num_rows: int | None = None) -> Iterator[Tensor]:
+    """Split a matrix into blocks of columns; the boundaries depend on its dtype, device type and shape alone.
+
+    Args:
+        rows: the matrix.
+        num_rows: split as a matrix with this number of rows would be; `len(rows)` when None.
+    """
+    width = block_width(rows, num_rows or len(rows), rows.shape[1])
+    if width >= rows.shape[1]:
+        yield rows
+    else:
+        yield from torch.split(rows, width, dim=1)
+
+
+def block_width(like: Tensor, num_rows: int, num_columns: int) -> int:
+    """The number of columns in a block of a matrix of this shape, with the dtype and device of `like`.
+
+    All blocks but the last have this width. It may be an eighth above the limit, so that no small block is left over.
+    """
+    limit = BLOCK_BYTES_CPU if like.device.type == "cpu" else BLOCK_BYTES_ACCELERATOR
+    return _block_width(num_rows, num_columns, like.element_size(), limit)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_width(num_rows: int, num_columns: int, element_size: int, limit: int) -> int:
+    step = ALIGNMENT_BYTES // element_size
+    widest = max(step, limit // (num_rows * element_size) // step * step)
+    num_blocks = max(1, -(-num_columns * 8 // (widest * 9)))
+    return -(-num_columns // (num_blocks * step)) * step or step

@@ -1,0 +1,280 @@
+"""Asynchronous averaging: one member per process, each at its own speed, and nobody waits.
+
+When its push is due, a member reads the newest weights that the others have published and is pushed toward the mean:
+
+    w_j <- a w_j + (1 - a) mean,   mean = (w_j + sum of the newest weights of the others that count) / their number
+
+Then it publishes its own. What others published does not count any more once this member has taken more than
+`max_staleness` steps since it first saw it: they are stopped, dead or far too slow.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from papa.core.averaging_report import Averaging
+from papa.core.group import LocalGroup
+from papa.core.health import WEIGHTS_NOT_FINITE, NonFiniteMember
+from papa.core.layout import is_sharded, named_tensors
+from papa.core.learning_rates import LearningRates, check_optimizers, clamped
+from papa.core.population import Population
+from papa.core.product import accumulation_dtype
+from papa.core.push import Push
+from papa.core.rules import AveragingContext, Rule
+from papa.distributed.published import Published
+from papa.errors import MemberError, MixingError
+from papa.files.storage import network_parts, parse_tensors
+
+NUM_PUSHES_TO_STALE = 10
+"""Without `max_staleness`, weights count for this many pushes of the member that reads them."""
+
+OnOwnNonFinite: TypeAlias = Literal["restart", "stop"]
+
+
+@dataclass(frozen=True)
+class AsyncAveraging(Averaging):
+    """What one asynchronous averaging did, for logs."""
+
+    counted: tuple[int, ...] = ()
+    """The members in the mean, with this one."""
+
+
+class AsyncAverager:
+    """Pushes one member toward the newest weights of the others, without waiting for them.
+
+    Made by `papa.join(model, optimizer, rule, asynchronous=True)`, which also calls `step` after every optimizer step.
+
+    A member that was started before takes up the weights that it published last, and counts on from their step.
+
+    Args:
+        model: this process's member.
+        optimizer: its optimizer.
+        rule: a `Push` without a delay. Every other rule acts on all members at one moment, which does not exist here.
+        published: where members publish their weights.
+        member: the index of this member.
+        num_members: the number of members.
+        num_steps: the number of optimizer steps of the whole training.
+        average: which tensors are averaged, as for `Population`.
+        on_nonfinite: what to do if this member's weights are not finite, which are never published: `restart` from the
+            mean of the others, with fresh optimizer state, or `stop` with an error.
+        max_staleness: the number of steps of this member for which weights that another published count; None for 10
+            pushes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        rule: Rule,
+        published: Published,
+        *,
+        member: int,
+        num_members: int,
+        num_steps: int | None = None,
+        average: Mapping[str, bool] | None = None,
+        on_nonfinite: OnOwnNonFinite = "restart",
+        max_staleness: int | None = None,
+    ) -> None:
+        self.rule = _checked(rule).for_length(num_steps)
+        if on_nonfinite not in ("restart", "stop"):
+            raise MixingError(
+                f"on_nonfinite is {on_nonfinite!r}, expected 'restart' or 'stop' for asynchronous members"
+            )
+        if max_staleness is not None and max_staleness < 0:
+            raise MixingError(f"max_staleness is {max_staleness}, expected a number of steps, at least 0, or None")
+        self.population = Population([model], LocalGroup(), average=average)
+        """This member alone: the others are in other processes."""
+        if any(is_sharded(tensor) for tensor in named_tensors(model).values()):
+            raise MemberError("an asynchronous member cannot be sharded (fully_shard): keep it whole in its process")
+        self.rule.check(num_members, self.population.matrices)
+        self.published, self.member, self.num_members = published, member, num_members
+        self.num_steps, self.num_steps_taken, self.num_averagings = num_steps, 0, 0
+        self.on_nonfinite = on_nonfinite
+        self.max_staleness = NUM_PUSHES_TO_STALE * self.rule.every_steps if max_staleness is None else max_staleness
+        self._rates = LearningRates([optimizer])
+        check_optimizers(self.population, [optimizer])
+        self._seen: dict[int, tuple[str, int]] = {}
+        """The newest version of each other member, and this member's step when it first saw it."""
+        self._continue_()
+        self.publish()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The member's optimizer."""
+        return self._rates.optimizers
+
+    def record_lr(self, optimizer: Optimizer) -> None:
+        """Let the next step use the present learning rate, whatever schedules do until then."""
+        self._rates.record(optimizer)
+
+    def step(self, lr_ratio: float | None = None) -> AsyncAveraging | None:
+        """Count one optimizer step, and push and publish if the rule is due.
+
+        Args:
+            lr_ratio: the learning rate divided by its initial value; None to read it from the optimizer.
+
+        Returns:
+            What happened, or None if nothing happened.
+        """
+        self.num_steps_taken += 1
+        self._rates.update()
+        if not self.rule.is_due(self.num_steps_taken, self.num_steps):
+            return None
+        start = time.perf_counter()
+        if lr_ratio is None:
+            lr_ratio = self._rates.ratio() if self.rule.uses_lr else 1.0
+        found = self._check_()
+        context = AveragingContext(step=self.num_steps_taken, size=self.num_members, lr_ratio=clamped(lr_ratio))
+        keep = self.rule.keep(context)
+        assert keep is not None
+        total, counted = self._sum([self.member, *self.live()])
+        if len(counted) > 1:
+            self._write_(total, (1.0 - keep) / len(counted), keep)
+        size = self.publish()
+        self.num_averagings += 1
+        seconds = time.perf_counter() - start
+        name = type(self.rule).__name__
+        return AsyncAveraging(
+            self.num_steps_taken, name, keep, None, None, found, size, seconds, counted=tuple(counted)
+        )
+
+    def live(self) -> list[int]:
+        """The other members whose newest weights count."""
+        found = []
+        for member in range(self.num_members):
+            version = None if member == self.member else self.published.version(member)
+            if version is None:
+                continue
+            if self._seen.get(member, ("", 0))[0] != version:
+                self._seen[member] = (version, self.num_steps_taken)
+            if self.num_steps_taken - self._seen[member][1] <= self.max_staleness:
+                found.append(member)
+        return found
+
+    def publish(self) -> int:
+        """Publish this member's weights as they are, unless they are not finite; returns the number of bytes."""
+        self.population.refresh_()
+        if not self.population._is_finite(0):
+            return 0
+        metadata = {"member": str(self.member), "step": str(self.num_steps_taken)}
+        return self.published.publish(self.member, network_parts(self.population[0], metadata))
+
+    def soup(self) -> nn.Module:
+        """The average soup of this member and the others that count, as a separate network. Nobody needs to wait."""
+        total, counted = self._sum([self.member, *self.live()])
+        network = copy.deepcopy(self.population[0])
+        with torch.no_grad():
+            for name, tensor in named_tensors(network, self.population.averaged).items():
+                tensor.copy_(total[name].div_(len(counted)))
+        return network
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to continue at the same step."""
+        return {
+            "num_steps_taken": self.num_steps_taken,
+            "num_averagings": self.num_averagings,
+            "highest_lrs": list(self._rates.highest),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        missing = {"num_steps_taken", "num_averagings", "highest_lrs"} - set(state)
+        if missing:
+            raise MixingError(f"the state has no {', '.join(sorted(missing))}: it is not the state of an averager")
+        self._rates.load_highest(state["highest_lrs"])
+        self.num_steps_taken, self.num_averagings = int(state["num_steps_taken"]), int(state["num_averagings"])
+        self._seen = {}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        self.population.refresh_()
+        return named_tensors(self.population[0], self.population.averaged)
+
+    @torch.no_grad()
+    def _sum(self, members: Sequence[int]) -> tuple[dict[str, Tensor], list[int]]:
+        """The sum of the averaged tensors of this member now and of others as published, and whose they are."""
+        own = self._tensors()
+        total = {name: torch.zeros_like(tensor, dtype=accumulation_dtype(tensor.dtype)) for name, tensor in own.items()}
+        counted = []
+        for member in sorted(members):
+            tensors: Mapping[str, Tensor] | None = own if member == self.member else self._read(member)
+            if tensors is None:
+                continue
+            counted.append(member)
+            for name, tensor in total.items():
+                tensor.add_(tensors[name].to(tensor.device))
+        return total, counted
+
+    @torch.no_grad()
+    def _write_(self, total: Mapping[str, Tensor], weight: float, keep: float) -> None:
+        """`w <- keep w + weight total`."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(total[name].mul_(weight).add_(tensor, alpha=keep))
+        self.population.mark_changed_()
+
+    def _read(self, member: int) -> dict[str, Tensor] | None:
+        """The tensors that a member published last."""
+        content = self.published.read(member)
+        if content is None:
+            return None
+        tensors, _ = parse_tensors(content)
+        for name, own in named_tensors(self.population[0], self.population.averaged).items():
+            other = tensors.get(name)
+            if other is None or other.shape != own.shape or other.dtype != own.dtype:
+                found = "no such tensor" if other is None else f"{other.dtype} of shape {tuple(other.shape)}"
+                raise MemberError(
+                    f"member {self.member} has '{name}' as {own.dtype} of shape {tuple(own.shape)}, member {member} "
+                    f"has published {found}: all members of a population must share one architecture"
+                )
+        return tensors
+
+    def _continue_(self) -> None:
+        """Take up the weights that an earlier process of this member has published."""
+        content = self.published.read(self.member)
+        if content is None:
+            return
+        self._read(self.member)  # checks
+        tensors, metadata = parse_tensors(content)
+        self.population[0].load_state_dict(tensors)
+        self.num_steps_taken = int(metadata["step"])
+
+    def _check_(self) -> tuple[NonFiniteMember, ...]:
+        self.population.refresh_()
+        if self.population._is_finite(0):
+            return ()
+        content = self.published.read(self.member)
+        if self.on_nonfinite == "stop" or content is None:
+            raise MemberError(
+                f"member {self.member} is non-finite at step {self.num_steps_taken}: look for what made it diverge: "
+                "the learning rate, the loss, the data"
+            )
+        self.population[0].load_state_dict(parse_tensors(content)[0])  # also what is not averaged
+        total, counted = self._sum(self.live())
+        if counted:
+            self._write_(total, 1.0 / len(counted), 0.0)
+        for parameter in self.population[0].parameters():
+            self.optimizers[0].state.pop(parameter, None)
+        action = "restarted from the mean of the others" if counted else "restarted from its last published weights"
+        return (NonFiniteMember(self.num_steps_taken, self.member, WEIGHTS_NOT_FINITE, action),)
+
+    def __repr__(self) -> str:
+        total = "" if self.num_steps is None else f" of {self.num_steps}"
+        steps = f"step {self.num_steps_taken}{total}, {self.num_averagings} averagings"
+        return f"AsyncAverager({self.rule}, member {self.member} of {self.num_members}, {steps})"
+
+
+def _checked(rule: Rule) -> Rule:
+    if isinstance(rule, Push) and not rule.num_delay_steps:
+        return rule
+    found = "a Push with a delay" if isinstance(rule, Push) else type(rule).__name__
+    raise MixingError(
+        f"asynchronous members need a Push without a delay, got {found}: every other rule acts on all members at one "
+        "moment, and asynchronous members share none"
+    )

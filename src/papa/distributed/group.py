@@ -1,0 +1,296 @@
+"""The group of processes on any number of machines: each holds only the rows of its members.
+
+What needs the weights of several members is computed on columns (`papa.distributed.exchange`), with the bits of a
+single process. Pushes and merges of all members can use sums over processes instead (`papa.distributed.reduce`), which
+is faster.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from papa.core import mixing
+from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
+from papa.core.group import zeros
+from papa.core.product import BlockUpdate, combine_block_, mix_columns_
+from papa.core.row_measures import is_finite, squared_distances_by_block
+from papa.distributed.background import BackgroundThread
+from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
+from papa.distributed.exchange import ColumnExchange
+from papa.distributed.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
+from papa.errors import ConfigError, MemberError, did_you_mean
+
+T = TypeVar("T")
+
+EXCHANGES = {
+    "exact": "columns of all rows by all-to-all, with the bits of a single process",
+    "fast": "the mean row by a float32 all-reduce, with last bits that depend on the number of processes",
+    "bfloat16": "as fast, but sends differences to the last mean as bfloat16",
+}
+
+
+class DistributedGroup(MultiProcessGroup):
+    """The processes that hold a population, each its own members.
+
+    Args:
+        group: the processes, with one or more members on each; None for all of `torch.distributed`.
+        exchange: `exact`, `fast` or `bfloat16`; see `EXCHANGES`.
+        data_group: the processes that train the same member as this one, where there are several; where they differ
+            (BatchNorm statistics), rank 0 of this group counts.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        exchange: str = "exact",
+        data_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if exchange not in EXCHANGES:
+            raise ConfigError(f"exchange is {exchange}: {did_you_mean(exchange, EXCHANGES)}")
+        if group is None and not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed has no process group: call torch.distributed.init_process_group() first, under "
+                "torchrun for instance"
+            )
+        super().__init__(group)
+        self.exchange = exchange
+        self.data_group = data_group
+        self.is_leader = self.is_leader and (data_group is None or data_group.rank() == 0)
+        self._columns: ColumnExchange | None = None
+        self._background: tuple[ColumnExchange, BackgroundThread] | None = None
+        self._last_means: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", self.rank))
+
+    @property
+    def bytes_sent(self) -> int:
+        exchanges = [self._columns, self._background[0] if self._background else None]
+        return sum(exchange.bytes_sent for exchange in exchanges if exchange is not None)
+
+    def local_range(self, size: int) -> range:
+        if self.num_ranks > size:
+            raise ConfigError(
+                f"there are {self.num_ranks} ranks for {size} members: start at most one for each, or let several "
+                "train one member, in your own script with a device mesh (population, data)"
+            )
+        return super().local_range(size)
+
+    def members(self, num_local: int) -> range:
+        return self._connect(num_local).members[self.rank]
+
+    def size(self, num_local: int) -> int:
+        return self._connect(num_local).size
+
+    def _connect(self, num_local: int) -> ColumnExchange:
+        """The exchange, once all ranks have sent each other the number of their members."""
+        if self._columns is None:
+            self.check_same({"exchange": self.exchange}, cure="give every process the same")
+            self._columns = ColumnExchange(self.process_group, all_gather_object(num_local, self.process_group))
+        if self._columns.counts[self.rank] != num_local:
+            raise MemberError(
+                f"this group holds a population with {self._columns.counts[self.rank]} members on rank {self.rank}, "
+                f"got {num_local}: make a group for each population"
+            )
+        return self._columns
+
+    def allocate(
+        self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
+    ) -> Tensor:
+        self._connect(num_local)
+        if single:
+            num_local = int(self.rank == 0)
+        return zeros(num_local, num_columns, dtype=dtype, device=device)
+
+    def broadcast_(self, columns: Tensor) -> None:
+        if self.data_group is not None and columns.numel():
+            values = columns.contiguous()
+            with connection_errors("sending buffers"):
+                source = dist.get_global_rank(self.data_group, 0)
+                dist.broadcast(values.view(-1).view(torch.uint8), source, group=self.data_group)
+            columns.copy_(values)
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Added in rank order, so that all processes have the same bits."""
+        if self.data_group is None:
+            return values
+        return torch.stack(all_gather_object(values, self.data_group)).sum(dim=0)
+
+    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
+        keep = None if self.exchange == "exact" else mixing.push_strength(matrix)
+        if keep is None or rows.is_complex():
+            self._mix_columns_(rows, matrix)
+        else:
+            self._push_(rows, keep)
+
+    def _mix_columns_(self, rows: Tensor, matrix: Tensor) -> None:
+        exchange = self._connect(len(rows))
+        finish: Callable[[], None] | None = None
+        for this, columns in exchange.local_columns(rows):
+            mix_columns_(columns, matrix, this.block_width)
+            finish, previous = exchange.start_columns_to_rows(columns, rows, this), finish
+            if previous is not None:
+                previous()
+        if finish is not None:
+            finish()
+
+    def update_(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+        chosen: Sequence[Tensor] | None = None,
+        synchronised: bool = False,
+    ) -> None:
+        chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
+        self._connect(len(parts[0])).update_(chosen, update, singles)
+        for rows, part in zip(parts, chosen, strict=True):
+            write_columns_(rows, columns, part)
+
+    def begin_update(
+        self,
+        parts: Sequence[Tensor],
+        update: BlockUpdate,
+        *,
+        columns: Columns = None,
+        singles: Collection[int] = (),
+    ) -> Callable[[], None]:
+        """In the background thread, on copies of the columns."""
+        exchange, thread = self._connect_background(len(parts[0]))
+        copies = [chosen_columns(rows, columns).clone() for rows in parts]
+        arrived = self._in_background(thread, parts[0].device, lambda: exchange.update_(copies, update, singles))
+
+        def wait() -> None:
+            arrived()
+            for rows, part in zip(parts[1:], copies[1:], strict=True):
+                if isinstance(columns, Lines):
+                    write_columns_(rows, columns, part)
+                else:
+                    chosen_columns(rows, columns).copy_(part)
+
+        return wait
+
+    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
+        self._connect(len(rows)).update_([rows], update)
+
+    def _push_(self, rows: Tensor, keep: float) -> None:
+        for columns, wide, mean in mean_by_chunk(rows, self._reducer(self._connect(len(rows)), rows)):
+            wide.lerp_(mean, 1.0 - keep)
+            if wide.dtype != rows.dtype:
+                rows[:, columns].copy_(wide)
+
+    def _reducer(self, exchange: ColumnExchange, rows: Tensor) -> MeanReducer:
+        if self.exchange == "fast":
+            return AllReduceMean(exchange)
+        last = self._last_means.get(rows.dtype)
+        is_new = last is None or not is_finite(last)  # a difference to a non-finite number is not finite either
+        if is_new:
+            dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
+            self._last_means[rows.dtype] = torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
+        return DifferenceMean(exchange, self._last_means[rows.dtype], is_new=is_new)
+
+    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        return _combine(self._connect(len(rows)), rows, weights, out)
+
+    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+        """In a background thread, with its own connections and CUDA stream."""
+        exchange, thread = self._connect_background(len(rows))
+        return self._in_background(thread, rows.device, lambda: self._mean(exchange, snapshot, weights))
+
+    @staticmethod
+    def _in_background(thread: BackgroundThread, device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
+        """Start work in a thread and on a CUDA stream of its own; returns a function that waits for the result."""
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def compute() -> T:
+            with torch.cuda.stream(stream):
+                return work()
+
+        future = thread.submit(compute)
+
+        def wait() -> T:
+            found = future.result()
+            if stream is not None:
+                torch.cuda.current_stream(device).wait_stream(stream)
+            return found
+
+        return wait
+
+    def _mean(self, exchange: ColumnExchange, rows: Tensor, weights: Tensor) -> Tensor:
+        is_mean_of_all = bool((weights == weights[0]).all())
+        if self.exchange == "exact" or rows.is_complex() or not is_mean_of_all:
+            return _combine(exchange, rows, weights)
+        mean = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        for columns, _, part in mean_by_chunk(rows, self._reducer(exchange, rows)):
+            mean[columns].copy_(part)
+        return mean
+
+    def _connect_background(self, num_local: int) -> tuple[ColumnExchange, BackgroundThread]:
+        """A second process group, so that background messages are never mixed up with those of the main thread."""
+        if self._background is None:
+            with connection_errors("opening a second connection"):
+                group = self._open_another_group()
+            self._background = ColumnExchange(group, self._connect(num_local).counts), BackgroundThread()
+        return self._background
+
+    def _open_another_group(self) -> dist.ProcessGroup:
+        group = self.process_group
+        if group is not None and group in own_groups:
+            return own_groups[group].open_another("background")
+        ranks = dist.get_process_group_ranks(group)
+        another = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(another, dist.ProcessGroup)
+        return another
+
+    def squared_distances(self, rows: Tensor) -> Tensor:
+        """Each rank computes the part of its blocks; the parts are added in block order."""
+        exchange = self._connect(len(rows))
+        mine = [
+            (this.columns[self.rank].start, squared_distances_by_block(columns, this.block_width).cpu())
+            for this, columns in exchange.local_columns(rows)
+            if columns.shape[1]
+        ]
+        parts = [part for _, part in sorted(self.all_gather(mine), key=lambda part: part[0])]
+        return torch.cat(parts or [torch.zeros(1, exchange.size, dtype=torch.float64)]).sum(dim=0)
+
+    def all_max(self, *values: float) -> tuple[float, ...]:
+        """Also over the processes that train the same member."""
+        found = super().all_max(*values)
+        return found if self.data_group is None else all_max(found, self.data_group)
+
+    def last_means(self) -> dict[torch.dtype, Tensor]:
+        """For `bfloat16`, the means that the next differences are taken to."""
+        return dict(self._last_means)
+
+    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
+        self._last_means = {dtype: mean.clone() for dtype, mean in means.items()}
+
+
+def _combine(exchange: ColumnExchange, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Each rank computes the sum for its columns and sends it to all; members of weight 0 send nothing."""
+    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
+    used = {member: weight for member, weight in enumerate(weights.tolist()) if weight}
+    previous: Callable[[], Tensor] | None = None
+    for this, columns in exchange.local_columns(rows, list(used)):
+        part = torch.empty(columns.shape[1], dtype=rows.dtype, device=rows.device)
+        for block, target in zip(this.blocks(columns), this.blocks(part[None]), strict=True):
+            combine_block_(target[0], zip(block, used.values(), strict=True))
+        sizes = [len(mine) for mine in this.columns]
+        finish, previous = previous, exchange.start_all_gather(combined[this.span], part, sizes)
+        if finish is not None:
+            finish()
+    if previous is not None:
+        previous()
+    return combined

@@ -1,0 +1,442 @@
+"""Asynchronous members: the push of each, what counts, what is published, and what survives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn, optim
+
+import papa
+from papa import MergeAll, Push, average_soup, join
+from papa.cli import main
+from papa.distributed import published
+from papa.distributed.asynchronous import AsyncAverager
+from papa.distributed.published import PublishedFiles, PublishedStore, receive_content, send_content
+from papa.errors import ConfigError, LostError, MemberError, MixingError
+from papa.files.storage import parse_tensors
+
+SCRIPT = Path(__file__).parents[1] / "async_script.py"
+RULE = Push(alpha=0.8, every_steps=2)
+
+
+def make_member(seed: int, width: int = 3) -> tuple[nn.Module, optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    return net, optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_averagers(where: Path, size: int = 3, **options: Any) -> list[AsyncAverager]:
+    files = PublishedFiles(where)
+    return [
+        AsyncAverager(*make_member(member), RULE, files, member=member, num_members=size, **options)
+        for member in range(size)
+    ]
+
+
+def optimize_(averager: AsyncAverager) -> None:
+    """One optimizer step on random data."""
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(averager.num_steps_taken))
+    averager.optimizers[0].zero_grad()
+    averager.population[0](inputs).square().mean().backward()
+    averager.optimizers[0].step()
+
+
+def train_(averager: AsyncAverager) -> Any:
+    """One optimizer step, and the averager's."""
+    optimize_(averager)
+    return averager.step()
+
+
+def counted_in(averager: AsyncAverager, num_steps: int) -> list[tuple[int, ...]]:
+    """The members that counted in the pushes of some steps."""
+    return [found.counted for found in (train_(averager) for _ in range(num_steps)) if found is not None]
+
+
+def weights_of(net: nn.Module) -> Tensor:
+    """All averaged numbers."""
+    floating = [tensor.flatten() for tensor in net.state_dict().values() if tensor.is_floating_point()]
+    return torch.cat(floating).clone()
+
+
+def is_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_push_is_that_of_the_twin_whatever_the_order(tmp_path: Path) -> None:
+    averagers = make_averagers(tmp_path)
+    newest = [weights_of(one.population[0]) for one in averagers]
+    order = [0, 1, 2] * 4 + random.Random(0).choices([0, 1, 2], weights=[5, 2, 1], k=40)
+    for member in order:
+        averager = averagers[member]
+        net = averager.population[0]
+        optimize_(averager)
+        before = weights_of(net)
+        found = averager.step()
+        if averager.num_steps_taken % 2:
+            assert found is None
+            continue
+        assert found is not None
+        newest[member] = before
+        expected = 0.8 * before + 0.2 * torch.stack(newest).mean(dim=0)
+        torch.testing.assert_close(weights_of(net), expected, rtol=1e-5, atol=1e-7)
+        newest[member] = weights_of(net)
+        assert (found.alpha, found.counted, found.nonfinite) == (0.8, (0, 1, 2), ())
+    soup = average_soup([one.population[0] for one in averagers])
+    for averager in averagers:
+        averager.publish()
+    torch.testing.assert_close(weights_of(averagers[1].soup()), weights_of(soup))
+
+
+def test_equal_speeds_keep_members_together_as_a_synchronous_push_does(tmp_path: Path) -> None:
+    """In turn and without training, members meet at one point, within the range of their starts."""
+    averagers = make_averagers(tmp_path)
+    starts = torch.stack([weights_of(one.population[0]) for one in averagers])
+    for _ in range(200):
+        for averager in averagers:
+            averager.step()
+    ends = torch.stack([weights_of(one.population[0]) for one in averagers])
+    assert float((ends - ends.mean(dim=0)).abs().max()) < 1e-5
+    assert bool((ends <= starts.max(dim=0).values + 1e-5).all())
+    assert bool((ends >= starts.min(dim=0).values - 1e-5).all())
+
+
+def test_weights_count_until_they_are_stale_and_again_when_they_are_new(tmp_path: Path) -> None:
+    first, second, _ = make_averagers(tmp_path, max_staleness=6)
+    # Seen at step 2, they count up to step 8.
+    assert counted_in(first, 16) == [(0, 1, 2)] * 4 + [(0,)] * 4
+    for _ in range(2):
+        train_(second)
+    assert counted_in(first, 10) == [(0, 1)] * 4 + [(0,)]
+    assert make_averagers(tmp_path / "default")[0].max_staleness == 20
+
+
+def test_a_member_alone_keeps_every_bit(tmp_path: Path) -> None:
+    (averager,) = make_averagers(tmp_path, 1)
+    before = weights_of(averager.population[0])
+    for _ in range(4):
+        averager.step()
+    assert torch.equal(weights_of(averager.population[0]), before)
+    assert averager.num_averagings == 2
+
+
+def test_a_member_that_is_started_again_goes_on_from_its_newest_weights(tmp_path: Path) -> None:
+    averagers = make_averagers(tmp_path)
+    for _ in range(5):
+        train_(averagers[1])
+    pushed_at_4 = load_file(PublishedFiles(tmp_path).path(1))
+    again = AsyncAverager(*make_member(7), RULE, PublishedFiles(tmp_path), member=1, num_members=3)
+    assert again.num_steps_taken == 4
+    assert is_same(dict(again.population[0].state_dict()), pushed_at_4)
+    again.load_state_dict({"num_steps_taken": 3, "num_averagings": 1, "highest_lrs": [0.1]})
+    assert again.num_steps_taken == again.state_dict()["num_steps_taken"] == 3
+    with pytest.raises(MixingError, match="the state has no highest_lrs, num_averagings"):
+        again.load_state_dict({"num_steps_taken": 3})
+    with pytest.raises(
+        MemberError, match=r"member 2 has '0.weight' as torch.float32 of shape \(5, 4\), member 2 has pub"
+    ):
+        AsyncAverager(*make_member(0, 5), RULE, PublishedFiles(tmp_path), member=2, num_members=3)
+    assert "member 1 of 3, step 3, 1 averagings" in repr(again)
+
+
+def test_weights_that_are_not_finite_are_never_published(tmp_path: Path) -> None:
+    averagers = make_averagers(tmp_path)
+    net, optimizer = averagers[1].population[0], averagers[1].optimizers[0]
+    train_(averagers[1])
+    with torch.no_grad():
+        net[2].weight[0, 0] = float("nan")
+    before = averagers[1].published.read(1)
+    assert averagers[1].publish() == 0
+    assert averagers[1].published.read(1) == before
+    found = averagers[1].step()
+    others = torch.stack([weights_of(averagers[member].population[0]) for member in (0, 2)])
+    restarted = others.mean(dim=0)
+    expected = 0.8 * restarted + 0.2 * (others.sum(dim=0) + restarted) / 3
+    torch.testing.assert_close(weights_of(net), expected)
+    assert [one.action for one in found.nonfinite] == ["restarted from the mean of the others"]
+    assert not optimizer.state
+
+
+def test_a_member_that_is_not_finite_and_alone_takes_its_published_weights_or_stops(tmp_path: Path) -> None:
+    (averager,) = make_averagers(tmp_path, 1)
+    start = weights_of(averager.population[0])
+    with torch.no_grad():
+        averager.population[0][0].weight.fill_(float("inf"))
+    averager.step()
+    assert averager.step().nonfinite[0].action == "restarted from its last published weights"
+    assert torch.equal(weights_of(averager.population[0]), start)
+    (strict,) = make_averagers(tmp_path / "strict", 1, on_nonfinite="stop")
+    with torch.no_grad():
+        strict.population[0][0].weight.fill_(float("inf"))
+    strict.step()
+    with pytest.raises(MemberError, match="member 0 is non-finite at step 2: look for what made it diverge"):
+        strict.step()
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rule, found in [(MergeAll(every_steps=2), "MergeAll"), (Push(alpha=0.9, delay=2), "a Push with a delay")]:
+        with pytest.raises(
+            MixingError, match=f"need a Push without a delay, got {found}: every other rule acts on all"
+        ):
+            AsyncAverager(*make_member(0), rule, PublishedFiles(tmp_path), member=0, num_members=1)
+    with pytest.raises(MixingError, match="on_nonfinite is 'drop', expected 'restart' or 'stop'"):
+        make_averagers(tmp_path, on_nonfinite="drop")
+    with pytest.raises(MixingError, match="max_staleness is -1, expected a number of steps"):
+        make_averagers(tmp_path, max_staleness=-1)
+    with pytest.raises(ConfigError, match="not one of several asynchronous members: start it with `papa each"):
+        join(*make_member(0), RULE, asynchronous=True)
+    with pytest.raises(MixingError, match="asynchronous members have no merge_hooks: remove it"):
+        join(*make_member(0), RULE, asynchronous=True, merge_hooks=())
+    with pytest.raises(MixingError, match="asynchronous members have no group"):
+        join(*make_member(0), RULE, asynchronous=True, group=papa.distributed.LocalGroup())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"the store at 127.0.0.1:9 ends with rank 0"):
+        join(*make_member(0), RULE, asynchronous=True)
+    with pytest.raises(ConfigError, match="the address is 'here', expected host and port"):
+        PublishedStore("here", 2)
+
+
+def train_with_hooks(net: nn.Module, optimizer: optim.Optimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        net(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_three_variables_make_a_process_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = str(tmp_path) if kind == "directory" else f"tcp://127.0.0.1:{server.port}"
+    for name, value in {"PAPA_MEMBER": "1", "PAPA_MEMBERS": "2", "PAPA_PUBLISHED": where}.items():
+        monkeypatch.setenv(name, value)
+    net, optimizer = make_member(0)
+    joined = join(net, optimizer, RULE, num_steps=7)
+    assert (joined.num_steps_taken, joined.averager.member) == (0, 1)  # type: ignore[union-attr]
+    train_with_hooks(net, optimizer, 7)
+    joined.close()
+    content = joined.averager.published.read(1)  # type: ignore[union-attr]
+    assert content is not None
+    tensors, metadata = parse_tensors(content)
+    assert metadata["step"] == "7"  # the last step published, though no push was due
+    assert is_same(tensors, dict(net.state_dict()))
+    assert torch.equal(weights_of(joined.soup()), weights_of(net))
+    if kind == "store":
+        joined.averager.published.close()  # type: ignore[union-attr]
+    again = join(*make_member(3), RULE, num_steps=7)
+    assert again.num_steps_taken == 7
+    assert torch.equal(weights_of(again.population[0]), weights_of(net))
+    if kind == "store":
+        again.averager.published.close()  # type: ignore[union-attr]
+
+
+CONTENT_BYTES = 300_000
+
+
+def write_files(directory: str) -> None:
+    files, number = PublishedFiles(directory), 0
+    while True:
+        number += 1
+        files.publish(0, [bytes([number % 251]) * (CONTENT_BYTES // 10)] * 10)
+
+
+def write_store(port: int) -> None:
+    store, number = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 0
+    while True:
+        number += 1
+        send_content(store, "0", bytes([number % 251]) * CONTENT_BYTES)
+        time.sleep(0.005)  # a reader gets nothing while content is replaced faster than it can be read
+
+
+def torture(write: Callable[..., None], argument: Any, read: Callable[[], bytes | None]) -> None:
+    """Two processes write as one member; one of them is killed again and again. Every content read must be whole."""
+    context = multiprocessing.get_context("fork")  # they import nothing and use no autograd
+
+    def start() -> BaseProcess:
+        process = context.Process(target=write, args=(argument,), daemon=True)
+        process.start()
+        return process
+
+    writers = [start(), start()]
+    seen = set()
+    try:
+        for number in range(4000):
+            content = read()
+            if content is not None:
+                assert len(content) == CONTENT_BYTES
+                assert content == content[:1] * CONTENT_BYTES
+                seen.add(content[:1])
+            if number >= 400 and len(seen) > 10:
+                break
+            if number % 40 == 39:
+                writers[0].kill()
+                writers[0].join()
+                writers[0] = start()
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.join()
+    assert len(seen) > 10
+
+
+def test_no_reader_sees_a_part_of_a_file(tmp_path: Path) -> None:
+    files = PublishedFiles(tmp_path)
+    torture(write_files, str(tmp_path), lambda: files.read(0))
+    files.remove_unfinished(0)
+    assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]
+
+
+def test_no_reader_sees_a_part_of_what_is_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "CHUNK_BYTES", CONTENT_BYTES // 7)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def read() -> bytes | None:
+        found = receive_content(server, "0")
+        return None if found is None else found[1]
+
+    torture(write_store, server.port, read)
+    assert server.num_keys() <= 8 * published.NUM_NAMED + 4  # of hundreds of publications
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for a thread."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_members_meet_at_a_store_and_survive_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, address = server.port, f"127.0.0.1:{server.port}"
+    stores = [PublishedStore(address, 2) for _ in range(2)]
+    averagers = [
+        AsyncAverager(*make_member(member), RULE, stores[member], member=member, num_members=2) for member in range(2)
+    ]
+    eventually(lambda: stores[0].version(1) is not None and stores[1].version(0) is not None)
+    train_(averagers[0])
+    assert train_(averagers[0]).counted == (0, 1)
+    eventually(lambda: stores[1].read(0) == stores[0].read(0))
+    server = None  # it ends, and another one begins, which is empty
+    train_(averagers[0])
+    assert train_(averagers[0]).counted == (0, 1)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    eventually(lambda: stores[1].read(0) == stores[0].read(0))
+    assert "members go on alone" in caplog.text
+    train_(averagers[0])
+    for store in stores:
+        store.close()
+    again = PublishedStore(address, 2)
+    assert again.read(1) == stores[1].read(1)
+    assert again.read(0) == stores[0].read(0)
+    again.close()
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(papa.__file__).parents[1]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def check_soup(soup: Path, files: list[Path]) -> None:
+    expected = average_soup([torch.load(file, weights_only=True) for file in files])
+    found = load_file(soup)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_killed_member_is_started_again_alone_and_nobody_waits_for_a_stopped_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Members 0 and 1 take all of their steps while member 2 is stopped, and only then does member 0 let it go on."""
+    soup, kept = tmp_path / "soup.safetensors", tmp_path / "published"
+    options = ["--members", "3", "-o", str(soup), "--asynchronous", "--restarts", "1", "--published", str(kept)]
+    script = [sys.executable, str(SCRIPT), str(tmp_path), "1=killed", "2=stopped"]
+    assert main(["each", *options, "--", *script]) == 0
+    shown = capfd.readouterr()
+    assert shown.err == "papa: member 1 failed with signal SIGKILL: starting it again\n"
+    assert [line[4:] for line in shown.out.splitlines() if line.startswith("[1] begins")] == [
+        "begins at step 0",
+        "begins at step 6",  # its last push before it was killed
+    ]
+    assert shown.out.count("[0] begins at step 0") == shown.out.count("[2] begins at step 0") == 1
+    assert "[2] counted (2,)" in shown.out  # the others had long ended
+    check_soup(soup, [tmp_path / f"{member}.pt" for member in range(3)])
+    assert sorted(path.name for path in kept.iterdir()) == ["0.safetensors", "1.safetensors", "2.safetensors"]
+    assert main(["each", *options, "--", *script]) == 2
+    assert f"{soup} exists: choose another --out, or add --overwrite" in capfd.readouterr().err
+    assert main(["each", *options, "--overwrite", "--", *script]) == 2
+    assert f"{kept} has weights of an earlier training: remove them, or add --resume" in capfd.readouterr().err
+
+
+def test_the_soup_is_without_members_that_failed_for_good(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    net, _ = make_member(0)
+    save_file(net.state_dict(), tmp_path / "net.safetensors")
+    command = f"cp {tmp_path}/net.safetensors $PAPA_PUBLISHED/{{member}}.safetensors; exit $(({{member}} % 2 * 5))"
+    options = ["--members", "4", "-o", str(tmp_path / "soup.safetensors"), "--asynchronous", "--restarts", "2"]
+    assert main(["each", *options, "--", "sh", "-c", command]) == 5
+    shown = capfd.readouterr().err
+    assert shown.count("member 3 failed with exit code 5: starting it again") == 2
+    assert shown.count("member 3 failed with exit code 5: the others go on without it") == 1
+    assert "papa: the soup is without member 1, 3" in shown
+    assert is_same(load_file(tmp_path / "soup.safetensors"), dict(net.state_dict()))
+
+
+@pytest.mark.usefixtures("importable")
+def test_nobody_waits_for_a_stopped_rank_of_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    done = subprocess.run([*command, str(tmp_path), "1=stopped"], capture_output=True, text=True, check=True)
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
+    assert "counted (0,)" in done.stdout  # the stopped rank was stale at the end
+
+
+def test_wrong_uses_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["each", "--members", "2", "--published", str(tmp_path), "--", "true"]) == 2
+    assert "--published and --resume are for --asynchronous" in capsys.readouterr().err
+    assert main(["each", "--members", "2", "--asynchronous", "--resume", "--", "true"]) == 2
+    assert "--resume needs --published" in capsys.readouterr().err
+    assert main(["each", "--members", "2", "--asynchronous", "--", "true"]) == 2
+    assert "members did not call papa.join, so there is no soup" in capsys.readouterr().err
+
+
+def is_there(process: int) -> bool:
+    """Whether a process runs, and is not merely waiting for its parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+@pytest.mark.usefixtures("importable")
+def test_members_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
+    code = f"import os, time, pathlib; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch(); time.sleep(1000)"
+    each = subprocess.Popen(
+        [sys.executable, "-m", "papa", "each", "--members", "2", "--", sys.executable, "-c", code],
+        stdout=subprocess.DEVNULL,
+    )
+    eventually(lambda: len(list(tmp_path.iterdir())) == 2)
+    members = [int(path.name) for path in tmp_path.iterdir()]
+    os.kill(members[0], signal.SIGSTOP)
+    each.kill()
+    each.wait()
+    eventually(lambda: not any(map(is_there, members)))
+
+
+def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "CONNECT_TIMEOUT", published.datetime.timedelta(milliseconds=200))
+    with pytest.raises(LostError, match=r"cannot connect to 127.0.0.1:9: does the store run"):
+        PublishedStore("127.0.0.1:9", 2)

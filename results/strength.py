@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from papa._version import __version__
-from papa.core.evaluation import Evaluation
 from papa.core.merges import Independent
 from papa.core.push import Push
 from papa.core.rules import AveragingContext, Rule
 from papa.core.soup import average_soup
 from papa.couplings.adaptive import AdaptivePush
+from papa.evaluation.scores import Evaluation
 from papa.files.storage import write_atomically
 from papa.training import Callback, Settings, Stacked, Training
 from papa.training.data import Arrays, Data

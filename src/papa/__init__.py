@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from papa.core.averaging_report import Averaging
     from papa.core.chosen_soups import learned_soup, model_stock
     from papa.core.ensemble import Ensemble
-    from papa.core.evaluation import Evaluation, evaluate
     from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
     from papa.core.population import Population
     from papa.core.push import Push
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from papa.couplings.sparse import Shuffle, SparseAverage
     from papa.couplings.weighted import GradientWeightedPush, PushPull, ScoreWeightedPush
     from papa.diagnose import Diagnosis, diagnose, loss_probe
+    from papa.evaluation.scores import Evaluation, evaluate
     from papa.files import soup_files
     from papa.files.saved_soups import save_soup
     from papa.repair import RepairMerges, repair_, reset_batch_norm_
@@ -64,7 +64,7 @@ __getattr__, __dir__ = lazy_names(
         "training.data_loaders": ("loaders",),
         "training.distillation": ("distill",),
         "core.ensemble": ("Ensemble",),
-        "core.evaluation": (
+        "evaluation.scores": (
             "Evaluation",
             "evaluate",
         ),

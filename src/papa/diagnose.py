@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.core.evaluation import Loss, evaluating
 from papa.core.group import gather_or_raise
-from papa.core.inputs import outputs_of
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Probe
 from papa.errors import DataError
+from papa.evaluation.inputs import outputs_of
+from papa.evaluation.scores import Loss, evaluating
 
 NEARLY_ONE = 0.001
 """Members whose distance to the mean is below this share of its norm are nearly one network."""

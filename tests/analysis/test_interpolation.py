@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from helpers import assert_same_bits, small_data, small_net, snapshot
 from papa import average_soup, evaluate, interpolate
 from papa.analysis.interpolation import Curve, interpolation_curves
-from papa.core.evaluation import Batch
 from papa.errors import DataError
+from papa.evaluation.scores import Batch
 from papa.repair import repair_
 
 

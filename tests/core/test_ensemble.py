@@ -5,9 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from helpers import make_networks
-from papa.core.ensemble import Ensemble, mean_logits, mean_probabilities
+from papa.core.ensemble import Ensemble
 from papa.core.population import Population
 from papa.errors import SoupError
+from papa.evaluation.scores import mean_logits, mean_probabilities
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

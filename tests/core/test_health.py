@@ -11,13 +11,13 @@ from group_jobs import average_with_nonfinite_members, train_with_nonfinite_memb
 from helpers import assert_close, assert_same_bits, make_networks, make_training, snapshot
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup
 from papa.core import mixing
-from papa.core.evaluation import Evaluation
 from papa.core.group import LocalGroup
 from papa.core.health import HealthCheck
 from papa.core.row_measures import is_finite
 from papa.couplings.anchored import Elastic, Lookahead, OuterStep
 from papa.distributed.start import start_workers
 from papa.errors import MemberError, PapaWarning
+from papa.evaluation.scores import Evaluation
 from papa.training import Callback, EpochRecord, Numerics, Training, finalize
 
 pytestmark = pytest.mark.filterwarnings("ignore:member .* the averager was not given its optimizer:UserWarning")

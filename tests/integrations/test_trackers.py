@@ -17,8 +17,8 @@ from torch import nn
 import papa
 from papa.cli import main
 from papa.core.averaging_report import Averaging
-from papa.core.evaluation import Evaluation
 from papa.errors import ConfigError, RunError
+from papa.evaluation.scores import Evaluation
 from papa.integrations.tracker_names import NAMES
 from papa.integrations.trackers import TRACKERS, Track, TrackedRun, epoch_values
 from papa.training import Callback, CheckpointOptions, EpochRecord, EpochScores, Training

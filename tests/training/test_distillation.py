@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import papa
 from helpers import assert_same_bits, small_data, small_net
-from papa.core.evaluation import evaluating
 from papa.errors import ConfigError
+from papa.evaluation.scores import evaluating
 from papa.training.distillation import distillation, match_probabilities
 
 OPTIONS = {"num_epochs": 2, "batch_size": 20, "seed": 3}

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from papa.align import Symmetries, align_
-from papa.core.evaluation import Apply, Batch, Evaluation, Loss, Metric, accuracy, call, evaluate, rereadable
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.soup import After, average_soup
 from papa.errors import DataError
+from papa.evaluation.scores import Apply, Batch, Evaluation, Loss, Metric, accuracy, call, evaluate, rereadable
 from papa.repair import repair_toward_members
 
 TOLERANCE = 0.1

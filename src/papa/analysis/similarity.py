@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from papa.core.evaluation import evaluating
-from papa.core.inputs import inputs_of, num_examples, outputs_of
 from papa.errors import DataError, did_you_mean
+from papa.evaluation.inputs import inputs_of, num_examples, outputs_of
+from papa.evaluation.scores import evaluating
 from papa.repair.statistics import repairable_layers
 
 Features: TypeAlias = dict[str, Tensor]

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papa.core import mixing
-from papa.core.evaluation import evaluating
-from papa.core.inputs import outputs_of
 from papa.core.soup import MeanNetwork, mean_network
 from papa.errors import SoupError
+from papa.evaluation.inputs import outputs_of
+from papa.evaluation.scores import evaluating
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets to the mean loss of a batch."""

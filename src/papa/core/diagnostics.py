@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from papa.core.half_life import default_half_life
-from papa.core.inputs import tensors_in
 from papa.core.population import Population
 from papa.core.rules import Rule
 from papa.errors import PapaWarning
+from papa.evaluation.inputs import tensors_in
 
 NUM_STEPS_COMPARED = 20
 """After this many steps of the averager, those of the optimizers are compared with them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,19 +10,7 @@ from torch import Tensor, nn
 
 from papa.core.population import Population
 from papa.errors import SoupError
-
-
-def mean_logits(outputs: Tensor) -> Tensor:
-    """The mean of the members' logits, `(p, ...) -> (...)`, as in the paper."""
-    return outputs.mean(dim=0)
-
-
-def mean_probabilities(outputs: Tensor, *, dim: int = 2) -> Tensor:
-    """The log of the mean of the members' class probabilities, from their stacked logits `(p, batch, classes, ...)`.
-
-    `dim` is -1 for `(p, batch, positions, classes)`, as language models return them.
-    """
-    return torch.logsumexp(torch.log_softmax(outputs, dim=dim), dim=0) - math.log(len(outputs))
+from papa.evaluation.scores import mean_logits
 
 
 class Ensemble(nn.Module):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from papa.align import Alignment
 from papa.core.chosen_soups import loss_and_gradients
-from papa.core.evaluation import Evaluation
 from papa.errors import ConfigError, SoupError
+from papa.evaluation.scores import Evaluation
 from papa.files.average import WeightedAverage, output_tensors
 from papa.files.evaluation_context import EvaluationContext, align_to_, load_average_
 from papa.files.scores import run_score_command, split_command

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from papa.analysis.interpolation import Curve
-from papa.core.evaluation import Evaluation
 from papa.errors import SoupError
+from papa.evaluation.scores import Evaluation
 from papa.files.adapters import is_adapter, open_adapters, product_weights
 from papa.files.average import WeightedAverage, check_same_architecture, differences, is_averaged
 from papa.files.evaluation_context import evaluation_context_of, load_average_

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from papa.align import Alignment, align_
-from papa.core.evaluation import Evaluation, evaluate, evaluating
 from papa.errors import ConfigError, DataError, PapaError, SoupError
+from papa.evaluation.scores import Evaluation, evaluate, evaluating
 from papa.files.average import WeightedAverage, differences, raise_differences
 from papa.files.storage import TensorInfo
 from papa.files.weights import WeightsFile

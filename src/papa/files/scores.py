@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from papa.core.evaluation import Evaluation
 from papa.errors import ConfigError, SoupError
+from papa.evaluation.scores import Evaluation
 from papa.files.storage import read_object, validated, write_json
 
 NUMBER = re.compile(

@@ -12,9 +12,9 @@ import torch
 
 from papa.core import mixing
 from papa.core.chosen_soups import learned_weights
-from papa.core.evaluation import Evaluation
 from papa.core.soup import GreedySoup, greedy_soup
 from papa.errors import ConfigError, SoupError, did_you_mean
+from papa.evaluation.scores import Evaluation
 from papa.files.adapter_soup import soup_of_adapters
 from papa.files.adapters import is_adapter
 from papa.files.average import WeightedAverage, check_same_architecture

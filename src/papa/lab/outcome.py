@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from papa.align import aligned_soups
 from papa.core import mixing
-from papa.core.evaluation import Evaluation
 from papa.core.population import Population
 from papa.core.soup import GreedySoup, average_soup
 from papa.errors import PapaError
+from papa.evaluation.scores import Evaluation
 from papa.lab.analysis import Analysis, analyse, derive_symmetries
 from papa.lab.config import Config
 from papa.repair import RepairReport, repair_plan, repair_toward_members, reset_batch_norm_

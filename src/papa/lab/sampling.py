@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from papa.core.evaluation import evaluating
 from papa.errors import ConfigError
+from papa.evaluation.scores import evaluating
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from papa.core.evaluation import Evaluation
 from papa.errors import DataError, RunError
+from papa.evaluation.scores import Evaluation
 from papa.lab.config import AverageConfig, Config
 from papa.lab.data import ImageSet
 from papa.lab.data.folder import LARGEST_CACHED

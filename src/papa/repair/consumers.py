@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from papa.core.inputs import each, inputs_of, num_examples
+from papa.evaluation.inputs import each, inputs_of, num_examples
 from papa.repair.statistics import all_layers, run_with_hook
 
 # Names of aten operators, without the trailing underscore of those that work in place. Softmax is not an activation

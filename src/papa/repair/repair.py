@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from papa.core.evaluation import rereadable
 from papa.core.group import Group, LocalGroup, gather_or_raise
 from papa.core.mixing import check_row, soup_row
 from papa.core.population import Population
 from papa.core.soup import After
 from papa.errors import DataError
+from papa.evaluation.scores import rereadable
 from papa.repair.consumers import feeds_activation, feeds_batch_norm
 from papa.repair.statistics import (
     ChannelStatistics,

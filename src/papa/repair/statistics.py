@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from papa.core.evaluation import evaluating
-from papa.core.inputs import inputs_of, num_examples, outputs_of
 from papa.errors import DataError
+from papa.evaluation.inputs import inputs_of, num_examples, outputs_of
+from papa.evaluation.scores import evaluating
 
 OutputHook: TypeAlias = Callable[[str, nn.Module, Tensor, int], Tensor | None]
 """Called with a layer's name, the layer, its output, and the number of times it ran before on this batch. May return a

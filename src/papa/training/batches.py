@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from papa.core.evaluation import Batch
-from papa.core.inputs import Inputs, each
 from papa.errors import DataError
+from papa.evaluation.inputs import Inputs, each
+from papa.evaluation.scores import Batch
 from papa.streams import derive, global_stream, seed_global_, stream
 from papa.training.data import Data, LoaderBatches, Source, stream_batches
 from papa.training.options import Augment, Settings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from papa.core.averaging_report import Averaging
-from papa.core.evaluation import Evaluation
+from papa.evaluation.scores import Evaluation
 
 if TYPE_CHECKING:
     from papa.training.loop import Training

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from papa.core.evaluation import Counting
 from papa.core.rules import Rule
 from papa.errors import ConfigError, PapaWarning, did_you_mean
+from papa.evaluation.scores import Counting
 
 
 def check_functions(**functions: object) -> None:

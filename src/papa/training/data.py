@@ -25,8 +25,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from papa.core.inputs import Inputs, as_batch, each, num_examples, tensors_in
 from papa.errors import DataError
+from papa.evaluation.inputs import Inputs, as_batch, each, num_examples, tensors_in
 from papa.streams import derive, seed_global_, stream
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from papa.core.evaluation import Loss, evaluating
-from papa.core.inputs import Inputs, outputs_of
 from papa.core.merges import Independent
 from papa.errors import ConfigError
+from papa.evaluation.inputs import Inputs, outputs_of
+from papa.evaluation.scores import Loss, evaluating
 from papa.training import Outcome, train
 from papa.training.task import Task
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from papa.core.evaluation import Loss, Metric, accuracy
 from papa.core.half_life import default_half_life
 from papa.core.push import Push
 from papa.core.rules import Rule
 from papa.core.soup import warn_if_far_worse
 from papa.errors import ConfigError
+from papa.evaluation.scores import Loss, Metric, accuracy
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
 from papa.training.checks import check_callbacks, check_rule

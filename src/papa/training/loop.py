@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from papa.core.averager import Averager
 from papa.core.averaging_report import MergeHook
-from papa.core.evaluation import Evaluation, checked_loss, evaluate_together
 from papa.core.group import Group, LocalGroup
 from papa.core.health import NonFiniteMember
-from papa.core.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.core.merges import Independent
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Rule
 from papa.diagnose import spread_of
 from papa.errors import ConfigError, DataError
+from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
+from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together
 from papa.process import find_device
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
 from papa.training.batch_norm import CompiledBatchNorm, helps

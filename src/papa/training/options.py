@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from papa.core.evaluation import Batch
 from papa.core.health import OnNonFinite
-from papa.core.inputs import Inputs
 from papa.errors import ConfigError
+from papa.evaluation.inputs import Inputs
+from papa.evaluation.scores import Batch
 from papa.repair import Scope
 from papa.training.checks import (
     check_dtype,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from papa.core.evaluation import evaluating
-from papa.core.inputs import logits_of
 from papa.core.rules import Rule
+from papa.evaluation.inputs import logits_of
+from papa.evaluation.scores import evaluating
 from papa.streams import stream
 from papa.training.data import LoaderBatches, Source, Subset
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from papa.core.evaluation import Evaluation
+from papa.evaluation.scores import Evaluation
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.core.evaluation import Batch
-from papa.core.inputs import Inputs
 from papa.errors import ConfigError, DataError
+from papa.evaluation.inputs import Inputs
+from papa.evaluation.scores import Batch
 from papa.streams import derive
 from papa.training.data import Arrays, Source, Subset
 from papa.training.draws import Draws, Watch

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.core.ensemble import mean_logits
-from papa.core.evaluation import Apply, Combine, Loss, Metric, accuracy, call
-from papa.core.inputs import Inputs
+from papa.evaluation.inputs import Inputs
+from papa.evaluation.scores import Apply, Combine, Loss, Metric, accuracy, call, mean_logits
 
 Objective: TypeAlias = Callable[[Callable[..., Any], Inputs, Tensor], Tensor]
 """Computes the mean loss of a batch from a network, inputs and targets."""

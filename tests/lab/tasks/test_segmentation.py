@@ -9,8 +9,8 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
 
-from papa.core.evaluation import Counting, evaluate, evaluate_together
 from papa.errors import DataError
+from papa.evaluation.scores import Counting, evaluate, evaluate_together
 from papa.lab.augment.policy import Policy
 from papa.lab.tasks.segmentation import F1, pixel_cross_entropy
 

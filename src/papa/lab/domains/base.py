@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from papa.core.ensemble import mean_logits, mean_probabilities
-from papa.core.evaluation import Combine
+from papa.evaluation.scores import Combine, mean_logits, mean_probabilities
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 from papa.streams import global_stream

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.core.evaluation import Batch
+from papa.evaluation.scores import Batch
 from papa.lab.augment.images import normalize, random_crop, random_flip
 from papa.lab.augment.policy import Policy
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.core.ensemble import mean_logits, mean_probabilities
-from papa.core.evaluation import Combine
 from papa.errors import DataError
+from papa.evaluation.scores import Combine, mean_logits, mean_probabilities
 from papa.training.task import Task
 
 EVAL_BATCH_SIZE = 64

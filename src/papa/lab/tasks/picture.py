@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.core.evaluation import evaluating
+from papa.evaluation.scores import evaluating
 from papa.lab.data.files import pillow
 from papa.lab.data.tiles import Tiles
 from papa.lab.tasks.segmentation import F1

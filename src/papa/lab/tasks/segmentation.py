@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from papa.core.ensemble import mean_logits
-from papa.core.evaluation import Combine
 from papa.errors import ConfigError, DataError
+from papa.evaluation.scores import Combine, mean_logits
 from papa.lab.tasks.apply import apply_in_windows, apply_whole
 from papa.training.task import Task
 

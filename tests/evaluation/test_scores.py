@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from helpers import make_networks
 from papa.core.ensemble import Ensemble
-from papa.core.evaluation import Evaluation, accuracy, evaluate, evaluate_together, evaluating
 from papa.errors import DataError
+from papa.evaluation.scores import Evaluation, accuracy, evaluate, evaluate_together, evaluating
 
 
 def uneven_batches() -> list[tuple[Tensor, Tensor]]:
@@ -117,7 +117,9 @@ def test_half_precision_outputs_are_averaged_in_single() -> None:
 
 def test_networks_of_several_processes_count_as_if_all_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process sees its own networks; what it hands to `gather` comes back with what the others handed."""
-    monkeypatch.setattr(sys.modules["papa.core.evaluation"], "CHUNK", 4)  # a batch's outputs do not fit into one piece
+    monkeypatch.setattr(
+        sys.modules["papa.evaluation.scores"], "CHUNK", 4
+    )  # a batch's outputs do not fit into one piece
     networks, batches = make_networks("conv_batch_norm", 3), uneven_batches()
     handed: list[list[Tensor]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -10,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from papa.core.ensemble import mean_logits
-from papa.core.inputs import Inputs, logits_of, outputs_of
-from papa.core.inputs import num_examples as num_examples_in
 from papa.errors import DataError
+from papa.evaluation.inputs import Inputs, logits_of, outputs_of
+from papa.evaluation.inputs import num_examples as num_examples_in
 
 Batch: TypeAlias = tuple[Inputs, Any]
 """Inputs and targets."""
@@ -27,6 +27,19 @@ Combine: TypeAlias = Callable[[Tensor], Tensor]
 
 CHUNK = 2**22
 """The number of outputs of each network that are gathered at a time for the ensemble."""
+
+
+def mean_logits(outputs: Tensor) -> Tensor:
+    """The mean of the members' logits, `(p, ...) -> (...)`, as in the paper."""
+    return outputs.mean(dim=0)
+
+
+def mean_probabilities(outputs: Tensor, *, dim: int = 2) -> Tensor:
+    """The log of the mean of the members' class probabilities, from their stacked logits `(p, batch, classes, ...)`.
+
+    `dim` is -1 for `(p, batch, positions, classes)`, as language models return them.
+    """
+    return torch.logsumexp(torch.log_softmax(outputs, dim=dim), dim=0) - math.log(len(outputs))
 
 
 @runtime_checkable

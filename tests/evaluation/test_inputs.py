@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from papa.core.inputs import outputs_of
+from papa.evaluation.inputs import outputs_of
 
 NAMED = {"words": torch.tensor([1.0, 2.0]), "mask": torch.tensor([1.0, 0.0])}
 

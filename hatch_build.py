@@ -52,7 +52,7 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         flags = [*shlex.split(FLAGS), f"-DPAPA_SOURCE={zlib.crc32(source.read_bytes())}u"]
         reasons = []
         for compiler in compilers:
-            command = [*shlex.split(compiler), *flags, "-o", str(library), source.name, "-lm"]
+            command = [*shlex.split(compiler), *flags, "-o", str(library), source.name]
             try:
                 subprocess.run(command, cwd=source.parent, check=True, capture_output=True, text=True)
             except (OSError, subprocess.CalledProcessError) as error:

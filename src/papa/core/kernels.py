@@ -1,15 +1,13 @@
-"""Pushes and measures of members on a CPU in one pass each, and BatchNorm: `kernels.c`, compiled at installation.
+"""Pushes and measures of members on a CPU in one pass each: `kernels.c`, compiled at installation.
 
 PyTorch's operators read and write the weights several times for the same work. Where there is no C compiler, or for
-other devices and dtypes, they are used instead; see `papa.core.product`, `papa.core.row_measures` and
-`papa.training.batch_norm`.
+other devices and dtypes, they are used instead; see `papa.core.product` and `papa.core.row_measures`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import warnings
 import zlib
 from pathlib import Path
@@ -23,9 +21,6 @@ PATH = Path(__file__).with_name("libkernels.so")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 LEAST_BYTES_PER_THREAD = 4 << 20
 """To start a thread takes as long as to read a part of this."""
-
-PANEL, MOST_CHANNELS = 64, 4096
-"""Numbers that are normalised side by side, as in `kernels.c`, and the most channels that its stack holds."""
 
 INTEGER, POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -53,16 +48,7 @@ def library() -> ctypes.CDLL | None:
     found.papa_push.argtypes = (*rows, ctypes.c_float, POINTER)
     for function in (found.papa_squared_distances, found.papa_sums):
         function.argtypes = (*rows, INTEGER, POINTER)
-    images = (POINTER, INTEGER, INTEGER, INTEGER)
-    found.papa_batch_norm.argtypes = (*images, *[POINTER] * 6, ctypes.c_double, ctypes.c_double)
-    found.papa_batch_norm_gradients.argtypes = (*images, *[POINTER] * 6)
-    for function in (
-        found.papa_push,
-        found.papa_squared_distances,
-        found.papa_sums,
-        found.papa_batch_norm,
-        found.papa_batch_norm_gradients,
-    ):
+    for function in (found.papa_push, found.papa_squared_distances, found.papa_sums):
         function.restype = None
     return found
 
@@ -100,57 +86,6 @@ def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
 def sums_by_block(columns: Tensor, width: int) -> Tensor:
     """The sum of each row, for each block of `width` columns, in float64."""
     return _measured("papa_sums", columns, width)
-
-
-def supports_norm(inputs: Tensor) -> bool:
-    """Whether BatchNorm of these images is computed here: channels last, and pixels that make up whole long rows."""
-    if inputs.dim() != 4 or not supports(inputs.dtype, inputs.device):
-        return False
-    channels = inputs.shape[1]
-    num_rows = inputs.numel() // max(channels, 1)
-    return (
-        8 <= channels <= MOST_CHANNELS
-        and num_rows > 1
-        and num_rows % (PANEL // math.gcd(channels, PANEL)) == 0
-        and inputs.is_contiguous(memory_format=torch.channels_last)
-    )
-
-
-def batch_norm(
-    inputs: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """BatchNorm in training: outputs, and means and 1 / standard deviations, in float64. Updates running statistics."""
-    channels = inputs.shape[1]
-    outputs = torch.empty_like(inputs)
-    statistics = torch.empty(2, channels, dtype=torch.float64, device="cpu")
-    _call_norm("papa_batch_norm", inputs, running_mean, running_var, weight, bias, outputs, statistics, momentum, eps)
-    return outputs, statistics
-
-
-def batch_norm_gradients(
-    grad_outputs: Tensor, inputs: Tensor, weight: Tensor, statistics: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the inputs, the weight and the bias; those of the outputs must have channels last too."""
-    grad_inputs = torch.empty_like(inputs)
-    grad_weight, grad_bias = torch.empty(2, inputs.shape[1], dtype=torch.float32, device="cpu")
-    _call_norm(
-        "papa_batch_norm_gradients", inputs, grad_outputs, weight, statistics, grad_inputs, grad_weight, grad_bias
-    )
-    return grad_inputs, grad_weight, grad_bias
-
-
-def _call_norm(name: str, inputs: Tensor, *args: Tensor | float) -> None:
-    channels = inputs.shape[1]
-    values = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-    is_bfloat16 = inputs.dtype == torch.bfloat16
-    getattr(library(), name)(inputs.data_ptr(), inputs.numel() // channels, channels, is_bfloat16, *values)
 
 
 def _measured(name: str, columns: Tensor, width: int) -> Tensor:

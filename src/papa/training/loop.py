@@ -26,7 +26,6 @@ from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together
 from papa.process import find_device
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
-from papa.training.batch_norm import CompiledBatchNorm, helps
 from papa.training.batches import Batches
 from papa.training.callbacks import Callback, EpochRecord, EpochScores
 from papa.training.checks import check_callbacks, check_makers, checked_optimizer
@@ -86,7 +85,6 @@ class Training:
         if settings.make_scheduler is not None:
             self._lr_table = LRTable(settings.make_scheduler, self.optimizers[0], self.length.num_steps)
         self.scalers = [self._make_scaler() for _ in self.members]
-        self._norms = CompiledBatchNorm() if helps(list(self.population), self.device) else contextlib.nullcontext()
         self.batches = Batches(self.data, settings, self.members, self.device)
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
@@ -270,8 +268,7 @@ class Training:
         for number in range(self.step * accumulate, (self.step + 1) * accumulate):
             inputs, targets = self.batches.training_batch(index, number)
             seed_global_(derive(self.seed, "forward", self.members[index], number))
-            with self._norms:
-                loss = self.loss_of(model, self.batches.formatted(inputs), targets) / accumulate
+            loss = self.loss_of(model, self.batches.formatted(inputs), targets) / accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         clip_norm = self.settings.numerics.clip_norm

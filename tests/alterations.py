@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from checkpoint_cases import expected_of, load_whole, save, trained_member
 from files.test_weights import save_sharded
 from lab.recipes.test_smoke import smoke_data_config, write_data
 from papa.cli.merges import merge_from
@@ -36,7 +37,6 @@ from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
 from papa.training.checkpoint.store import with_digest
 from report_samples import make_full_result
-from test_checkpoint import expected_of, load_whole, save, trained_member
 
 JUNK: list[Any] = [
     *(None, True, -1, 0, 1, 7, 2**31, 2**63, 2**64, 10**30, 0.5, -1e300, "", "x", "../x", "/etc/passwd", "NaN", "\x00"),

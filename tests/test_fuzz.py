@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from alterations import alter, kinds, mutate_bytes, mutate_value, refused
+from checkpoint_cases import Member, expected_of, load_whole, save, trained_member
 from papa.cli.run import print_result
 from papa.errors import PapaError
 from papa.files.storage import save_network
@@ -29,7 +30,6 @@ from papa.lab.runs import RunDirectory
 from papa.training.checkpoint.store import with_digest
 from papa.training.saving import _load_
 from papa.training.state import member_states, shared_state
-from test_checkpoint import Member, expected_of, load_whole, save, trained_member
 
 MOST_EXTRA_MEGABYTES = 300.0
 

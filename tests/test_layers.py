@@ -15,7 +15,7 @@ import papa
 PACKAGE = Path(papa.__file__).parent
 BASE = ("_version", "errors", "streams", "process", "packages", "lazy")
 LAYERS = (
-    *("evaluation", "core", "distributed", "couplings", "repair", "align", "analysis", "diagnose"),
+    *("evaluation", "core", "distributed", "couplings", "repair", "align", "analysis", "advice"),
     *("files", "training", "attach", "integrations", "lab", "cli"),
 )
 """From the foundation up."""

@@ -13,6 +13,7 @@ from papa.errors import PapaError, PapaWarning
 from papa.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from papa.advice import Diagnosis, diagnose, loss_probe
     from papa.align import AlignMerges, align_, align_all_, aligned_soups, symmetries
     from papa.analysis.interpolation import interpolate
     from papa.analysis.similarity import feature_similarity
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
     from papa.couplings.sparse import Shuffle, SparseAverage
     from papa.couplings.weighted import GradientWeightedPush, PushPull, ScoreWeightedPush
-    from papa.diagnose import Diagnosis, diagnose, loss_probe
     from papa.evaluation.scores import Evaluation, evaluate
     from papa.files import soup_files
     from papa.files.saved_soups import save_soup
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "diagnose": (
+        "advice": (
             "Diagnosis",
             "diagnose",
             "loss_probe",

@@ -48,13 +48,13 @@ def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
     assert first.name == second.name
     assert first.read_bytes() == second.read_bytes()
     names = names_in(first)
-    assert ("papa/libkernels.so" in names) == (kernels.library() is not None)
+    assert ("papa/core/libkernels.so" in names) == (kernels.library() is not None)
     data = {"papa/lab/report/templates/run.html.j2", "papa/lab/recipes/tables/ablation1.csv"}
     assert {"papa/__init__.py", "papa/py.typed", *data} <= names
 
 
 def test_an_editable_installation_has_the_library_beside_the_source(tmp_path: Path) -> None:
-    folder = tmp_path / "src/papa"
+    folder = tmp_path / "src/papa/core"
     folder.mkdir(parents=True)
     shutil.copyfile(kernels.PATH.with_name("kernels.c"), folder / "kernels.c")
     (folder / "libkernels.so").write_bytes(b"an old one")
@@ -71,7 +71,7 @@ def test_an_editable_installation_has_the_library_beside_the_source(tmp_path: Pa
 def test_without_a_c_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
     wheel = build(tmp_path / "a", modified=1_000_000_000, umask=0o022, compiler="/no/such/compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert "papa/libkernels.so" not in names_in(wheel)
+    assert "papa/core/libkernels.so" not in names_in(wheel)
 
 
 def names_in(wheel: Path) -> set[str]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn, optim
 import papa
 from papa import MergeAll, Push, average_soup, join
 from papa.cli import main
+from papa.core.group import LocalGroup
 from papa.distributed import published
 from papa.distributed.asynchronous import AsyncAverager
 from papa.distributed.published import PublishedFiles, PublishedStore, receive_content, send_content
@@ -201,7 +202,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(MixingError, match="asynchronous members have no merge_hooks: remove it"):
         join(*make_member(0), RULE, asynchronous=True, merge_hooks=())
     with pytest.raises(MixingError, match="asynchronous members have no group"):
-        join(*make_member(0), RULE, asynchronous=True, group=papa.distributed.LocalGroup())
+        join(*make_member(0), RULE, asynchronous=True, group=LocalGroup())
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"the store at 127.0.0.1:9 ends with rank 0"):

@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file
 
 import crashes
+from checkpoint_cases import expected_of, trained_member
 from helpers import assert_same_bits, assert_same_run, execute, permissions_count, small_config
 from papa.core.group import LocalGroup
 from papa.errors import RunError
 from papa.lab.runs import RunDirectory
 from papa.training import Callback, Training
 from papa.training.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, member_state
-from test_checkpoint import expected_of, trained_member
 
 CALLS = ("open", "write", "fsync", "replace", "mkdir", "close", "unlink")
 

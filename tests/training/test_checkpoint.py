@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from checkpoint_cases import expected_of, load_whole, save, trained_member
 from papa import __version__
 from papa.core.group import LocalGroup
 from papa.errors import RunError
@@ -23,7 +24,6 @@ from papa.files.storage import (
     write_json,
 )
 from papa.training.checkpoint import (
-    Checkpoint,
     CheckpointWriter,
     Expected,
     Failure,
@@ -33,41 +33,6 @@ from papa.training.checkpoint import (
     member_state,
 )
 from papa.training.checkpoint.store import with_digest
-
-Member = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def trained_member(optimizer_type: type[torch.optim.Optimizer], seed: int) -> Member:
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    options = {"momentum": 0.9} if optimizer_type is torch.optim.SGD else {}
-    optimizer = optimizer_type(net.parameters(), lr=0.1, **options)  # type: ignore[call-arg, arg-type]
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(torch.randn(8, 4)).square().sum().backward()
-        optimizer.step()
-    return net, optimizer
-
-
-def save(directory: Path, step: int, members: list[Member], *, keep: int = 2, state: Any = None) -> Path:
-    """Write one checkpoint."""
-    directory.mkdir(exist_ok=True)
-    with CheckpointWriter(directory, group=LocalGroup(), num_members=len(members), keep=keep) as writer:
-        states = {number: member_state(*member) for number, member in enumerate(members)}
-        assert writer.save(step, states, state or {}, lambda: None) is None
-        assert writer.settle() is None
-    return directory / f"step-{step:08d}"
-
-
-def load_whole(path: Path, expected: dict[int, Expected], *, num_members: int) -> Checkpoint:
-    """Open a checkpoint and read every member."""
-    found = load_checkpoint(path, expected, num_members=num_members)
-    dict(found.members)
-    return found
-
-
-def expected_of(members: list[Member]) -> dict[int, Expected]:
-    return {number: Expected(*member) for number, member in enumerate(members)}
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
@@ -158,7 +123,7 @@ class ReadsNumbers(torch.optim.SGD):
     ],
 )
 def test_the_state_of_an_optimizer_is_known_before_its_first_step(optimizer_type: Any, options: Any) -> None:
-    def make() -> Member:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         net = nn.Linear(4, 3)
         return net, optimizer_type(net.parameters(), lr=0.01, **options)
 

@@ -38,7 +38,7 @@ class Population(MemberRows):
             group such as `torch.distributed.group.WORLD`, where every rank holds its own members; or a device mesh of
             `population` and one more dimension, along which ranks train one member together (with
             `DistributedDataParallel` or `fully_shard`); or a group of `papa.distributed`, such as
-            `papa.distributed.DistributedGroup(exchange="fast")`.
+            `papa.distributed.group.DistributedGroup(exchange="fast")`.
         average: which tensors are averaged, as glob patterns over their names. By default all parameters are, and
             buffers that are persistent, floating-point and finite (BatchNorm statistics are; masks and spectral-norm
             vectors are not). `{"head.*": False}` gives each member its own head.

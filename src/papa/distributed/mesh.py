@@ -34,7 +34,7 @@ def as_group(group: Any, *, exchange: str = "exact") -> Group:
     if not hasattr(group, "check_same"):
         raise MemberError(
             f"group is a {type(group).__name__}, expected a process group or device mesh of torch.distributed, or "
-            "one of papa.distributed, such as papa.distributed.LocalGroup"
+            "one of papa.distributed, such as papa.core.group.LocalGroup"
         )
     found: Group = group
     return found

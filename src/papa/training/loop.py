@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from papa.advice import spread_of
 from papa.core.averager import Averager
 from papa.core.averaging_report import MergeHook
 from papa.core.group import Group, LocalGroup
@@ -20,7 +21,6 @@ from papa.core.merges import Independent
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Rule
-from papa.diagnose import spread_of
 from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from papa.diagnose import ADVICE_FROM, advice_from_scores
+from papa.advice import ADVICE_FROM, advice_from_scores
 from papa.training.callbacks import Callback, EpochRecord
 from papa.training.loop import Training
 

@@ -11,8 +11,8 @@ import torch
 
 import papa
 from helpers import small_data, small_net
+from papa.advice import TOO_CLOSE, TOO_FAR
 from papa.cli.progress import RunStatus, status_line
-from papa.diagnose import TOO_CLOSE, TOO_FAR
 from papa.lab.report.metric import ACCURACY, TOKEN_LOSS, advice_on_epoch
 from papa.lab.report.page import run_page
 from papa.lab.report.plot import LinePlot

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import papa
+from papa.advice import GOOD, TOO_CLOSE, TOO_FAR, advice_from_scores
 from papa.core.rules import AveragingContext
-from papa.diagnose import GOOD, TOO_CLOSE, TOO_FAR, advice_from_scores
 from papa.errors import DataError, MixingError
 
 

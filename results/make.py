@@ -14,7 +14,7 @@ from papa.lab.report.draw import standalone_svg
 from papa.lab.report.plot import AnyPlot
 from papa.lab.runs import read_run
 from results.page import detail_page, headline_plot, readme_with_headline, results_page
-from results.record import FOLDER, read_records, record_of, runs_of, write_record
+from results.record import FOLDER, read_records, record_of, runs_of, write_records
 from results.studies import PAGES, PICTURES, STUDIES
 from results.study import Study
 
@@ -68,13 +68,12 @@ def collect(runs: Path, records: Path = FOLDER, studies: Sequence[Study] = STUDI
     """Write a record of every finished run of the studies; records of other runs stay unchanged."""
     for study in studies:
         expected = {name: config for command in study.commands for name, config in runs_of(command).items()}
-        num_written = 0
-        for name, config in expected.items():
-            if is_run(runs / name) and (run := read_run(runs / name)).is_finished:
-                write_record(name, record_of(run, config), records)
-                num_written += 1
+        found = {name: read_run(runs / name) for name in expected if is_run(runs / name)}
+        written = {name: record_of(run, expected[name]) for name, run in found.items() if run.is_finished}
+        if written:
+            write_records(study.name, written, records)
         if expected:
-            print(f"{study.name}: {num_written} of {len(expected)} runs")
+            print(f"{study.name}: {len(written)} of {len(expected)} runs")
     return 0
 
 

@@ -17,7 +17,7 @@ from papa.lab.report.figures import members_to_soup
 from papa.lab.report.plot import DotPlot
 from results import claims
 from results.controls import controls
-from results.record import FOLDER, names_of, read_records, runs_of
+from results.record import FOLDER, all_records, read_records, runs_of
 from results.studies import HEADLINE, PAGES, STUDIES
 from results.study import Study, Table
 from results.tables import headline, prose_number
@@ -221,6 +221,6 @@ def _listed(values: Any) -> str:
 
 def _check_all_belong(records: Path, studies: Sequence[Study]) -> None:
     expected = {name for study in studies for command in study.commands for name in runs_of(command)}
-    strays = [name for name in names_of(records) if name not in expected]
+    strays = [name for name in all_records(records) if name not in expected]
     if strays:
         raise RunError(f"no command of results/studies.py makes {', '.join(strays)}: remove these records")

@@ -7,19 +7,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from papa.cli.compare import CompareOptions, jobs_of
 from papa.errors import RunError
-from papa.files.storage import file_errors, json_text, read_json, write_atomically
+from papa.files.storage import file_errors, json_text, write_atomically
 from papa.lab.config import Config, flat, idle_options
 from papa.lab.recipes import find
 from papa.lab.result import checked_result
 from papa.lab.runs import Run
 
 FOLDER = Path(__file__).parent / "records"
-LARGEST = 20_000
-"""The largest size of a record, in bytes."""
+OTHERS = ("strength", "text-pushes")
+"""Files there whose records are not those of runs: `results/strength.py` and `results/text_pushes.py` read them."""
 KEPT = (
     *("recipe", "method", "seed", "config", "test", "validation", "repaired", "aligned", "greedy_members"),
     *("best_soup", "trajectory", "similarity", "interpolation", "num_averagings", "nonfinite", "seconds", "policies"),
@@ -145,46 +145,56 @@ def check_config(found: Any, config: Config, where: str) -> None:
         )
 
 
-def text_of(record: Mapping[str, Any]) -> str:
-    """The text of a record file: one line for each part and epoch."""
-    lines = [f'"{name}": {json_text(value)}' for name, value in record.items() if name != "epochs"]
-    epochs = ",\n".join(map(json_text, record["epochs"]))
-    return "{\n" + ",\n".join(lines) + f',\n"epochs": [\n{epochs}\n]}}\n'
+def write_records(study: str, records: Mapping[str, Mapping[str, Any]], folder: Path = FOLDER) -> None:
+    """Add the records of a study to its file, one run a line, in the order of their names."""
+    path = folder / f"{study}.jsonl"
+    found = {**read_file(path), **records}
+    lines = [
+        json.dumps({"run": name, **found[name]}, separators=(",", ":"), ensure_ascii=False) for name in sorted(found)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
-def write_record(name: str, record: Mapping[str, Any], folder: Path = FOLDER) -> None:
-    """Write a record, unless it is too large to commit."""
-    text = text_of(record)
-    if len(text) > LARGEST:
-        raise RunError(f"the record {name} has {len(text)} bytes, expected at most {LARGEST}: leave something out")
-    path = folder / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text)
+def read_file(path: Path) -> dict[str, dict[str, Any]]:
+    """The records in a file, by the name of their run; none if there is no such file."""
+    if not path.exists():
+        return {}
+    with file_errors(path, kind="a file with one record a line"):
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {record.pop("run"): record for record in records}
 
 
 def read_records(commands: Sequence[str], folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
     """The existing records of the runs of some commands; each is checked against its command."""
-    records = {}
-    for command in commands:
-        for name, config in runs_of(command).items():
-            path = folder / f"{name}.json"
-            if path.exists():
-                records[name] = _read_record(name, config, path, path.stat().st_mtime_ns)
-    return records
+    found = all_records(folder)
+    runs = {name: config for command in commands for name, config in runs_of(command).items() if name in found}
+    return {name: _checked(name, config, _files(folder)) for name, config in runs.items()}
+
+
+def all_records(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """All existing records of runs, by name."""
+    return _all_records(_files(folder))
+
+
+Files: TypeAlias = tuple[tuple[Path, int], ...]
+"""Paths, and when they were changed: what is read from them is kept until then."""
+
+
+def _files(folder: Path) -> Files:
+    return tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.jsonl")) if path.stem not in OTHERS)
 
 
 @cache
-def _read_record(name: str, config: Config, path: Path, changed: int) -> dict[str, Any]:
-    """A record that was checked against its command; read again only if the file has changed since."""
-    with file_errors(path, kind="a valid record"):
-        record = checked_result(read_json(path))
+def _all_records(files: Files) -> dict[str, dict[str, Any]]:
+    return {name: record for path, _ in files for name, record in read_file(path).items()}
+
+
+@cache
+def _checked(name: str, config: Config, files: Files) -> dict[str, Any]:
+    record = _all_records(files)[name]
     check_config(record["config"], config, f"the record {name}")
-    return record
-
-
-def names_of(folder: Path = FOLDER) -> list[str]:
-    """The names of all existing records."""
-    return [str(path.relative_to(folder))[: -len(".json")] for path in sorted(folder.rglob("*.json"))]
+    return checked_result(record)
 
 
 def _with_placeholders(found: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -11,7 +11,6 @@ was done.
 from __future__ import annotations
 
 import gzip
-import json
 import platform
 import re
 import sys
@@ -40,6 +39,7 @@ from papa.training import Callback, Settings, Stacked, Training
 from papa.training.data import Arrays, Data
 from papa.training.entry import start_training
 from papa.training.probe import with_probe
+from results.record import FOLDER, read_file, write_records
 
 Tables = tuple[Tensor, Tensor]
 """Inputs and targets."""
@@ -336,7 +336,7 @@ NUM_VALIDATION = 10
 """Training examples that are held out, since every training has validation data; nothing here depends on them."""
 
 
-FOLDER = Path(__file__).parent / "strengths"
+FILE = FOLDER / "strength.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/strength.md"
 BLOCK = re.compile(r"(<!-- strengths -->\n).*?(<!-- end of strengths -->\n)", re.DOTALL)
 AUTO = "papa-auto"
@@ -351,13 +351,11 @@ def jobs() -> list[tuple[Setting, str, dict[str, Rule]]]:
 def run(folder: Path) -> None:
     """Train what has no record yet."""
     torch.set_num_threads(1)
-    FOLDER.mkdir(exist_ok=True)
     for setting, name, rules in jobs():
-        path = FOLDER / f"{name}.json"
-        if not path.exists():
+        if name not in read_file(FILE):
             found = trained(setting, rules, folder)
             versions = {"papa": __version__, "torch": torch.__version__, "python": platform.python_version()}
-            write_atomically(path, json.dumps({"setting": setting.words, **found, **versions}, indent=1) + "\n")
+            write_records(FILE.stem, {name: {"setting": setting.words, **found, **versions}}, FILE.parent)
             print(f"{name}: {found['seconds']:.0f} s", flush=True)
 
 
@@ -372,11 +370,11 @@ TABLES = {
 """Titles of tables, what they show of a record, and whether it is the score (0) or the loss (1)."""
 
 
-def table(what: str, place: int, folder: Path = FOLDER) -> str:
+def table(what: str, place: int, file: Path = FILE) -> str:
     """Means and standard deviations for each setting and strength, in Markdown; the best fixed one is bold."""
     lines = [f"| setting | steps | {' | '.join(NAMES)} |", f"|---|{'--:|' * (len(NAMES) + 1)}"]
     for setting in HELD_OUT:
-        found = values_of(setting, what, place, folder)
+        found = values_of(setting, what, place, file)
         means = {name: fmean(values) * (-1 if place else 1) for name, values in found.items() if name != AUTO}
         best = max(means, key=lambda name: means[name], default="")
         cells = [_cell(found[name], 3 if place else 2, name == best) if name in found else "not run" for name in NAMES]
@@ -384,11 +382,11 @@ def table(what: str, place: int, folder: Path = FOLDER) -> str:
     return "\n".join(lines)
 
 
-def values_of(setting: Setting, what: str, place: int, folder: Path = FOLDER) -> dict[str, list[float]]:
+def values_of(setting: Setting, what: str, place: int, file: Path = FILE) -> dict[str, list[float]]:
     """A number of every population, by strength; of those that have a record."""
-    paths = [folder / f"{name}.json" for one, name, _ in jobs() if one is setting]
-    records = [json.loads(path.read_text()) for path in paths if path.exists()]
-    found = {name: rows for record in records for name, rows in record["scores"].items()}
+    records = read_file(file)
+    own = [records[name] for one, name, _ in jobs() if one is setting and name in records]
+    found = {name: rows for record in own for name, rows in record["scores"].items()}
     return {name: [row[what][place] for row in rows] for name, rows in found.items()}
 
 
@@ -397,9 +395,9 @@ def _cell(values: Sequence[float], digits: int, is_best: bool) -> str:
     return f"{mark}{fmean(values):.{digits}f}{mark} ({stdev(values):.{digits}f})"
 
 
-def page_with_tables(page: str, folder: Path = FOLDER) -> str:
+def page_with_tables(page: str, file: Path = FILE) -> str:
     """The page with its tables filled in."""
-    parts = [f"{title}:\n\n{table(*chosen, folder)}\n" for title, chosen in TABLES.items()]
+    parts = [f"{title}:\n\n{table(*chosen, file)}\n" for title, chosen in TABLES.items()]
     return BLOCK.sub(lambda match: "\n".join([match[1], *parts, match[2]]), page)
 
 

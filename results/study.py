@@ -1,8 +1,8 @@
 """A study: a question, the commands whose runs answer it, and the tables that are made from these runs.
 
 A command is what a user types, with DATA for the directory of the data. Its `--out` determines the directories of its
-runs and the names of their records: the record of `runs/main/cifar10-vgg11/papa-seed1` is
-`records/main/cifar10-vgg11/papa-seed1.json`. The text about a study is in `prose/NAME.md`.
+runs, and their names in its file of records, `records/NAME.jsonl`: `runs/main/cifar10-vgg11/papa-seed1` is
+`main/cifar10-vgg11/papa-seed1` in `records/main.jsonl`. The text about a study is in `prose/NAME.md`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ TEXT is a UTF-8 file. All members of all populations are one network, whose weig
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -33,6 +32,7 @@ from papa.lab.launch import RunSpec, execute
 from papa.lab.models.gpt import GPT
 from papa.lab.recipes import find
 from papa.training import Training
+from results.record import FOLDER, read_file, write_records
 from results.tables import markdown
 
 NUM_MEMBERS, NUM_POPULATIONS = 4, 3
@@ -41,7 +41,7 @@ TRAIN, HELD_OUT = 10_000, 20_000
 """Characters for training, and as many for validation as for testing after them."""
 LR, DECAY, BETAS, WARMUP = 3e-3, 0.1, (0.9, 0.99), 40
 NUM_LAYERS, NUM_HEADS, WIDTH = 2, 2, 48
-FOLDER = Path(__file__).parent / "text"
+FILE = FOLDER / "text-pushes.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/language-models.md"
 BLOCK = re.compile(r"(<!-- pushes -->\n).*?(<!-- end of pushes -->\n)", re.DOTALL)
 
@@ -304,11 +304,10 @@ def run(path: Path, names: Sequence[str]) -> None:
             raise RunError(f"there is no variant {name}: {did_you_mean(name, list(VARIANTS))}")
     torch.set_num_threads(1)
     codes, vocab_size = codes_of(path)
-    FOLDER.mkdir(exist_ok=True)
     for name in names or VARIANTS:
-        if not (FOLDER / f"{name}.json").exists():
+        if name not in read_file(FILE):
             found = trained(VARIANTS[name], codes, vocab_size)
-            write_atomically(FOLDER / f"{name}.json", json.dumps(found) + "\n")
+            write_records(FILE.stem, {name: found}, FILE.parent)
             sys.stdout.write(f"{name}: {found}\n")
 
 
@@ -345,10 +344,9 @@ def with_moments(path: Path, out: Path) -> dict[str, float]:
 
 def table() -> str:
     """One row for each variant that was run."""
-    rows = []
+    rows, records = [], read_file(FILE)
     for name, variant in VARIANTS.items():
-        if (FOLDER / f"{name}.json").exists():
-            found = json.loads((FOLDER / f"{name}.json").read_text())
+        if found := records.get(name):
             cells = (_text(found["test"][key]) for key in ("mean", "ensemble", "average_soup"))
             rows.append((variant.words, f"{found['train']:.3f}", *cells))
     return markdown(("members", "training loss", "mean of members", "ensemble", "average soup"), rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import torch
 import papa
 from papa.training.data import Arrays, Data
 from results import strength
-from results.strength import AUTO, DESIGN, FOLDER, HELD_OUT, PAGE, Populations, jobs, page_with_tables, trained
+from results.record import read_file
+from results.strength import AUTO, DESIGN, FILE, HELD_OUT, PAGE, Populations, jobs, page_with_tables, trained
 
 TINY = replace(DESIGN[0], steps=32, batch_size=64)
 
@@ -24,8 +24,8 @@ def test_the_page_agrees_with_the_records() -> None:
 
 def test_every_record_belongs_to_a_job_and_is_complete() -> None:
     expected = {name: (setting, rules) for setting, name, rules in jobs()}
-    for path in FOLDER.glob("*.json"):
-        (setting, rules), record = expected[path.stem], json.loads(path.read_text())
+    for name, record in read_file(FILE).items():
+        setting, rules = expected[name]
         assert record["setting"] == setting.words
         assert list(record["scores"]) == list(rules)
         assert abs(record["steps"] - setting.steps) < 0.1 * setting.steps
@@ -33,7 +33,7 @@ def test_every_record_belongs_to_a_job_and_is_complete() -> None:
 
 
 def test_a_setting_without_a_record_is_not_run_yet(tmp_path: Path) -> None:
-    assert strength.table("mean", 0, tmp_path).count("not run") == len(HELD_OUT) * len(strength.NAMES)
+    assert strength.table("mean", 0, tmp_path / "none.jsonl").count("not run") == len(HELD_OUT) * len(strength.NAMES)
 
 
 def test_held_out_settings_are_not_those_of_the_design() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -24,7 +23,7 @@ from results import claims, couplings, pays, tables
 from results.controls import controls, verdicts
 from results.evidence import CIFAR10, EVIDENCE
 from results.page import detail_page, prose_of, readme_with_headline
-from results.record import LARGEST, read_records, runs_of, write_record
+from results.record import read_records, runs_of, write_records
 from results.short import MAIN_CIFAR10, SHORT
 from results.studies import PAGES, STUDIES
 from results.study import Study
@@ -69,16 +68,12 @@ def invented(config: Config) -> dict[str, Any]:
     }
 
 
-def write_all(folder: Path, commands: Sequence[str]) -> None:
-    for command in commands:
-        for name, config in runs_of(command).items():
-            write_record(name, invented(config), folder)
-
-
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    write_all(folder, [command for study in STUDIES for command in study.commands])
+    for study in STUDIES:
+        runs = {name: config for command in study.commands for name, config in runs_of(command).items()}
+        write_records(study.name, {name: invented(config) for name, config in runs.items()}, folder)
     return folder
 
 
@@ -427,12 +422,6 @@ def test_numbers_in_prose_come_from_records(records: Path, tmp_path: Path) -> No
         RunError, match=r"main.md needs \{main/cifar10-vgg11/pappa average_soup\}, of which there is no"
     ):
         prose_of("main", records, tmp_path)
-
-
-def test_records_that_are_too_large_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=f"expected at most {LARGEST}"):
-        write_record("large", {"words": "x" * LARGEST, "epochs": []}, tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_invalid_commands_are_refused() -> None:

@@ -269,19 +269,6 @@ def _fit(folder: Path, module: Any, data: Any, newest: str | None, *callbacks: A
     trainer.fit(module, data, DataLoader(DATA, batch_size=128), ckpt_path=path)
 
 
-def lightning_module(directory: Path) -> int:
-    """Several members in one process with Lightning."""
-    from papa.integrations.lightning import PopulationModule
-
-    module = PopulationModule([_classifier(member) for member in range(NUM_MEMBERS)], RULE)
-    folder = directory / "checkpoints"
-    newest = newest_common([folder], "*.ckpt", can_be_read)
-    _fit(folder, module, [loader(member) for member in range(NUM_MEMBERS)], newest)
-    states = {str(member): state_of(net) for member, net in enumerate(module.members)}
-    write_result(directory, soup=state_of(module.soup), **states)
-    return 0
-
-
 def member_index() -> int:
     return int(os.environ["PAPA_MEMBER"])
 
@@ -404,7 +391,6 @@ JOBS: dict[str, Callable[[Path], int]] = {
     "own loop": own_loop,
     "Accelerate": accelerate,
     "Fabric": fabric,
-    "Lightning": lightning_module,
     EACH: lambda directory: fork_members(each_member, directory),
     "Lightning, one member per process": lambda directory: fork_members(lightning_member, directory),
     "Accelerate, one member per process": lambda directory: fork_members(accelerate_member, directory),

@@ -18,7 +18,7 @@ EXTRAS = {
     "jinja2": "report",
     "matplotlib": "report",
     "tokenizers": "text",
-    **{name: name for name in ("accelerate", "lightning", "mlflow", "tensorboard", "trackio", "transformers", "wandb")},
+    **{name: name for name in ("accelerate", "lightning", "transformers")},
 }
 
 

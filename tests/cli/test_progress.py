@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,3 @@ def test_a_run_without_a_terminal_prints_few_lines(tmp_path: Path, capsys: pytes
     for word in ("mean score", "ensemble", "mean distance"):
         assert word in lines[0]
     assert " left" in lines[1]
-
-
-def test_a_missing_tensorboard_is_an_error_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # type: ignore[arg-type]
-    assert main(["run", "digits", "--tracker", "tensorboard", "--out", str(tmp_path / "run")]) == 2
-    assert "pip install 'papa-torch[tensorboard]'" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

@@ -9,23 +9,19 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from papa.cli.escaping import printable
 from papa.errors import ConfigError
-from papa.integrations.tracker_names import TrackerName
 from papa.lab.config import Config, flat, idle_options, option_of
-from papa.packages import require
 
 if TYPE_CHECKING:
     from papa.lab.launch import RunSpec
     from papa.lab.launch_many import Outcomes
-    from papa.training import Callback, CheckpointOptions
+    from papa.training import CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,6 @@ class TrainingOptions:
         overwrite: bool,
         resume: bool,
         display: bool = True,
-        callbacks: Sequence[Callback] = (),
     ) -> RunSpec:
         """A run with these options, which shows its progress."""
         from papa.cli.progress import Progress
@@ -76,7 +71,6 @@ class TrainingOptions:
             resume=resume,
             checkpoints=self.checkpoints,
             make_callback=partial(Progress, title, display=display),
-            callbacks=callbacks,
         )
 
 
@@ -84,28 +78,15 @@ class TrainingOptions:
 class OneRunOptions(TrainingOptions):
     """Options of the commands that execute one run."""
 
-    tracker: Annotated[tuple[TrackerName, ...], tyro.conf.UseAppendAction] = ()
-    """Also log to this tracker; may be repeated. Local files are in the directory of the run."""
-    tracker_project: str | None = None
-    """The project (of W&B and trackio) or experiment (of MLflow); by default papa."""
-
     def execute(self, config: Config, path: Path, *, overwrite: bool = False, resume: bool = False) -> dict[str, Any]:
         """Execute a run with these options and return its result."""
-        require(*self.tracker)
         config.check()
         announce([config], path)
-        from papa.integrations.trackers import Track, open_all
         from papa.lab.launch import execute
         from papa.process import configure_process
 
         configure_process()
-        title, options = run_title(config), dict(flat(config.to_json()))
-        tracks = [
-            Track(name, project=self.tracker_project, name=title, config=options, directory=path)
-            for name in self.tracker
-        ]
-        spec = self.spec(title, config, path, overwrite=overwrite, resume=resume, callbacks=tracks)
-        return execute(replace(spec, before_start=partial(open_all, tracks) if tracks else None))
+        return execute(self.spec(run_title(config), config, path, overwrite=overwrite, resume=resume))
 
 
 @dataclass(frozen=True, kw_only=True)

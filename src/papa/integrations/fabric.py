@@ -1,29 +1,33 @@
-"""Populations in Fabric: `papa.averaging` and `papa.join` for what `fabric.setup` returns.
+"""Populations in Fabric: `papa.averaging` and `papa.join` for what `fabric.setup` returns, and a strategy for ranks.
 
 Needs `pip install 'papa-torch[lightning]'`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from papa import attach as joining
+from papa import attach
 from papa.attach import Joined
+from papa.core.averaging_report import Averaging
+from papa.core.group import Group
 from papa.core.rules import Rule
-from papa.distributed.members import group_of_environment
+from papa.distributed.members import group_of_environment, group_of_process
 from papa.distributed.mesh import as_group
 from papa.distributed.wrappers import check_wrappers
-from papa.integrations.lightning.callback import distances
-from papa.integrations.lightning.strategy import OwnMember
 from papa.packages import importing
+from papa.training.callbacks import averaging_values
 
 with importing():
     from lightning.fabric import Fabric
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 
 def averaging(
@@ -53,8 +57,7 @@ def averaging(
         rule: how to average.
         options: as for `papa.averaging`.
     """
-    members = [module_in(model) for model in models]
-    return joining.averaging(members, optimizers, rule, **_logging(fabric, options))
+    return attach.averaging([_inner(model) for model in models], optimizers, rule, **_logging(fabric, **options))
 
 
 def join(
@@ -71,12 +74,27 @@ def join(
         rule: how to average.
         options: as for `papa.join`.
     """
-    group = options.pop("group", None)
-    if group is None:
-        group = fabric.strategy.group if isinstance(fabric.strategy, MemberPerRank) else group_of_environment()
-    group = as_group(group)
+    group = group_for(fabric.strategy, options.pop("group", None))
     check_wrappers([model], group)  # also those around the network, such as DistributedDataParallel
-    return joining.join(module_in(model), optimizer, rule, group=group, **_logging(fabric, options))
+    return attach.join(_inner(model), optimizer, rule, group=group, **_logging(fabric, **options))
+
+
+class OwnMember:
+    """What strategies for one member per process share: the member, the group, and ranks that are hidden."""
+
+    def __init__(self, device: torch.device | str | None = None, *, group: Group | None = None) -> None:
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        super().__init__(device=torch.device("cpu" if device is None else device))  # type: ignore[call-arg]
+        self.group = group_of_process() if group is None else group
+        (self.member,) = self.group.members(1)
+        # Every process has logs and checkpoints of its own.
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+
+    @property
+    def num_members(self) -> int:
+        """The number of members of all processes."""
+        return self.group.size(1)
 
 
 class MemberPerRank(OwnMember, SingleDeviceStrategy):
@@ -88,18 +106,25 @@ class MemberPerRank(OwnMember, SingleDeviceStrategy):
     """
 
 
-def module_in(model: Any) -> nn.Module:
+def group_for(strategy: object, group: Any = None) -> Group:
+    """The given group; or else that of a strategy for one member per process, or of the launcher."""
+    if group is not None:
+        return as_group(group)
+    return strategy.group if isinstance(strategy, OwnMember) else group_of_environment()
+
+
+def _inner(model: Any) -> nn.Module:
     """The network inside of what `fabric.setup` returned, whose names of tensors are those of the network."""
     module: nn.Module = model.module if hasattr(model, "_forward_module") else model
     return module
 
 
-def _logging(fabric: Fabric, options: dict[str, Any]) -> dict[str, Any]:
-    own = options.pop("on_averaging", None)
+def _logging(
+    fabric: Fabric, *, on_averaging: Callable[[Averaging], object] | None = None, **options: Any
+) -> dict[str, Any]:
+    def log(found: Averaging) -> None:
+        fabric.log_dict(averaging_values(found), step=found.step)
+        if on_averaging is not None:
+            on_averaging(found)
 
-    def on_averaging(found: Any) -> None:
-        fabric.log_dict(distances(found), step=found.step)
-        if own is not None:
-            own(found)
-
-    return {**options, "on_averaging": on_averaging}
+    return {**options, "on_averaging": log}

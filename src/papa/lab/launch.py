@@ -69,10 +69,7 @@ class RunSpec:
     make_callback: CallbackFactory | None = None
     """Makes a callback for the leading process; must be picklable."""
     callbacks: Sequence[Callback] = ()
-    """Further callbacks for the leading process, such as trackers; must be picklable."""
-    before_start: Callable[[Training], None] | None = None
-    """Called in the leading process when all else is ready, before an older run is removed; an error keeps that run.
-    Must be picklable."""
+    """Further callbacks for the leading process; must be picklable."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -215,8 +212,6 @@ def run_in_group(
     teacher = None if config.train.teacher is None else load_ensemble(config.train.teacher)
     training = build(config, group, domain, teacher)  # errors show before anything is written or removed
     notices = _resume(config, run, training) if spec.resume else []
-    if spec.before_start is not None and group.is_leader:
-        spec.before_start(training)
     if not spec.resume:
         if group.is_leader:
             run.create(config.to_json(), overwrite=True)  # whether it may be was checked

@@ -2,7 +2,7 @@
 
 from papa.training.auto import Auto
 from papa.training.best_soup import BestSoup
-from papa.training.callbacks import Callback, EpochRecord, EpochScores
+from papa.training.callbacks import Callback, EpochRecord, EpochScores, Log
 from papa.training.entry import start_training, train
 from papa.training.loop import Training
 from papa.training.options import (
@@ -36,6 +36,7 @@ __all__ = [
     "EpochRecord",
     "EpochScores",
     "Length",
+    "Log",
     "Monitoring",
     "Numerics",
     "Outcome",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,3 +95,50 @@ class Callback:
 
     def reset_member_(self, index: int, model: nn.Module) -> None:
         """Start again with a local member that was non-finite; `model` is its new state."""
+
+
+class Log(Callback):
+    """Hands numbers to a function: losses, scores, distances and learning rate of each epoch, and of each averaging.
+
+    Example:
+        >>> log = Log(lambda values, step: print(step, values))  # for papa.train(..., callbacks=[log])
+
+    Only the leading process calls it. After a resume, steps since the last checkpoint are logged again, with the same
+    values.
+
+    Args:
+        log: called with numbers by name and the step, as `wandb.log`, `mlflow.log_metrics` and `Fabric.log_dict` are.
+    """
+
+    def __init__(self, log: Callable[[dict[str, float], int], object]) -> None:
+        self.log = log
+
+    def on_averaging(self, training: Training, averaging: Averaging) -> None:
+        if training.group.is_leader:
+            self.log(averaging_values(averaging), averaging.step)
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        if training.group.is_leader:
+            self.log(epoch_values(record), record.step)
+
+
+def averaging_values(averaging: Averaging) -> dict[str, float]:
+    """The members' mean distance to their mean around an averaging, as far as it was measured, by the name in logs."""
+    found = {"before": averaging.distances_before, "after": averaging.distances_after}
+    return {f"papa/distance_{name}": sum(each) / len(each) for name, each in found.items() if each is not None}
+
+
+def epoch_values(record: EpochRecord) -> dict[str, float]:
+    """Everything that is known after an epoch, by the name in logs."""
+    found = {"learning_rate": record.lr}
+    by_member = {"loss": record.losses, "distance_to_mean": record.distances}
+    for data, scores in (("validation", record.validation), ("test", record.test)):
+        if scores is not None:
+            by_member[f"{data}_score"] = [member.score for member in scores.members]
+            by_member[f"{data}_loss"] = [member.loss for member in scores.members]
+            found[f"{data}_score/ensemble"] = scores.ensemble.score
+            found[f"{data}_score/average_soup"] = scores.average_soup.score
+    for name, values in by_member.items():
+        found |= {f"{name}/member_{member}": value for member, value in enumerate(values)}
+        found[f"{name}/mean"] = sum(values) / len(values)
+    return found

@@ -1,35 +1,39 @@
-"""A Lightning callback that makes the module of every process a member of one population."""
+"""A Lightning callback that makes the module of every process a member of one population, and a strategy for ranks.
+
+Needs `pip install 'papa-torch[lightning]'`.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import random
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, SequentialSampler
 
 from papa.attach import Joined, join
-from papa.core.averaging_report import Averaging
 from papa.core.group import Group
 from papa.core.layout import named_tensors
 from papa.core.rules import Rule
-from papa.distributed.members import group_of_environment
-from papa.distributed.mesh import as_group
 from papa.distributed.wrappers import check_wrappers
 from papa.errors import ConfigError, DataError, PapaWarning
-from papa.integrations.lightning.random_state import random_state, set_random_state_
-from papa.integrations.lightning.strategy import MemberPerRank
+from papa.integrations.fabric import OwnMember, group_for
 from papa.packages import importing
+from papa.streams import accelerators_in_use
+from papa.training.callbacks import averaging_values
 from papa.training.data_loaders import MemberLoader
 
 with importing():
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 
 ORDERS = "papa_loaders"
@@ -37,6 +41,29 @@ ORDERS = "papa_loaders"
 number of steps was asked for before."""
 OWN = "current_model_state"
 """The key of a member's own weights in a checkpoint that has the soup as its `state_dict`; as of `WeightAveraging`."""
+
+
+class MemberPerRank(OwnMember, SingleDeviceStrategy):
+    """Trains one member in each process that `torchrun` or `papa each` started, each with its own logs and checkpoints.
+
+    Lightning would wrap the processes of torchrun in data parallelism, which averages gradients and makes members
+    copies of one network, and would save rank 0 only. With this strategy they know each other through papa alone:
+
+    ```text
+    strategy = MemberPerRank()
+    trainer = Trainer(
+        strategy=strategy,
+        default_root_dir=f"out/{strategy.member}",
+        callbacks=PopulationAveraging(papa.Push(half_life=0.003)),
+    )
+    ```
+
+    Args:
+        device: where this process trains; None for the accelerator of its local rank if there is one, else the CPU.
+        group: the processes of all members; None for those of the launcher.
+    """
+
+    strategy_name = "member_per_rank"
 
 
 class PopulationAveraging(Callback):
@@ -70,6 +97,8 @@ class PopulationAveraging(Callback):
         self.rule, self.num_steps, self.group, self.options = rule, num_steps, group, options
         self.joined: Joined | None = None
         """The population and its averager, once fitting has begun."""
+        self._device = torch.device("cpu")
+        """Where the module is trained: Lightning moves it to the CPU before `on_fit_end`."""
         self._state: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None
         """The random state to continue from, until the first batch."""
@@ -81,66 +110,54 @@ class PopulationAveraging(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Connect to the other processes, and check that each saves to a directory of its own."""
-        if stage == "fit":
-            self._check(trainer)
-            self._drop_other()
-            self._state, self._random, self._orders = {}, None, []
-
-    def _check(self, trainer: Trainer) -> None:
+        if stage != "fit":
+            return
         if self.group is None and trainer.world_size > 1:
             raise ConfigError(
                 f"the trainer has {trainer.world_size} processes, which train one network: for one member per process, "
                 "use Trainer(strategy=papa.integrations.lightning.MemberPerRank()), or start the script with papa each "
                 "and Trainer(devices=1)"
             )
-        check_directories(trainer, self._group(trainer))
-
-    def _group(self, trainer: Trainer) -> Group:
-        if self.group is not None:
-            return as_group(self.group)
-        return trainer.strategy.group if isinstance(trainer.strategy, MemberPerRank) else group_of_environment()
+        _check_directories(trainer, group_for(trainer.strategy, self.group))
+        self._other, self._holds_soup = None, False
+        self._state, self._random, self._orders = {}, None, []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the population."""
         num_steps = self.num_steps
         if num_steps is None and 0 <= trainer.estimated_stepping_batches < math.inf:
             num_steps = int(trainer.estimated_stepping_batches)
-        self.joined = self._join(trainer, pl_module, num_steps)
+        group = group_for(trainer.strategy, self.group)
+        if trainer.strategy.model is not None:
+            check_wrappers([trainer.strategy.model], group)
+        self._device = pl_module.device
+        self.joined = join(pl_module, trainer.optimizers, self.rule, num_steps=num_steps, group=group, **self.options)
         if self._state:
             self.joined.load_state_dict(self._state)
 
-    def _join(self, trainer: Trainer, pl_module: LightningModule, num_steps: int | None) -> Joined:
-        group = self._group(trainer)
-        if trainer.strategy.model is not None:
-            check_wrappers([trainer.strategy.model], group)
-        return join(pl_module, trainer.optimizers, self.rule, num_steps=num_steps, group=group, **self.options)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue from the orders and the random state of a checkpoint."""
-        if self._random is not None:
-            _check_orders(trainer)
-            found = _member_loaders(trainer)
-            if len(found) != len(self._orders):
-                raise DataError(
-                    f"the checkpoint has the orders of {len(self._orders)} loaders of papa.loaders, the trainer has "
-                    f"{len(found)}: pass the same loaders as when it was saved"
-                )
-            for loader, order in zip(found, self._orders, strict=True):
-                loader.load_state_dict(order)
-        self._restore_random()
+        if self._random is None:
+            return
+        _warn_of_orders(trainer)
+        found = _member_loaders(trainer)
+        if len(found) != len(self._orders):
+            raise DataError(
+                f"the checkpoint has the orders of {len(self._orders)} loaders of papa.loaders, the trainer has "
+                f"{len(found)}: pass the same loaders as when it was saved"
+            )
+        for loader, order in zip(found, self._orders, strict=True):
+            loader.load_state_dict(order)
+        _set_random_state(self._random)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same, if there was no batch yet: the trainer may have drawn numbers for its loaders."""
-        self._restore_random()
-
-    def _restore_random(self) -> None:
         if self._random is not None:
-            set_random_state_(self._random)
+            _set_random_state(self._random)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Forget a soup that this step makes outdated, and end the epoch of loaders at the trainer's limit of it."""
-        self._random = None
-        self._drop_other()
+        self._random, self._other, self._holds_soup = None, None, False
         if trainer.is_last_batch:
             for loader in _member_loaders(trainer):
                 if loader.state_dict()["num_batches"]:
@@ -152,7 +169,7 @@ class PopulationAveraging(Callback):
         """Log the distances around the last averaging."""
         last = None if self.joined is None else self.joined.last
         if last is not None and not trainer.barebones:
-            pl_module.log_dict(distances(last), on_step=True, on_epoch=False)
+            pl_module.log_dict(averaging_values(last), on_step=True, on_epoch=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the soup into the module."""
@@ -174,12 +191,20 @@ class PopulationAveraging(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The same where nothing was left to train: then Lightning does not call `on_train_end`."""
         if not self._holds_soup:
+            pl_module.to(self._device)
             self.on_train_end(trainer, pl_module)
+            pl_module.cpu()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop averaging."""
         if stage == "fit":
             self._stop(early=trainer.should_stop)  # as `EarlyStopping` asks for
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop averaging, with the member's own weights in the module."""
+        if self._holds_soup and self.joined is not None:
+            self._swap(pl_module)
+        self._stop(early=True)
 
     def _stop(self, *, early: bool) -> None:
         if self.joined is not None:
@@ -187,16 +212,9 @@ class PopulationAveraging(Callback):
             self.joined.close(early=early)
             self.joined = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop averaging, with the member's own weights in the module."""
-        if self._holds_soup and self.joined is not None:
-            self._swap(pl_module)
-        self._stop(early=True)
-        self.teardown(trainer, pl_module, "fit")
-
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue exactly, besides the module and its optimizers."""
-        return self._state if self.joined is None else {**self.joined.state_dict(), "random": random_state()}
+        return self._state if self.joined is None else {**self.joined.state_dict(), "random": _random_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a `state_dict` when fitting begins."""
@@ -208,8 +226,11 @@ class PopulationAveraging(Callback):
         checkpoint[ORDERS] = [loader.state_dict() for loader in _member_loaders(trainer)]
         if self._other is None:
             return
+        own = named_tensors(pl_module, self._other)
+        by_tensor = {id(tensor): self._other[name] for name, tensor in own.items()}
+        tensors = pl_module.state_dict(keep_vars=True)  # a tensor may have several names
         held = checkpoint["state_dict"]
-        other = _replaced(held, self._other, pl_module)
+        other = {name: by_tensor.get(id(tensors.get(name)), value) for name, value in held.items()}
         checkpoint["state_dict"], checkpoint[OWN] = (held, other) if self._holds_soup else (other, held)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -229,21 +250,12 @@ class PopulationAveraging(Callback):
             self._other[name] = held
         self._holds_soup = not self._holds_soup
 
-    def _drop_other(self) -> None:
-        self._other, self._holds_soup = None, False
-
-
-def distances(averaging: Averaging) -> dict[str, float]:
-    """The members' mean distance to their mean around an averaging, as far as it was measured, by the name in logs."""
-    found = {"before": averaging.distances_before, "after": averaging.distances_after}
-    return {f"papa/distance_{name}": sum(each) / len(each) for name, each in found.items() if each is not None}
-
 
 def _member_loaders(trainer: Trainer) -> list[MemberLoader]:
     return [loader for loader in tree_leaves(trainer.train_dataloader) if isinstance(loader, MemberLoader)]
 
 
-def _check_orders(trainer: Trainer) -> None:
+def _warn_of_orders(trainer: Trainer) -> None:
     """Warn of loaders whose orders begin again after a resume."""
     for loader in tree_leaves(trainer.train_dataloader):
         sampler = loader.sampler if isinstance(loader, DataLoader) else None
@@ -259,7 +271,7 @@ def _check_orders(trainer: Trainer) -> None:
             return
 
 
-def check_directories(trainer: Trainer, group: Group) -> None:
+def _check_directories(trainer: Trainer, group: Group) -> None:
     """Raise if members would overwrite each other's checkpoints. All processes must call it."""
     used = sorted({os.path.realpath(path) for path in _directories(trainer)})
     everyone = group.all_gather([used])
@@ -283,9 +295,24 @@ def _directories(trainer: Trainer) -> Iterable[str]:
     yield from loggers
 
 
-def _replaced(state: dict[str, Any], other: dict[str, Tensor], module: LightningModule) -> dict[str, Any]:
-    """A state dict with other values for some tensors, under every name that a tensor has."""
-    own = named_tensors(module, other)
-    by_tensor = {id(tensor): other[name] for name, tensor in own.items()}
-    tensors = module.state_dict(keep_vars=True)
-    return {name: by_tensor.get(id(tensors.get(name)), value) for name, value in state.items()}
+def _random_state() -> dict[str, Any]:
+    """The state of the global generators, which Lightning's checkpoints lack: tensors, numbers and strings."""
+    state: Any = np.random.get_state()
+    name, words, *rest = state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in accelerators_in_use()],
+        "python": random.getstate(),
+        "numpy": (name, words.tolist(), *rest),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    """Continue from a random state; devices that were not there then are left as they are."""
+    torch.set_rng_state(state["torch"].cpu())
+    for device, own in zip(accelerators_in_use(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(own.cpu(), device)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, words, *rest = state["numpy"]
+    np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))

@@ -21,19 +21,21 @@ from papa.integrations import fabric as adapter
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = (INPUTS[:, 0] > 0).long()
 NUM_STEPS = 12
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""What Fabric chooses by itself."""
 RULE = papa.Push(half_life=0.2, every_steps=3)
 
 
 def make(member: int) -> tuple[nn.Module, optim.Optimizer]:
     torch.manual_seed(member)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(DEVICE)
     return net, optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
 def take_step(net: nn.Module, optimizer: optim.Optimizer, member: int, step: int, backward: Any = None) -> None:
     batch = torch.randint(64, (16,), generator=torch.Generator().manual_seed(100 * member + step))
     optimizer.zero_grad()
-    loss = F.cross_entropy(net(INPUTS[batch]), TARGETS[batch])
+    loss = F.cross_entropy(net(INPUTS[batch].to(DEVICE)), TARGETS[batch].to(DEVICE))
     loss.backward() if backward is None else backward(loss)
     optimizer.step()
 

@@ -256,7 +256,7 @@ class SeveralProcesses(pl.strategies.SingleDeviceStrategy):
     """A strategy that trains one network on several processes, as far as a callback sees before training."""
 
     def __init__(self) -> None:
-        super().__init__("cpu")
+        super().__init__(DEVICE)
         self.world_size = 2
 
 

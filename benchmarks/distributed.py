@@ -76,7 +76,7 @@ def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
         "shared": Averager(mapped, rule, measure=False).step,
         "all-reduce and copy": plain,
     }
-    for exchange in ("exact", "fast", "bfloat16"):
+    for exchange in ("exact", "fast"):
         population = Population([Vector(COLUMNS)], DistributedGroup(exchange=exchange))
         contenders[exchange] = Averager(population, rule, measure=False).step
     return best_together(contenders, rounds)
@@ -87,10 +87,10 @@ def push_over_link(rounds: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for exchange in ("exact", "fast", "bfloat16"):
+    for exchange in ("exact", "fast"):
         population = Population([Vector(THROTTLED_COLUMNS)], DistributedGroup(exchange=exchange))
         averager = Averager(population, Push(alpha=0.99, every_steps=1), measure=False)
-        averager.step()  # connects, and for bfloat16 sends the first mean in full
+        averager.step()  # connects
         times, logs = [], []
         for _ in range(rounds):
             dist.barrier()
@@ -167,7 +167,6 @@ def pushes(num_ranks: int, rounds: int) -> list[Result]:
         Result(name=f"{label}: all-reduce and copy of rows", seconds=plain),
         Result(name=f"{label}: fast / that", seconds=seconds["fast"], ratio=seconds["fast"] / plain, target=1.5),
         Result(name=f"{label}: exact / that", seconds=seconds["exact"], ratio=seconds["exact"] / plain),
-        Result(name=f"{label}: bfloat16 / that", seconds=seconds["bfloat16"], ratio=seconds["bfloat16"] / plain),
     ]
 
 

@@ -61,7 +61,6 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 WIDTHS = (1, 37, 9_001)
 """In cache lines: from fewer blocks than ranks to more than one block."""
 MANY_ROUNDS = 50_003
-SCALES = (0.0, 100.0)
 SOUPS = {"mean": [0.2] * 5, "one": [0.0, 0.0, 0.0, 1.0, 0.0], "two": [0.25, 0.0, 0.75, 0.0, 0.0]}
 
 
@@ -139,7 +138,7 @@ def delayed_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any
     return {"states": states_of(population), "logs": logs}
 
 
-def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
+def fast_pushes(group: Group) -> dict[str, Any]:
     """A few pushes of members that move in between, then a merge."""
     population = Population([nn.Linear(300, 200) for _ in group.local_range(SIZE)], group)
     for index, member in enumerate(population.members):
@@ -154,11 +153,6 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
             with torch.no_grad():
                 population[index].weight += 0.01 * torch.randn(200, 300, generator=generator)
         log = averager.step()
-        if step == save_at and isinstance(group, DistributedGroup):
-            state, group = averager.state_dict(), DistributedGroup(exchange=group.exchange)
-            population = Population(copy.deepcopy(list(population)), group)
-            averager = Averager(population, averager.rule, measure=False)
-            averager.load_state_dict(state)
     pushed = group.all_gather([net.weight.detach().clone() for net in population])
     Averager(population, MergeAll(every_steps=1)).step()
     merged = group.all_gather([net.weight.detach().clone() for net in population])
@@ -166,31 +160,13 @@ def fast_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
 
 
 def pushes_by_exchange() -> dict[str, dict[str, Any]]:
-    found = {exchange: fast_pushes(DistributedGroup(exchange=exchange)) for exchange in ("exact", "fast", "bfloat16")}
-    return found | {"bfloat16, resumed": fast_pushes(DistributedGroup(exchange="bfloat16"), save_at=1)}
+    return {exchange: fast_pushes(DistributedGroup(exchange=exchange)) for exchange in ("exact", "fast")}
 
 
-def half_precision_bytes() -> dict[str, int]:
-    """The bytes that a push of float16 weights sends; not the first, which `bfloat16` sends in full precision."""
-    found = {}
-    for exchange in ("fast", "bfloat16"):
-        population = Population([nn.Linear(300, 200, dtype=torch.float16)], DistributedGroup(exchange=exchange))
-        averager = Averager(population, Push(alpha=0.8, every_steps=1), measure=False)
-        found[exchange] = [averager.step().bytes for _ in range(2)][1]
-    return found
-
-
-def merge_after_nonfinite() -> list[float]:
-    """Merges of finite, non-finite and again finite members, by differences to the last mean."""
-    net = nn.Linear(3, 2)
-    population = Population([net], DistributedGroup(exchange="bfloat16"))
-    averager = Averager(population, MergeAll(every_steps=1), measure=False, on_nonfinite=None)
-    found = []
-    for value in (1.0, float("inf"), float(dist.get_rank())):
-        nn.init.constant_(net.weight, value)
-        averager.step()
-        found.append(float(net.weight[0, 0].detach()))
-    return found
+def half_precision_bytes() -> int:
+    """The bytes that a fast push of float16 weights sends."""
+    population = Population([nn.Linear(300, 200, dtype=torch.float16)], DistributedGroup(exchange="fast"))
+    return Averager(population, Push(alpha=0.8, every_steps=1), measure=False).step().bytes
 
 
 def repair_and_align(group: Group) -> dict[str, Any]:
@@ -280,17 +256,11 @@ def run_distributed(group: SharedMemoryGroup) -> dict[str, Any]:
         "delayed": delayed_pushes(DistributedGroup()),
         "delayed, shared": delayed_pushes(group),
         "delayed, resumed": delayed_pushes(DistributedGroup(), save_at=11),
-        "delayed, bfloat16": delayed_pushes(DistributedGroup(exchange="bfloat16")),
-        "delayed, bfloat16, resumed": delayed_pushes(DistributedGroup(exchange="bfloat16"), save_at=10),
         "half precision": half_precision_bytes(),
-        "nonfinite": merge_after_nonfinite(),
         "pushes": pushes_by_exchange(),
         "aligned": repair_and_align(DistributedGroup()),
         "training": train_and_finalize(DistributedGroup()),
         "nonfinite errors": nonfinite_member_errors(DistributedGroup()),
-        "bfloat16 errors": {
-            scale: bfloat16_errors(DistributedGroup(exchange="bfloat16"), scale, 40) for scale in SCALES
-        },
         "mismatch errors": mismatch_errors(),
     }
 
@@ -450,29 +420,6 @@ def exit_during_push(how: str) -> None:
         if rank:
             time.sleep(600)
     sys.stdout.write("done")
-
-
-def bfloat16_errors(group: Group, scale: float, num_pushes: int) -> list[float]:
-    """The largest error of the mean at each push, relative to how far members moved since the last push."""
-    population = Population([nn.Linear(200, 100, bias=False) for _ in group.local_range(SIZE)], group)
-    exact = Population(
-        [nn.Linear(200, 100, bias=False) for _ in group.local_range(SIZE)], group_jobs.new_group(group, "exact")
-    )
-    for net in (*population, *exact):
-        nn.init.constant_(net.weight, scale)
-    errors, last = [], exact.mean()
-    for push in range(num_pushes):
-        for index, member in enumerate(population.members):
-            generator = torch.Generator().manual_seed(100 * push + member)
-            with torch.no_grad():
-                population[index].weight += torch.randn(100, 200, generator=generator)
-                exact[index].weight.copy_(population[index].weight)
-        mean = exact.mean().double()
-        moved = max(group.all_gather([float((row - last).abs().max()) for row in exact.matrix]))
-        group.mix_(population.matrix, mixing.merge_all(SIZE))
-        errors.append(float((population.matrix[0].double() - mean).abs().max()) / moved)
-        last = population.matrix[0].clone()
-    return errors
 
 
 def run_local() -> dict[str, Any]:

@@ -28,8 +28,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import papa
-from papa.distributed.published import PublishedFiles
-from papa.files.storage import parse_tensors
+from papa.distributed.asynchronous import PublishedFiles
 
 NUM_MEMBERS = 4
 NUM_STEPS = 10**9
@@ -110,11 +109,11 @@ class Soak:
     def check(self) -> None:
         """Read all that is published."""
         for member in range(NUM_MEMBERS):
-            content = self.files.read(member)
-            if content is None:
+            found = self.files.read(member)
+            if found is None:
                 self.failures.append(f"the weights of member {member} are gone")
                 continue
-            tensors, metadata = parse_tensors(content)
+            tensors, metadata = found
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
                 self.failures.append(f"member {member} published weights that are not finite")
             if int(metadata["step"]) < self.steps[member]:

@@ -29,8 +29,7 @@ from papa.core.population import Population
 from papa.core.rules import Rule
 from papa.core.soup import average_soup
 from papa.distributed.asynchronous import AsyncAverager
-from papa.distributed.members import WEIGHTS, group_of_environment
-from papa.distributed.published import PUBLISHED, published_of_environment
+from papa.distributed.members import PUBLISHED, WEIGHTS, group_of_environment, published_of_environment
 from papa.errors import MixingError, PapaWarning
 from papa.files.saved_soups import member_state
 from papa.files.storage import save_network
@@ -138,7 +137,7 @@ def join(
     """
     if asynchronous or (asynchronous is None and group is None and PUBLISHED in os.environ):
         if group is not None:
-            raise MixingError("asynchronous members have no group: start them with `papa each` or torchrun")
+            raise MixingError("asynchronous members have no group: start them with `papa each`")
         if not isinstance(optimizer, Optimizer) and isinstance(optimizer, Sequence):
             raise MixingError(f"asynchronous members have one optimizer each, found {len(optimizer)}")
         return _join_asynchronously(model, optimizer, rule, num_steps=num_steps, **options)

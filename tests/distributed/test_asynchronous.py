@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, optim
 
@@ -24,11 +23,8 @@ import papa
 from papa import MergeAll, Push, average_soup, join
 from papa.cli import main
 from papa.core.group import LocalGroup
-from papa.distributed import published
-from papa.distributed.asynchronous import AsyncAverager
-from papa.distributed.published import PublishedFiles, PublishedStore, receive_content, send_content
-from papa.errors import ConfigError, LostError, MemberError, MixingError
-from papa.files.storage import parse_tensors
+from papa.distributed.asynchronous import AsyncAverager, PublishedFiles
+from papa.errors import ConfigError, MemberError, MixingError
 
 SCRIPT = Path(__file__).parents[1] / "async_script.py"
 RULE = Push(alpha=0.8, every_steps=2)
@@ -159,9 +155,9 @@ def test_weights_that_are_not_finite_are_never_published(tmp_path: Path) -> None
     train_(averagers[1])
     with torch.no_grad():
         net[2].weight[0, 0] = float("nan")
-    before = averagers[1].published.read(1)
+    before = averagers[1].published.version(1)
     assert averagers[1].publish() == 0
-    assert averagers[1].published.read(1) == before
+    assert averagers[1].published.version(1) == before
     found = averagers[1].step()
     others = torch.stack([weights_of(averagers[member].population[0]) for member in (0, 2)])
     restarted = others.mean(dim=0)
@@ -187,7 +183,7 @@ def test_a_member_that_is_not_finite_and_alone_takes_its_published_weights_or_st
         strict.step()
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     for rule, found in [(MergeAll(every_steps=2), "MergeAll"), (Push(alpha=0.9, delay=2), "a Push with a delay")]:
         with pytest.raises(
             MixingError, match=f"need a Push without a delay, got {found}: every other rule acts on all"
@@ -203,12 +199,6 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         join(*make_member(0), RULE, asynchronous=True, merge_hooks=())
     with pytest.raises(MixingError, match="asynchronous members have no group"):
         join(*make_member(0), RULE, asynchronous=True, group=LocalGroup())
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"the store at 127.0.0.1:9 ends with rank 0"):
-        join(*make_member(0), RULE, asynchronous=True)
-    with pytest.raises(ConfigError, match="the address is 'here', expected host and port"):
-        PublishedStore("here", 2)
 
 
 def train_with_hooks(net: nn.Module, optimizer: optim.Optimizer, num_steps: int) -> None:
@@ -218,56 +208,42 @@ def train_with_hooks(net: nn.Module, optimizer: optim.Optimizer, num_steps: int)
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["directory", "store"])
-def test_three_variables_make_a_process_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = str(tmp_path) if kind == "directory" else f"tcp://127.0.0.1:{server.port}"
-    for name, value in {"PAPA_MEMBER": "1", "PAPA_MEMBERS": "2", "PAPA_PUBLISHED": where}.items():
+def test_three_variables_make_a_process_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PAPA_MEMBER": "1", "PAPA_MEMBERS": "2", "PAPA_PUBLISHED": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     net, optimizer = make_member(0)
     joined = join(net, optimizer, RULE, num_steps=7)
     assert (joined.num_steps_taken, joined.averager.member) == (0, 1)  # type: ignore[union-attr]
     train_with_hooks(net, optimizer, 7)
     joined.close()
-    content = joined.averager.published.read(1)  # type: ignore[union-attr]
-    assert content is not None
-    tensors, metadata = parse_tensors(content)
+    found = joined.averager.published.read(1)  # type: ignore[union-attr]
+    assert found is not None
+    tensors, metadata = found
     assert metadata["step"] == "7"  # the last step published, though no push was due
     assert is_same(tensors, dict(net.state_dict()))
     assert torch.equal(weights_of(joined.soup()), weights_of(net))
-    if kind == "store":
-        joined.averager.published.close()  # type: ignore[union-attr]
     again = join(*make_member(3), RULE, num_steps=7)
     assert again.num_steps_taken == 7
     assert torch.equal(weights_of(again.population[0]), weights_of(net))
-    if kind == "store":
-        again.averager.published.close()  # type: ignore[union-attr]
 
 
-CONTENT_BYTES = 300_000
+NUM_NUMBERS = 100_000
 
 
 def write_files(directory: str) -> None:
     files, number = PublishedFiles(directory), 0
     while True:
         number += 1
-        files.publish(0, [bytes([number % 251]) * (CONTENT_BYTES // 10)] * 10)
+        files.publish(0, {"numbers": torch.full((NUM_NUMBERS,), number)}, {})
 
 
-def write_store(port: int) -> None:
-    store, number = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 0
-    while True:
-        number += 1
-        send_content(store, "0", bytes([number % 251]) * CONTENT_BYTES)
-        time.sleep(0.005)  # a reader gets nothing while content is replaced faster than it can be read
-
-
-def torture(write: Callable[..., None], argument: Any, read: Callable[[], bytes | None]) -> None:
+def test_no_reader_sees_a_part_of_a_file(tmp_path: Path) -> None:
     """Two processes write as one member; one of them is killed again and again. Every content read must be whole."""
+    files = PublishedFiles(tmp_path)
     context = multiprocessing.get_context("fork")  # they import nothing and use no autograd
 
     def start() -> BaseProcess:
-        process = context.Process(target=write, args=(argument,), daemon=True)
+        process = context.Process(target=write_files, args=(str(tmp_path),), daemon=True)
         process.start()
         return process
 
@@ -275,11 +251,11 @@ def torture(write: Callable[..., None], argument: Any, read: Callable[[], bytes 
     seen = set()
     try:
         for number in range(4000):
-            content = read()
-            if content is not None:
-                assert len(content) == CONTENT_BYTES
-                assert content == content[:1] * CONTENT_BYTES
-                seen.add(content[:1])
+            found = files.read(0)
+            if found is not None:
+                numbers = found[0]["numbers"]
+                assert torch.equal(numbers, numbers[:1].expand(NUM_NUMBERS))
+                seen.add(int(numbers[0]))
             if number >= 400 and len(seen) > 10:
                 break
             if number % 40 == 39:
@@ -291,57 +267,14 @@ def torture(write: Callable[..., None], argument: Any, read: Callable[[], bytes 
             writer.kill()
             writer.join()
     assert len(seen) > 10
-
-
-def test_no_reader_sees_a_part_of_a_file(tmp_path: Path) -> None:
-    files = PublishedFiles(tmp_path)
-    torture(write_files, str(tmp_path), lambda: files.read(0))
     files.remove_unfinished(0)
     assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]
-
-
-def test_no_reader_sees_a_part_of_what_is_in_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "CHUNK_BYTES", CONTENT_BYTES // 7)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def read() -> bytes | None:
-        found = receive_content(server, "0")
-        return None if found is None else found[1]
-
-    torture(write_store, server.port, read)
-    assert server.num_keys() <= 8 * published.NUM_NAMED + 4  # of hundreds of publications
 
 
 def eventually(condition: Callable[[], bool]) -> None:
     """Wait for a thread."""
     while not condition():
         time.sleep(0.01)
-
-
-def test_members_meet_at_a_store_and_survive_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port, address = server.port, f"127.0.0.1:{server.port}"
-    stores = [PublishedStore(address, 2) for _ in range(2)]
-    averagers = [
-        AsyncAverager(*make_member(member), RULE, stores[member], member=member, num_members=2) for member in range(2)
-    ]
-    eventually(lambda: stores[0].version(1) is not None and stores[1].version(0) is not None)
-    train_(averagers[0])
-    assert train_(averagers[0]).counted == (0, 1)
-    eventually(lambda: stores[1].read(0) == stores[0].read(0))
-    server = None  # it ends, and another one begins, which is empty
-    train_(averagers[0])
-    assert train_(averagers[0]).counted == (0, 1)
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    eventually(lambda: stores[1].read(0) == stores[0].read(0))
-    assert "members go on alone" in caplog.text
-    train_(averagers[0])
-    for store in stores:
-        store.close()
-    again = PublishedStore(address, 2)
-    assert again.read(1) == stores[1].read(1)
-    assert again.read(0) == stores[0].read(0)
-    again.close()
 
 
 @pytest.fixture
@@ -396,14 +329,6 @@ def test_the_soup_is_without_members_that_failed_for_good(tmp_path: Path, capfd:
     assert is_same(load_file(tmp_path / "soup.safetensors"), dict(net.state_dict()))
 
 
-@pytest.mark.usefixtures("importable")
-def test_nobody_waits_for_a_stopped_rank_of_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    done = subprocess.run([*command, str(tmp_path), "1=stopped"], capture_output=True, text=True, check=True)
-    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
-    assert "counted (0,)" in done.stdout  # the stopped rank was stale at the end
-
-
 def test_wrong_uses_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["each", "--members", "2", "--published", str(tmp_path), "--", "true"]) == 2
     assert "--published and --resume are for --asynchronous" in capsys.readouterr().err
@@ -435,9 +360,3 @@ def test_members_end_when_the_process_that_started_them_is_killed(tmp_path: Path
     each.kill()
     each.wait()
     eventually(lambda: not any(map(is_there, members)))
-
-
-def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "CONNECT_TIMEOUT", published.datetime.timedelta(milliseconds=200))
-    with pytest.raises(LostError, match=r"cannot connect to 127.0.0.1:9: does the store run"):
-        PublishedStore("127.0.0.1:9", 2)

@@ -94,8 +94,9 @@ def _run(options: EachOptions, command: Sequence[str]) -> int:
 
 
 def _run_asynchronously(options: EachOptions, command: Sequence[str]) -> int:
+    from papa.distributed.asynchronous import PublishedFiles
     from papa.distributed.each import run_asynchronously
-    from papa.distributed.published import PUBLISHED, PublishedFiles
+    from papa.distributed.members import PUBLISHED
 
     with _directory(options) as directory:
         published = PublishedFiles(directory)

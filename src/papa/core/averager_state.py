@@ -94,13 +94,10 @@ class AveragerState(ABC):
         Waits for the mean of a delayed push, but does not apply it early.
         """
         if self._pending is not None:
-            self._pending.settle(self.population)  # until then the last means may still change
-        means = {
-            f"mean.{dtype_name(dtype)}": mean.clone() for dtype, mean in self.population.group.last_means().items()
-        }
+            self._pending.settle(self.population)
         states: list[PendingState] = []
         for index in range(len(self.population)):
-            tensors, numbers = {**means, **self._rows.tensors_of(index)}, {}
+            tensors, numbers = self._rows.tensors_of(index), {}
             if self._pending is not None:
                 rows, push = self._pending.member_state(self.population, index)
                 tensors.update({f"push.{name}": row for name, row in rows.items()})
@@ -111,10 +108,8 @@ class AveragerState(ABC):
     def pending_templates(self) -> dict[str, Tensor]:
         """Tensors of the shapes and dtypes that `pending_states` may contain for a member."""
         rows = {dtype_name(dtype): matrix[0] for dtype, matrix in self.population.matrices.items()}
-        wide = {name: row if row.element_size() >= 4 else row.float() for name, row in rows.items()}
         extra = {f"row.{one.name}.{name}": row for one in self.rule.extra_rows for name, row in rows.items()}
-        pushes = {f"push.{name}": row for name, row in rows.items()}
-        return pushes | {f"mean.{n}": row for n, row in wide.items()} | extra
+        return {f"push.{name}": row for name, row in rows.items()} | extra
 
     def row_names(self, member: int) -> list[str]:
         """The names of the rule's own rows in the state of a member."""
@@ -122,15 +117,7 @@ class AveragerState(ABC):
 
     def load_pending_states(self, states: Sequence[PendingState]) -> None:
         """Continue from `pending_states`, for the members that are local now."""
-        tensors, numbers = states[0]
-        matrices = {dtype_name(dtype): rows for dtype, rows in self.population.matrices.items()}
-        self.population.group.set_last_means(
-            {
-                rows.dtype: tensors[f"mean.{name}"].to(rows.device)
-                for name, rows in matrices.items()
-                if f"mean.{name}" in tensors
-            }
-        )
+        _, numbers = states[0]
         pushes = [
             ({name.removeprefix("push."): row for name, row in rows.items() if name.startswith("push.")}, push)
             for rows, push in states

@@ -153,14 +153,6 @@ class Group(Protocol):
         """The sum of `values` over the processes that hold shards of the same member."""
         return values
 
-    def last_means(self) -> dict[torch.dtype, Tensor]:
-        """The state of the exchange that a checkpoint must keep, by dtype."""
-        return {}
-
-    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
-        """Restore what `last_means` returned."""
-        return
-
     def all_gather(self, values: list[T]) -> list[T]:
         """The values of all processes in rank order, which is member order for one value per local member."""
 

@@ -4,18 +4,24 @@ When its push is due, a member reads the newest weights that the others have pub
 
     w_j <- a w_j + (1 - a) mean,   mean = (w_j + sum of the newest weights of the others that count) / their number
 
-Then it publishes its own. What others published does not count any more once this member has taken more than
-`max_staleness` steps since it first saw it: they are stopped, dead or far too slow.
+Then it publishes its own, as a file in a directory that all members share. What others published does not count any
+more once this member has taken more than `max_staleness` steps since it first saw it: they are stopped, dead or far too
+slow.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,14 +35,76 @@ from papa.core.population import Population
 from papa.core.product import accumulation_dtype
 from papa.core.push import Push
 from papa.core.rules import AveragingContext, Rule
-from papa.distributed.published import Published
-from papa.errors import MemberError, MixingError
-from papa.files.storage import network_parts, parse_tensors
+from papa.errors import MemberError, MixingError, RunError
 
 NUM_PUSHES_TO_STALE = 10
 """Without `max_staleness`, weights count for this many pushes of the member that reads them."""
 
 OnOwnNonFinite: TypeAlias = Literal["restart", "stop"]
+
+
+class PublishedFiles:
+    """The newest weights of each member in one directory: `0.safetensors`, `1.safetensors` and so on.
+
+    A reader gets the whole content of one publication, never a part of one or a mix of two, however the writer is
+    stopped or killed: a file is written under a hidden name, renamed when it is complete, and never changed. The
+    directory is made if it does not exist.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot write {self.directory}: {error.strerror}") from error
+
+    def path(self, member: int) -> Path:
+        """The file of a member."""
+        return self.directory / f"{member}.safetensors"
+
+    def publish(self, member: int, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+        """Make these tensors the newest of a member, and return the number of bytes."""
+        # Copies, since a file of the safetensors library has no tied tensors.
+        copies = {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in state.items()
+        }
+        content = safetensors.torch.save(copies, {"format": "pt", **metadata})
+        # A name of its own: the process that this one replaces may still be there, and write.
+        partial = self.directory / f".{member}.{uuid.uuid4().hex}.partial"
+        try:
+            try:
+                partial.write_bytes(content)
+                os.replace(partial, self.path(member))
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise RunError(f"cannot write {self.path(member)}: {error.strerror}") from error
+        return len(content)
+
+    def version(self, member: int) -> str | None:
+        """Changes with each publication of a member; None before the first."""
+        try:
+            status = os.stat(self.path(member))
+        except FileNotFoundError:
+            return None
+        return f"{status.st_ino} {status.st_mtime_ns}"
+
+    def read(self, member: int) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """The tensors and the metadata that a member published last; None before the first."""
+        try:
+            content = self.path(member).read_bytes()
+        except FileNotFoundError:
+            return None
+        tensors = safetensors.torch.load(content)  # checks the header
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return tensors, header.get("__metadata__", {})
+
+    def remove_unfinished(self, member: int) -> None:
+        """Remove what a killed process of this member left half-written."""
+        for partial in self.directory.glob(f".{member}.*.partial"):
+            partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +125,7 @@ class AsyncAverager:
     Args:
         model: this process's member.
         optimizer: its optimizer.
-        rule: a `Push` without a delay. Every other rule acts on all members at one moment, which does not exist here.
+        rule: a `Push`. Every other rule acts on all members at one moment, which does not exist here.
         published: where members publish their weights.
         member: the index of this member.
         num_members: the number of members.
@@ -74,7 +142,7 @@ class AsyncAverager:
         model: nn.Module,
         optimizer: Optimizer,
         rule: Rule,
-        published: Published,
+        published: PublishedFiles,
         *,
         member: int,
         num_members: int,
@@ -83,7 +151,13 @@ class AsyncAverager:
         on_nonfinite: OnOwnNonFinite = "restart",
         max_staleness: int | None = None,
     ) -> None:
-        self.rule = _checked(rule).for_length(num_steps)
+        if not isinstance(rule, Push) or rule.num_delay_steps:
+            found = "a Push with a delay" if isinstance(rule, Push) else type(rule).__name__
+            raise MixingError(
+                f"asynchronous members need a Push without a delay, got {found}: every other rule acts on all members "
+                "at one moment, and asynchronous members share none"
+            )
+        self.rule = rule.for_length(num_steps)
         if on_nonfinite not in ("restart", "stop"):
             raise MixingError(
                 f"on_nonfinite is {on_nonfinite!r}, expected 'restart' or 'stop' for asynchronous members"
@@ -165,7 +239,7 @@ class AsyncAverager:
         if not self.population._is_finite(0):
             return 0
         metadata = {"member": str(self.member), "step": str(self.num_steps_taken)}
-        return self.published.publish(self.member, network_parts(self.population[0], metadata))
+        return self.published.publish(self.member, self.population[0].state_dict(), metadata)
 
     def soup(self) -> nn.Module:
         """The average soup of this member and the others that count, as a separate network. Nobody needs to wait."""
@@ -221,41 +295,39 @@ class AsyncAverager:
 
     def _read(self, member: int) -> dict[str, Tensor] | None:
         """The tensors that a member published last."""
-        content = self.published.read(member)
-        if content is None:
+        found = self.published.read(member)
+        if found is None:
             return None
-        tensors, _ = parse_tensors(content)
+        tensors, _ = found
         for name, own in named_tensors(self.population[0], self.population.averaged).items():
             other = tensors.get(name)
             if other is None or other.shape != own.shape or other.dtype != own.dtype:
-                found = "no such tensor" if other is None else f"{other.dtype} of shape {tuple(other.shape)}"
+                theirs = "no such tensor" if other is None else f"{other.dtype} of shape {tuple(other.shape)}"
                 raise MemberError(
                     f"member {self.member} has '{name}' as {own.dtype} of shape {tuple(own.shape)}, member {member} "
-                    f"has published {found}: all members of a population must share one architecture"
+                    f"has published {theirs}: all members of a population must share one architecture"
                 )
         return tensors
 
     def _continue_(self) -> None:
         """Take up the weights that an earlier process of this member has published."""
-        content = self.published.read(self.member)
-        if content is None:
-            return
-        self._read(self.member)  # checks
-        tensors, metadata = parse_tensors(content)
-        self.population[0].load_state_dict(tensors)
-        self.num_steps_taken = int(metadata["step"])
+        found = self.published.read(self.member)
+        if found is not None:
+            self._read(self.member)  # checks
+            self.population[0].load_state_dict(found[0])
+            self.num_steps_taken = int(found[1]["step"])
 
     def _check_(self) -> tuple[NonFiniteMember, ...]:
         self.population.refresh_()
         if self.population._is_finite(0):
             return ()
-        content = self.published.read(self.member)
-        if self.on_nonfinite == "stop" or content is None:
+        last = self.published.read(self.member)
+        if self.on_nonfinite == "stop" or last is None:
             raise MemberError(
                 f"member {self.member} is non-finite at step {self.num_steps_taken}: look for what made it diverge: "
                 "the learning rate, the loss, the data"
             )
-        self.population[0].load_state_dict(parse_tensors(content)[0])  # also what is not averaged
+        self.population[0].load_state_dict(last[0])  # also what is not averaged
         total, counted = self._sum(self.live())
         if counted:
             self._write_(total, 1.0 / len(counted), 0.0)
@@ -268,13 +340,3 @@ class AsyncAverager:
         total = "" if self.num_steps is None else f" of {self.num_steps}"
         steps = f"step {self.num_steps_taken}{total}, {self.num_averagings} averagings"
         return f"AsyncAverager({self.rule}, member {self.member} of {self.num_members}, {steps})"
-
-
-def _checked(rule: Rule) -> Rule:
-    if isinstance(rule, Push) and not rule.num_delay_steps:
-        return rule
-    found = "a Push with a delay" if isinstance(rule, Push) else type(rule).__name__
-    raise MixingError(
-        f"asynchronous members need a Push without a delay, got {found}: every other rule acts on all members at one "
-        "moment, and asynchronous members share none"
-    )

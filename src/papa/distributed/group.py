@@ -8,7 +8,7 @@ is faster.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,11 +19,11 @@ from papa.core import mixing
 from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
 from papa.core.group import zeros
 from papa.core.product import BlockUpdate, combine_block_, mix_columns_
-from papa.core.row_measures import is_finite, squared_distances_by_block
+from papa.core.row_measures import squared_distances_by_block
 from papa.distributed.background import BackgroundThread
 from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
 from papa.distributed.exchange import ColumnExchange
-from papa.distributed.reduce import AllReduceMean, DifferenceMean, MeanReducer, mean_by_chunk
+from papa.distributed.reduce import AllReduceMean, mean_by_chunk
 from papa.errors import ConfigError, MemberError, did_you_mean
 
 T = TypeVar("T")
@@ -31,7 +31,6 @@ T = TypeVar("T")
 EXCHANGES = {
     "exact": "columns of all rows by all-to-all, with the bits of a single process",
     "fast": "the mean row by a float32 all-reduce, with last bits that depend on the number of processes",
-    "bfloat16": "as fast, but sends differences to the last mean as bfloat16",
 }
 
 
@@ -40,7 +39,7 @@ class DistributedGroup(MultiProcessGroup):
 
     Args:
         group: the processes, with one or more members on each; None for all of `torch.distributed`.
-        exchange: `exact`, `fast` or `bfloat16`; see `EXCHANGES`.
+        exchange: `exact` or `fast`; see `EXCHANGES`.
         data_group: the processes that train the same member as this one, where there are several; where they differ
             (BatchNorm statistics), rank 0 of this group counts.
     """
@@ -65,7 +64,6 @@ class DistributedGroup(MultiProcessGroup):
         self.is_leader = self.is_leader and (data_group is None or data_group.rank() == 0)
         self._columns: ColumnExchange | None = None
         self._background: tuple[ColumnExchange, BackgroundThread] | None = None
-        self._last_means: dict[torch.dtype, Tensor] = {}
 
     @property
     def local_rank(self) -> int:
@@ -184,20 +182,10 @@ class DistributedGroup(MultiProcessGroup):
         self._connect(len(rows)).update_([rows], update)
 
     def _push_(self, rows: Tensor, keep: float) -> None:
-        for columns, wide, mean in mean_by_chunk(rows, self._reducer(self._connect(len(rows)), rows)):
+        for columns, wide, mean in mean_by_chunk(rows, AllReduceMean(self._connect(len(rows)))):
             wide.lerp_(mean, 1.0 - keep)
             if wide.dtype != rows.dtype:
                 rows[:, columns].copy_(wide)
-
-    def _reducer(self, exchange: ColumnExchange, rows: Tensor) -> MeanReducer:
-        if self.exchange == "fast":
-            return AllReduceMean(exchange)
-        last = self._last_means.get(rows.dtype)
-        is_new = last is None or not is_finite(last)  # a difference to a non-finite number is not finite either
-        if is_new:
-            dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
-            self._last_means[rows.dtype] = torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
-        return DifferenceMean(exchange, self._last_means[rows.dtype], is_new=is_new)
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         return _combine(self._connect(len(rows)), rows, weights, out)
@@ -233,7 +221,7 @@ class DistributedGroup(MultiProcessGroup):
         if self.exchange == "exact" or rows.is_complex() or not is_mean_of_all:
             return _combine(exchange, rows, weights)
         mean = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        for columns, _, part in mean_by_chunk(rows, self._reducer(exchange, rows)):
+        for columns, _, part in mean_by_chunk(rows, AllReduceMean(exchange)):
             mean[columns].copy_(part)
         return mean
 
@@ -269,13 +257,6 @@ class DistributedGroup(MultiProcessGroup):
         """Also over the processes that train the same member."""
         found = super().all_max(*values)
         return found if self.data_group is None else all_max(found, self.data_group)
-
-    def last_means(self) -> dict[torch.dtype, Tensor]:
-        """For `bfloat16`, the means that the next differences are taken to."""
-        return dict(self._last_means)
-
-    def set_last_means(self, means: Mapping[torch.dtype, Tensor]) -> None:
-        self._last_means = {dtype: mean.clone() for dtype, mean in means.items()}
 
 
 def _combine(exchange: ColumnExchange, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
+from papa.distributed.asynchronous import PublishedFiles
 from papa.distributed.collectives import OwnGroup, own_groups
 from papa.distributed.group import DistributedGroup
 from papa.distributed.torchrun import RENDEZVOUS_TIMEOUT, agree_on_session, rank_of_torchrun, rendezvous_errors
@@ -28,6 +29,9 @@ MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_ST
 """The environment variables of a member's process: its index, the number of members, the address of the store, the
 number of this start (restarted members must not read the messages of those before), and the directory for its final
 weights."""
+
+PUBLISHED = "PAPA_PUBLISHED"
+"""The environment variable with the directory in which asynchronous members publish their weights."""
 
 SOUP = "soup"
 """The file in that directory with the path of a soup that members wrote themselves."""
@@ -114,6 +118,19 @@ def report_soup(path: str | os.PathLike[str]) -> None:
     """Report to `papa each`, if it started this process, where the members wrote their soup."""
     if WEIGHTS in os.environ:
         Path(os.environ[WEIGHTS], SOUP).write_text(os.fspath(path))
+
+
+def published_of_environment() -> tuple[PublishedFiles, int, int]:
+    """Where the members that `papa each --asynchronous` started publish; this member; their number."""
+    found = member_of_environment()
+    if PUBLISHED not in os.environ or found is None:
+        raise ConfigError(
+            "this process is not one of several asynchronous members: start it with "
+            "`papa each --members 3 --asynchronous -- python train.py`"
+        )
+    files = PublishedFiles(os.environ[PUBLISHED])
+    files.remove_unfinished(found[0])
+    return files, *found
 
 
 def _data_group() -> dist.ProcessGroup | None:

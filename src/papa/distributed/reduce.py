@@ -1,4 +1,4 @@
-"""The exchanges by sums: the mean row of all members from fewer bytes, but with last bits that depend on the processes.
+"""The exchange by sums: the mean row of all members from fewer bytes, but with last bits that depend on the processes.
 
 Each process adds up its own rows; the sums are then added over processes, a chunk of columns at a time, with several
 chunks under way.
@@ -6,16 +6,13 @@ chunks under way.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from papa.core.group import balanced_ranges
 from papa.distributed.collectives import connection_errors
 from papa.distributed.exchange import ColumnExchange, Wait
 
@@ -50,56 +47,7 @@ class AllReduceMean:
         return wait
 
 
-class DifferenceMean:
-    """The mean as the last mean plus a sum of differences, which travel as bfloat16 (`exchange="bfloat16"`).
-
-    Every rank keeps the last mean. The rounding error is relative to how far members moved, not to their weights, and
-    does not accumulate: the next difference is taken to the mean that all ranks have. Differences are added in float32;
-    each rank adds up its part of the columns in rank order and sends the sum to all, so all ranks have the same bits.
-
-    `last` is changed in place. With `is_new` it is zero because there was no mean yet; the differences then travel in
-    full precision.
-    """
-
-    chunk_bytes = 4 << 20  # small, so that rounding and adding overlap with communication
-
-    def __init__(self, exchange: ColumnExchange, last: Tensor, *, is_new: bool) -> None:
-        self.exchange = exchange
-        self.last = last
-        self._sent_dtype = last.dtype if is_new else torch.bfloat16
-        self._share_previous: Callable[[], Wait] | None = None
-
-    def start(self, rows: Tensor, columns: slice) -> Wait:
-        last, exchange, num_ranks = self.last[columns], self.exchange, self.exchange.num_ranks
-        difference = add_rows(rows - last).div_(exchange.size).to(self._sent_dtype)
-        sizes = [len(part) for part in balanced_ranges(len(difference), num_ranks)]
-        mine = sizes[exchange.rank]
-        parts = torch.empty(num_ranks, mine, dtype=self._sent_dtype, device=rows.device)
-        scattered = exchange.start_all_to_all(parts, difference, [mine] * num_ranks, sizes)
-
-        @functools.cache
-        def share_sum() -> Wait:
-            total = add_rows(scattered().to(last.dtype))
-            return exchange.start_all_gather(torch.empty_like(difference), total.to(self._sent_dtype), sizes)
-
-        if self._share_previous is not None:
-            self._share_previous()  # while the differences of this chunk travel
-        self._share_previous = share_sum
-        return lambda: last.add_(share_sum()())
-
-
-MeanReducer: TypeAlias = AllReduceMean | DifferenceMean
-
-
-def add_rows(rows: Tensor) -> Tensor:
-    """The sum of rows, added in their order."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
-def mean_by_chunk(rows: Tensor, reducer: MeanReducer) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def mean_by_chunk(rows: Tensor, reducer: AllReduceMean) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Chunk by chunk: the columns, the local rows in float32 or float64, and the mean row of all members.
 
     The local rows are a view where they have that precision, else a copy.

@@ -43,7 +43,7 @@ REPAIR_SCOPES = ("all", "activations", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
 ENGINES = ("loop", "stacked", "auto")
 ON_NONFINITE = ("restart", "drop", "stop")
-EXCHANGES = ("exact", "fast", "bfloat16")
+EXCHANGES = ("exact", "fast")
 DEPTHS = ("decreasing", "constant", "increasing")
 
 
@@ -270,7 +270,7 @@ class AverageConfig:
     delay: int = option(0, at_least=0)
     """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
     exchange: str = option("exact", known=EXCHANGES)
-    """How weights are sent between machines: exact, fast (float32 sums) or bfloat16 (of differences)."""
+    """How weights are sent between machines: exact, or fast (float32 sums)."""
     ensemble: str = option("logits", known=("logits", "probabilities"))
     """What the ensemble averages over members: logits, or probabilities."""
     measure: bool = True

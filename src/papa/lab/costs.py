@@ -5,7 +5,6 @@ With `n` numbers of `b` bytes per network and `p` members on `R` ranks, a push s
     exact      2 n b (p/R) (R - 1)/R      columns of its rows to the others, and columns of the others' rows back;
                                           n b (m (R - 2) + p)/R from the rank with the most members, m, if they differ
     fast       2 n b (R - 1)/R            an all-reduce in float32 or better
-    bfloat16   4 n (R - 1)/R              a sum over ranks, sent as bfloat16
 
 and takes `bytes / bandwidth + 2 latency` seconds, since the messages are pipelined. A push every `k` steps takes
 `push / (k step + push)` of all time. A delay of `d` steps hides up to `d step` of the push. The time to copy and add
@@ -95,20 +94,18 @@ def cost_of(plan: Plan, exchange: str) -> Cost:
     sent = {
         "exact": network * (local_members * (ranks - 2) + plan.members) / ranks,
         "fast": 2 * wide_network * (ranks - 1) / ranks,
-        "bfloat16": 4 * plan.params * (ranks - 1) / ranks,
     }
     if exchange not in sent:
         raise ConfigError(f"exchange is {exchange}: {did_you_mean(exchange, sent)}")
     seconds = sent[exchange] * 8 / plan.bandwidth + 2 * plan.latency if ranks > 1 else 0.0
     not_hidden = max(0.0, seconds - plan.num_delay_steps * plan.step_time)
     training = plan.every_steps * plan.step_time
-    last_mean = wide_network if exchange == "bfloat16" else 0.0
     return Cost(
         bytes_per_push=sent[exchange],
         bytes_per_step=sent[exchange] / plan.every_steps,
         seconds_per_push=seconds,
         time_lost=seconds / (training + seconds),
         time_lost_delayed=not_hidden / (training + not_hidden),
-        memory_bytes=local_members * network + last_mean,
-        memory_bytes_delayed=(2 * local_members + 1) * network + last_mean,
+        memory_bytes=local_members * network,
+        memory_bytes_delayed=(2 * local_members + 1) * network,
     )

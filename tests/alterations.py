@@ -22,8 +22,6 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_cases import expected_of, load_whole, save, trained_member
 from files.test_weights import save_sharded
 from lab.recipes.test_smoke import smoke_data_config, write_data
-from papa.cli.merges import merge_from
-from papa.cli.soup import SoupOptions
 from papa.errors import PapaError
 from papa.files import open_all, open_weights, soup_files
 from papa.files.storage import save_network
@@ -198,44 +196,11 @@ def sharded(folder: Path) -> Readable:
     return Readable([index, *sorted(folder.glob("*.safetensors"))], read)
 
 
-def adapters(folder: Path) -> Readable:
-    """LoRA adapters with their configs, which are averaged into another."""
-    files = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        (folder / str(seed)).mkdir(parents=True)
-        factors = {"lora_A": torch.randn(2, 4), "lora_B": torch.randn(3, 2)}
-        tensors = {f"base_model.model.layer.{name}.weight": value for name, value in factors.items()}
-        save_network(folder / str(seed) / "adapter_model.safetensors", tensors)
-        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["layer"], "bias": "none"}
-        (folder / str(seed) / "adapter_config.json").write_text(json.dumps(config))
-        files += sorted((folder / str(seed)).iterdir())
-    sources = [folder / "0", folder / "1"]
-    return Readable(files, lambda: soup_files(sources, folder / "soup", overwrite=True))
-
-
 def configuration(folder: Path) -> Readable:
     """The configuration of a run."""
     run = RunDirectory(folder)
     run.create(find("digits").config().to_json())
     return Readable([run.config], lambda: Config.from_json(run.read_config()).check())
-
-
-def merge_configuration(folder: Path) -> Readable:
-    """The YAML file of a merge."""
-    folder.mkdir()
-    names = [folder / f"{seed}.safetensors" for seed in range(3)]
-    for seed, name in enumerate(names):
-        save_network(name, trained_member(torch.optim.SGD, seed=seed)[0])
-    file, soup = folder / "merge.yml", folder / "soup.safetensors"
-    models = "".join(f"- {{model: {name}, parameters: {{weight: 1.0, density: 0.3}}}}\n" for name in names[1:])
-    file.write_text(f"merge_method: ties\nbase_model: {names[0]}\nmodels:\n{models}")
-
-    def read() -> None:
-        found = merge_from(SoupOptions(paths=(), out=soup, config=file))
-        soup_files(found.paths, soup, found.weights, method=found.method, overwrite=True)
-
-    return Readable([file], read)
 
 
 def run_directory(folder: Path) -> Readable:
@@ -290,9 +255,7 @@ def kinds() -> dict[str, Callable[[Path], Readable]]:
         "PyTorch file": torch_file,
         "distributed checkpoint": distributed_checkpoint,
         "sharded index": sharded,
-        "LoRA adapters": adapters,
         "configuration": configuration,
-        "configuration of a merge": merge_configuration,
         "run directory": run_directory,
     }
     recipes = {recipe.config("smoke").data.name: name for name, recipe in RECIPES.items()}

@@ -1,10 +1,9 @@
-"""Files as accelerate, peft, Lightning, transformers and torch.distributed.checkpoint write them."""
+"""Files as accelerate, Lightning, transformers and torch.distributed.checkpoint write them."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import papa
 from checkpoint_jobs import save_sharded, whole_state
 from fork_server import context
-from papa.errors import ConfigError, SoupError
+from papa.errors import SoupError
 from papa.files import diff_files, open_all, open_weights, soup_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, which warn about their own future
@@ -250,7 +249,7 @@ def test_an_altered_distributed_checkpoint_is_refused(tmp_path: Path, alter: Any
         open_weights(folder).read("w")
 
 
-# Folders of model hubs, and adapters
+# Folders of model hubs
 
 
 def tiny_llama(seed: int) -> Any:
@@ -324,81 +323,7 @@ def test_files_beside_a_soup_are_not_overwritten_nor_left_behind(tmp_path: Path)
     assert (tmp_path / "mine" / "README.md").read_text() == "my own"
 
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "equal ranks": {},
-    "other ranks and scales": {"r": 2, "lora_alpha": 16},
-    "patterns": {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 1}},
-    "rank-stabilised": {"use_rslora": True},
-}
-
-
-def save_adapter(folder: Path, seed: int, **options: Any) -> Path:
-    from peft import LoraConfig, get_peft_model
-
-    modules = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
-    model = get_peft_model(tiny_llama(0), LoraConfig(**{"r": 4, "lora_alpha": 8, **modules, **options}))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
-    return folder
-
-
-def merged(folder: Path) -> dict[str, Tensor]:
-    """The weights of the base with an adapter, by PEFT."""
-    from peft import PeftModel
-
-    return dict(PeftModel.from_pretrained(tiny_llama(0), folder).merge_and_unload().state_dict())
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_a_soup_of_adapters_is_the_mean_of_their_products(tmp_path: Path, kind: str) -> None:
-    folders = [save_adapter(tmp_path / "a", 1), save_adapter(tmp_path / "b", 2, **ADAPTERS[kind])]
-    soup = soup_files(folders, tmp_path / "soup", [0.3, 0.7])
-    parts = [merged(folder) for folder in folders]
-    expected = {name: 0.3 * parts[0][name] + 0.7 * parts[1][name] for name in parts[0]}
-    assert_equal(merged(tmp_path / "soup"), expected)
-    assert soup.path.name == "adapter_model.safetensors"
-    assert "library_name: peft" in (tmp_path / "soup" / "README.md").read_text()
-
-
-def test_adapters_have_a_rank_by_svd_and_are_compared_by_products(tmp_path: Path) -> None:
-    folders = [save_adapter(tmp_path / "a", 1), save_adapter(tmp_path / "b", 2)]
-    soup_files(folders, tmp_path / "exact")
-    soup_files(folders, tmp_path / "low", rank=3)
-    base, exact, low = (dict(tiny_llama(0).state_dict()), merged(tmp_path / "exact"), merged(tmp_path / "low"))
-    name = "model.layers.1.self_attn.v_proj.weight"
-    u, s, v = torch.linalg.svd(exact[name] - base[name])
-    torch.testing.assert_close(low[name] - base[name], (u[:, :3] * s[:3]) @ v[:3], rtol=1e-4, atol=1e-5)
-    found = {tensor.name: tensor for tensor in diff_files(*folders).tensors}
-    one, other = (merged(folder)[name] for folder in folders)
-    part = found[f"base_model.model.{name.removesuffix('.weight')}"]
-    assert part.distance == pytest.approx(float((one - other).norm()), rel=1e-4)
-
-
-def test_adapters_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
-    good = save_adapter(tmp_path / "good", 1)
-    config = json.loads((good / "adapter_config.json").read_text())
-    changes: list[dict[str, Any]] = [{"use_dora": True, "peft_type": "LOHA"}, {"alpha_pattern": {"(a+)+": 1}}]
-    for number, change in enumerate(changes):
-        shutil.copytree(good, tmp_path / f"bad-{number}")
-        (tmp_path / f"bad-{number}" / "adapter_config.json").write_text(json.dumps({**config, **change}))
-    shutil.copy(good / "adapter_model.safetensors", tmp_path / "alone.safetensors")
-    paths = [good, tmp_path / "bad-0", tmp_path / "bad-1", tmp_path / "alone.safetensors"]
-    with pytest.raises(SoupError, match="these adapters cannot be averaged") as caught:
-        soup_files(paths, tmp_path / "soup")
-    for part in ("DoRA divides by norms", "of the kind LOHA, expected LORA", "regular expressions", "merge them into"):
-        assert part in str(caught.value)
-    assert str(good) not in str(caught.value)
-    with pytest.raises(SoupError, match="expected a directory: an adapter has a config beside its weights"):
-        soup_files([good], tmp_path / "soup.safetensors")
-    with pytest.raises(ConfigError, match="adapters are averaged by weights alone"):
-        soup_files([good], tmp_path / "soup", stock=good)
-    with pytest.raises(ConfigError, match="the rank is 0, expected at least 1"):
-        soup_files([good], tmp_path / "soup", rank=0)
-    save_file({"w": torch.zeros(2)}, tmp_path / "plain.safetensors")
-    with pytest.raises(ConfigError, match="a rank is for soups of LoRA adapters"):
-        soup_files([tmp_path / "plain.safetensors"], tmp_path / "soup", rank=2)
-    assert not (tmp_path / "soup").exists()
+def test_the_mean_of_lora_factors_is_noted(tmp_path: Path) -> None:
+    save_file({f"layer.lora_{name}.weight": torch.ones(2, 2) for name in "AB"}, tmp_path / "a.safetensors")
+    soup = soup_files([tmp_path / "a.safetensors"] * 2, tmp_path / "soup.safetensors")
+    assert any("average them with peft's add_weighted_adapter" in note for note in soup.notes)

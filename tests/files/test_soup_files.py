@@ -370,8 +370,7 @@ for action in (
     lambda: papa.soup_files(files, folder / "soup.safetensors"),
     lambda: papa.soup_files(files, folder / "half.safetensors", dtype="bfloat16"),
     lambda: papa.files.diff_files(files[0], files[1]),
-    lambda: papa.soup_files(files[1:], folder / "ties.safetensors", method=papa.files.Ties(base=files[0])),
-    lambda: papa.soup_files(files[1:], folder / "slerp.safetensors", method=papa.files.Slerp()),
+    lambda: papa.soup_files(files[1:], folder / "stock.safetensors", stock=files[0]),
     lambda: papa.soup_files([folder / "big.pt"] * 2, folder / "torch.safetensors"),
     lambda: papa.soup_files([folder / "distributed"], folder / "dcp.safetensors"),
 ):

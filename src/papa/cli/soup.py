@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import rich.progress
 import tyro
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Averages the weights in several files into one network, block by block: memory use stays small.
 
 Takes safetensors files; sharded ones by their index or directory; PyTorch files that hold a state dict, directly or
-under state_dict, model_state_dict, model or ema; distributed checkpoints; LoRA adapters. Run directories of papa,
+under state_dict, model_state_dict, model or ema; distributed checkpoints. Run directories of papa,
 directories that Accelerate saved several models to and files of a wrapper with several networks stand for all of them.
 
 examples:
@@ -38,10 +38,7 @@ examples:
   papa soup a.safetensors b.safetensors -o soup.safetensors --stock pretrained.safetensors
   papa soup runs/one -o soup.safetensors --recipe digits --learned
   papa soup runs/one runs/two -o soup.safetensors --recipe digits --align --repair
-  papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB
-  papa soup hub/model-a hub/model-b -o merged --merge ties --base hub/pretrained --density 0.2
-  papa soup lora-a lora-b -o lora-mean --rank 16
-  papa soup --config merge.yml -o merged"""
+  papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +46,11 @@ class SoupOptions(ContextOptions):
     """Options of `papa soup`."""
 
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The files; none with --config."""
+    """The files."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The output: a file that ends in .safetensors, or a directory."""
     weights: str | None = None
-    """One weight for each file, separated by commas, summing to 1 unless the method takes others; None for equal
-    weights."""
+    """One weight for each file, separated by commas, summing to 1; None for equal weights."""
     normalize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Divide the weights by their sum."""
     dtype: str | None = None
@@ -71,25 +67,8 @@ class SoupOptions(ContextOptions):
     """A lower score is better, as a loss is."""
     learned: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Choose the weights that minimise the cross-entropy on the recipe's validation data, or the factory's batches."""
-    merge: Literal["linear", "slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "model_stock"] = "linear"
-    """How files are merged. All but linear and slerp need --base."""
-    base: Path | None = None
-    """The file that all others were fine-tuned from."""
-    t: float | None = None
-    """Of slerp: 0 gives the first file, 1 the second; None for 0.5."""
-    density: str | None = None
-    """Of TIES and DARE: the share of the differences from the base that is kept, or one for each file, separated by
-    commas; None for 0.2 with TIES."""
-    scale: float | None = None
-    """Of task arithmetic, TIES and DARE: what the merged differences are multiplied with; None for 1."""
-    drop_seed: int | None = None
-    """Of DARE: which differences are dropped; None for 0."""
-    config: Path | None = None
-    """A YAML file as mergekit has them, for the methods above; it names the files and settings."""
-    rank: int | None = None
-    """Of LoRA adapters: the rank of their soup, by SVD; None for the exact soup, whose rank is the sum of theirs."""
     stock: Path | None = None
-    """Short for --merge model_stock --base FILE: the mean, moved back toward FILE tensor by tensor (Model Stock)."""
+    """What all files were fine-tuned from; the mean is moved back toward it tensor by tensor (Model Stock)."""
     align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Permute each network's units to match those of the first, by activations. For networks trained separately."""
     repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -106,31 +85,29 @@ class SoupOptions(ContextOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options, config = parse(SoupOptions, arguments, prog="papa soup", description=DESCRIPTION)
-    if not options.paths and options.config is None:
+    if not options.paths:
         raise ConfigError("no file was named, expected files or directories: see papa soup --help")
     if config is None and options.factory is None:
         _check_needs_no_network(options)
-    from papa.cli.merges import merge_from  # imports torch, which help does without
-    from papa.files import soup_files
+    from papa.files import soup_files  # imports torch, which help does without
     from papa.lab.signals import leaving
 
-    merge = merge_from(options)
+    weights = None if options.weights is None else split_weights(options.weights)
     use_one_thread()
     with leaving(), _byte_progress() as bar:
         writing = bar.add_task("", total=None, visible=False)
         soup = soup_files(
-            merge.paths,
+            options.paths,
             options.out,
-            merge.weights,
-            normalize=merge.normalize,
-            dtype=merge.dtype,
+            weights,
+            normalize=options.normalize,
+            dtype=options.dtype,
             key=options.key,
             greedy=options.greedy,
             score=options.score,
             higher_is_better=not options.lower_is_better,
             learned=options.learned,
-            method=merge.method,
-            rank=options.rank,
+            stock=options.stock,
             evaluation_context=context_from(options, config),
             align=options.align,
             repair=options.repair,
@@ -145,6 +122,14 @@ def main(arguments: Sequence[str]) -> int:
     for note in [*soup.notes, *_seen_by_training(options, config)]:
         print(printable(f"note: {note}"))
     return 0
+
+
+def split_weights(text: str) -> list[float]:
+    """Parse weights separated by commas."""
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--weights is '{text}', expected numbers such as 0.5,0.3,0.2") from error
 
 
 def _check_needs_no_network(options: SoupOptions) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
+from papa.core.chosen_soups import stock_ratio
 from papa.errors import SoupError
 from papa.files.storage import TensorInfo
 from papa.files.weights import WeightsFile
@@ -98,27 +99,28 @@ class WeightedAverage:
             yield stored
 
 
-class TensorwiseAverage(WeightedAverage):
-    """A weighted average with weights for each tensor: `weights_of` gives one for each file, by the tensor's name."""
+class StockAverage(WeightedAverage):
+    """Model Stock: the mean of files, moved back toward the base tensor by tensor (`papa.model_stock`)."""
 
-    def __init__(self, files: Sequence[WeightsFile], weights_of: Callable[[str], Sequence[float]]) -> None:
-        self._files, self._weights_of = list(files), weights_of
+    def __init__(self, files: Sequence[WeightsFile], base: WeightsFile) -> None:
+        self._files, self._base = list(files), base
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """One tensor's average."""
-        yield from WeightedAverage(self._files, self._weights_of(name)).blocks(name)
+        """One tensor's average; its share of the mean comes from a first pass over it."""
+        info, count = self._base.tensors[name], len(self._files)
+        ratio = stock_ratio(self._products(name)) if is_averaged(info.dtype) else 1.0
+        weights = [ratio / count] * count + [1.0 - ratio]
+        yield from WeightedAverage([*self._files, self._base], weights).blocks(name)
 
-
-def inner_products(files: Sequence[WeightsFile], name: str, origin: WeightsFile | None = None) -> Tensor:
-    """The inner products of all pairs of files' tensors, or of their differences from an origin's; in float64."""
-    total = torch.zeros(len(files), len(files), dtype=torch.float64)
-    for start in range(0, files[0].tensors[name].numel, BLOCK):
-        stop = min(start + BLOCK, files[0].tensors[name].numel)
-        rows = torch.stack([file.part(name, start, stop).to(torch.float64) for file in files])
-        if origin is not None:
-            rows -= origin.part(name, start, stop).to(torch.float64)
-        total += rows @ rows.T
-    return total
+    def _products(self, name: str) -> Tensor:
+        """The inner products of all pairs of the files' differences from the base, in float64."""
+        total = torch.zeros(len(self._files), len(self._files), dtype=torch.float64)
+        for start in range(0, self._base.tensors[name].numel, BLOCK):
+            stop = min(start + BLOCK, self._base.tensors[name].numel)
+            rows = torch.stack([file.part(name, start, stop).to(torch.float64) for file in self._files])
+            rows -= self._base.part(name, start, stop).to(torch.float64)
+            total += rows @ rows.T
+        return total
 
 
 def nan_error(files: Sequence[WeightsFile], name: str, start: int, stop: int) -> SoupError:

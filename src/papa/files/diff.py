@@ -12,7 +12,6 @@ import torch
 from papa.analysis.interpolation import Curve
 from papa.errors import SoupError
 from papa.evaluation.scores import Evaluation
-from papa.files.adapters import is_adapter, open_adapters, product_weights
 from papa.files.average import WeightedAverage, check_same_architecture, differences, is_averaged
 from papa.files.evaluation_context import evaluation_context_of, load_average_
 from papa.files.opening import open_weights
@@ -89,8 +88,6 @@ def diff_files(
         reset_batch_norm: estimate BatchNorm statistics again at every point between the two.
     """
     one, other = open_weights(first, key=key), open_weights(second, key=key)
-    if is_adapter(one) and is_adapter(other):  # what they add to the weights is compared, not their factors
-        one, other = map(product_weights, open_adapters([one, other]))
     names = [
         name
         for name, info in one.tensors.items()

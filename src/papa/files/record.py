@@ -104,6 +104,11 @@ def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[
         if real in seen:
             notes.append(f"{file.path} was given more than once, and counts each time")
         seen.add(real)
+    if any(".lora_" in name for name in files[0].tensors):
+        notes.append(
+            "the mean of LoRA's factors is not the mean of their products: unless the adapters were trained together, "
+            "average them with peft's add_weighted_adapter"
+        )
     return notes
 
 

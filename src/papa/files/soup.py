@@ -15,18 +15,14 @@ from papa.core.chosen_soups import learned_weights
 from papa.core.soup import GreedySoup, greedy_soup
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation.scores import Evaluation
-from papa.files.adapter_soup import soup_of_adapters
-from papa.files.adapters import is_adapter
-from papa.files.average import WeightedAverage, check_same_architecture
+from papa.files.average import StockAverage, check_same_architecture
 from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
 from papa.files.evaluation_context import evaluation_context_of
 from papa.files.hub import CARD, companions
-from papa.files.methods import Linear, MergeMethod, ModelStock, checked_settings, method_weights
 from papa.files.opening import open_all, open_weights
 from papa.files.output import Output
 from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
-from papa.files.settings import Setting, checked_weights, mean_of
 from papa.files.storage import DTYPE_NAMES, json_text
 from papa.files.weights import PathLike, WeightsFile
 from papa.files.writing import FileSoup, OnProgress, Writing
@@ -41,7 +37,7 @@ OnScore = Callable[[Sequence[Path], float], object]
 def soup_files(
     paths: Sequence[PathLike],
     out: PathLike,
-    weights: Sequence[Setting] | None = None,
+    weights: Sequence[float] | None = None,
     *,
     normalize: bool = False,
     dtype: torch.dtype | str | None = None,
@@ -51,8 +47,6 @@ def soup_files(
     higher_is_better: bool = True,
     learned: bool = False,
     stock: PathLike | None = None,
-    method: MergeMethod | None = None,
-    rank: int | None = None,
     evaluation_context: Any = None,
     align: bool = False,
     repair: bool = False,
@@ -71,8 +65,7 @@ def soup_files(
     Numbers are read, averaged (in float32 or wider) and written block by block. Integer tensors are copied from the
     first file with a weight. The output appears when it is complete, with a `.json` next to it that records what it was
     made of; its metadata holds the same. If the first file is in a folder of a model hub and the output is a directory,
-    config and tokenizer files are copied and a model card is written. Of LoRA adapters the products are averaged, and
-    the soup is an adapter.
+    config and tokenizer files are copied and a model card is written.
 
     Example:
         >>> import tempfile
@@ -86,11 +79,10 @@ def soup_files(
 
     Args:
         paths: safetensors files, indices of sharded ones or their directories, PyTorch files that hold a state dict,
-            distributed checkpoints, LoRA adapters; and what stands for several networks: run directories of papa,
+            distributed checkpoints; and what stands for several networks: run directories of papa,
             directories that Accelerate saved several models to, files of a wrapper with several networks.
         out: a file that ends in .safetensors, or a directory.
-        weights: one for each file, a number or a function of a tensor's name; non-negative and summing to 1, unless
-            the method takes others.
+        weights: one for each file, non-negative and summing to 1.
         normalize: divide the weights by their sum.
         dtype: what floating-point tensors are stored in; None for that of the first file.
         key: the place of the weights in a file, names joined by dots, such as "ema" or "model.members.0"; "members.*"
@@ -101,9 +93,7 @@ def soup_files(
         higher_is_better: whether a higher `score` is better; for the evaluation context it says so itself.
         learned: choose the weights that minimise the cross-entropy on the context's batches (`papa.learned_soup`).
         stock: a file that all others were fine-tuned from; the soup is their mean, moved back toward it tensor by
-            tensor (`papa.model_stock`). Short for `method=papa.files.ModelStock(base=...)`.
-        method: another way to merge: `papa.files.Slerp`, `TaskArithmetic`, `Ties`, `DareLinear`, `DareTies`.
-        rank: the rank of a soup of adapters, by SVD; None for the exact soup, whose rank is the sum of theirs.
+            tensor (`papa.model_stock`).
         evaluation_context: a `papa.files.EvaluationContext` (a network and data), a function that makes one or returns
             `(network, batches)`, or its name `package.module:function`.
         align: permute each network's units to match those of the first, by their activations on the context's batches.
@@ -120,12 +110,10 @@ def soup_files(
         The path of the soup, its members, and every score tried. After an error nothing is left behind.
     """
     max_bytes, stored = parse_size(max_shard_size), _dtype_of(dtype)
-    if stock is not None and method is None:
-        method, stock = ModelStock(base=stock), None
     if score is not None and not greedy:
         raise ConfigError("a score is only used by a greedy soup, and none was requested: leave out the score")
     steps = SoupSteps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
-    _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, method=method, steps=steps)
+    _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, align=align)
     files = _open_checked(paths, key)
     if names is not None:
         if len(names) != len(files):
@@ -133,15 +121,15 @@ def soup_files(
         for file, name in zip(files, names, strict=True):
             file.path = Path(name)
     writing = Writing(max_bytes=max_bytes, overwrite=overwrite, full_digests=full_digests, on_progress=on_progress)
-    if any(map(is_adapter, files)):
-        if greedy or learned or method is not None or steps != SoupSteps() or evaluation_context is not None:
-            raise ConfigError("adapters are averaged by weights alone: leave out the other ways to choose or merge")
-        return soup_of_adapters(files, out, weights, normalize=normalize, dtype=stored, rank=rank, writing=writing)
-    if rank is not None:
-        raise ConfigError("a rank is for soups of LoRA adapters, and these files hold none: leave out the rank")
     check_same_architecture(files)
     output = Output(out)
-    method, row, merge, base = _merge(method, files, weights, normalize=normalize, key=key)
+    row, merge, base = checked_weights(weights, len(files), normalize=normalize), None, None
+    if stock is not None:
+        if len(files) < 2:
+            raise ConfigError(f"Model Stock compares networks, got {len(files)}, expected at least two")
+        base = open_weights(stock, key=key)
+        check_same_architecture([*files, base])
+        merge = StockAverage(files, base)
     context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
     builder = SoupBuilder(files, output.scratch, dtype=stored, context=context, steps=steps, merge=merge)
     if learned:
@@ -176,9 +164,8 @@ def soup_files(
         if learning is not None:
             record["learned"] = {"loss": learning.loss, "losses": list(learning.losses)}
             notes.append(f"the held-out loss is {learning.loss:.6g}, of equal weights {learning.losses[0]:.6g}")
-        if method is not None:
-            record["method"] = method.to_json()
         if base is not None:
+            record["method"] = {"name": "model_stock"}
             record["base"] = {"path": str(base.path), "digest": digest_of(base, full=full_digests)}
         written = writing(output, builder.tensors, builder.blocks(row), members, record, notes, library="transformers")
         if scorer is not None:
@@ -190,56 +177,40 @@ def soup_files(
 
 
 def _check_one_kind(
-    weights: Sequence[Setting] | None,
-    *,
-    greedy: bool,
-    learned: bool,
-    stock: PathLike | None,
-    method: MergeMethod | None,
-    steps: SoupSteps,
+    weights: Sequence[float] | None, *, greedy: bool, learned: bool, stock: PathLike | None, align: bool
 ) -> None:
     """Raise a `ConfigError` for choices that contradict each other."""
     if greedy and weights is not None:
         raise ConfigError("a greedy soup weights its members equally: give weights, or choose a greedy soup")
     kinds = {
-        "given weights": weights is not None and (method is None or not method.takes_weights),
+        "given weights": weights is not None,
         "greedy": greedy,
         "learned": learned,
-        "Model Stock": stock is not None or isinstance(method, ModelStock),
-        "" if method is None else method.name: method is not None and not isinstance(method, ModelStock),
+        "Model Stock": stock is not None,
     }
     chosen = [name for name, is_chosen in kinds.items() if is_chosen]
     if len(chosen) > 1:
         raise ConfigError(f"a soup has one way to choose its weights, got {' and '.join(chosen)}: leave out the others")
-    if method is None:
-        return
-    if steps.align and method.base_path is not None:
+    if align and stock is not None:
         raise ConfigError("networks that were fine-tuned from one start are aligned already: leave out the alignment")
-    if steps != SoupSteps() and not isinstance(method, ModelStock):
-        raise ConfigError(f"{method.name} does not go with alignment, REPAIR or BatchNorm statistics: leave them out")
 
 
-def _merge(
-    method: MergeMethod | None,
-    files: Sequence[WeightsFile],
-    weights: Sequence[Setting] | None,
-    *,
-    normalize: bool,
-    key: str | None,
-) -> tuple[MergeMethod | None, list[float], WeightedAverage | None, WeightsFile | None]:
-    """The method, the share of each file for the record, the merged tensors, and the base; a mean has only shares."""
-    if method is None and any(map(callable, weights or ())):
-        method = Linear()
-    if method is None:
-        return None, checked_weights(weights, len(files), normalize=normalize), None, None
-    base = None
-    checked_settings(method, files)
-    if method.base_path is not None:
-        base = open_weights(method.base_path, key=key)
-        check_same_architecture([*files, base])
-    settings = method_weights(method, weights, files, normalize=normalize)
-    shares = [mean_of(setting, files[0].tensors) for setting in settings]
-    return method, shares, method.average(files, settings, base), base
+def checked_weights(weights: Sequence[float] | None, size: int, *, normalize: bool) -> list[float]:
+    """One weight for each of `size` files, non-negative and summing to 1."""
+    if weights is None:
+        if normalize:
+            raise ConfigError("there are no weights to normalize: give weights, or do not normalize")
+        return [1.0 / size] * size
+    row = torch.tensor(list(weights), dtype=torch.float64)
+    if len(row) != size:
+        raise SoupError(f"there are {len(row)} weights for {size} files, expected one for each")
+    if not torch.isfinite(row).all() or (row < 0).any() or not row.any():
+        raise SoupError(f"the weights are {row.tolist()}, expected finite numbers, none below 0 and some above it")
+    total = float(row.sum())
+    if not normalize and abs(total - 1.0) > mixing.ROW_SUM_TOLERANCE:
+        raise SoupError(f"the weights sum to {total:.6g}, expected 1: correct them, or normalize them")
+    values: list[float] = (row / total).tolist()
+    return values
 
 
 def _open_checked(paths: Sequence[PathLike], key: str | None) -> list[WeightsFile]:

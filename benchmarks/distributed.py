@@ -32,8 +32,6 @@ from papa.lab.costs import Plan, cost_of
 from train import NUM_MEMBERS, train_papa
 
 COLUMNS = 11_000_000
-DELAY = 8
-"""Steps that members train while a push is in flight."""
 MEGABITS = 400
 THROTTLED_COLUMNS = 6_000_000
 
@@ -83,7 +81,7 @@ def time_pushes(shared: SharedMemoryGroup, rounds: int) -> dict[str, float]:
 
 
 def push_over_link(rounds: int) -> None:
-    """The job of each of two machines: time pushes and delayed pushes over the link; rank 0 prints them as JSON."""
+    """The job of each of two machines: time pushes over the link; rank 0 prints them as JSON."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -98,16 +96,6 @@ def push_over_link(rounds: int) -> None:
             logs.append(averager.step())
             times.append(time.perf_counter() - start)
         found[exchange] = {"seconds": min(times), "bytes": logs[-1].bytes}
-        # The same with a delay: steps that leave the processor idle, like those of an accelerator.
-        step_seconds = min(times) / 6
-        delayed = Averager(population, Push(alpha=0.99, every_steps=10, delay=DELAY), measure=False)
-        lost = []
-        for _ in range(10 * (rounds + 1)):
-            time.sleep(step_seconds)
-            log = delayed.step()
-            if log is not None:
-                lost.append(log.seconds)
-        found[exchange]["lost"] = min(lost[1:] or lost)
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()
@@ -195,12 +183,6 @@ def link(rounds: int) -> list[Result]:
             ),
             Result(name=f"link: {exchange}, papa plan's bytes / bytes", ratio=expected.bytes_per_push / found["bytes"]),
             Result(name=f"link: {exchange}, time / papa plan's", ratio=seconds / expected.seconds_per_push, target=1.3),
-            Result(
-                name=f"link: {exchange}, {DELAY} steps later, in which 4/3 of it would fit: share not hidden",
-                seconds=found["lost"],
-                ratio=found["lost"] / seconds,
-                target=0.2,
-            ),
         ]
     return results
 

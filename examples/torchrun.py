@@ -17,7 +17,7 @@ targets = (inputs[:, :4].prod(dim=1) > 0).long()
 net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
 population = papa.Population([net], group=dist.group.WORLD)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-averager = papa.Averager(population, papa.Push(half_life=0.1, every_steps=4, delay=2), optimizer, num_steps=200)
+averager = papa.Averager(population, papa.Push(half_life=0.1, every_steps=4), optimizer, num_steps=200)
 for _ in range(200):
     batch = torch.randint(len(inputs), (64,))
     optimizer.zero_grad()

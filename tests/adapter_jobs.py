@@ -38,7 +38,7 @@ TARGETS = (INPUTS[:, :2].prod(dim=1) > 0).long()
 DATA = TensorDataset(INPUTS, TARGETS)
 STEPS_PER_EPOCH = len(DATA) // BATCH_SIZE
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
-RULE = papa.Push(half_life=0.05, every_steps=3, delay=2)
+RULE = papa.Push(half_life=0.05, every_steps=3)
 """A push is under way at the end of most epochs."""
 
 

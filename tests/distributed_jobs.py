@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import shutil
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -44,7 +43,6 @@ from papa.cli.main import main
 from papa.core import mixing
 from papa.core.group import Group, LocalGroup
 from papa.core.product import ALIGNMENT_BYTES
-from papa.distributed import background
 from papa.distributed.group import DistributedGroup
 from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.errors import LostError
@@ -104,9 +102,6 @@ def operations(group: Group, uneven: bool = False) -> dict[str, Any]:
         rows.copy_(start)
         for name, weights in SOUPS.items():
             found[f"{dtype} {lines} {name}"] = digest(group.combine(rows, torch.tensor(weights, dtype=torch.float64)))
-        found[f"{dtype} {lines} started"] = digest(
-            group.begin_mean(rows, rows.clone(), mixing.soup_row(SIZE, range(SIZE)))()
-        )
         if not dtype.is_complex:
             found[f"{dtype} {lines} distances"] = group.squared_distances(rows).tolist()
     return found
@@ -121,21 +116,6 @@ def distributed_operations(group: SharedMemoryGroup) -> dict[str, Any]:
     if group.num_ranks == 2:
         found.update({f"uneven {name}": value for name, value in operations(DistributedGroup(), uneven=True).items()})
     return found
-
-
-def delayed_pushes(group: Group, *, save_at: int | None = None) -> dict[str, Any]:
-    """Delayed pushes of members that move in between; optionally saved and loaded on the way."""
-    population = Population([group_jobs.make_member(member) for member in group.local_range(SIZE)], group)
-    averager = Averager(population, Push(alpha=0.7, every_steps=5, delay=2))
-    logs = []
-    for step in range(1, 19):
-        group_jobs.add_noise_(population, step)
-        logs.append(averager.step())
-        if step == save_at:
-            state = averager.state_dict()
-            averager = Averager(population, averager.rule)
-            averager.load_state_dict(state)
-    return {"states": states_of(population), "logs": logs}
 
 
 def fast_pushes(group: Group) -> dict[str, Any]:
@@ -253,9 +233,6 @@ def run_distributed(group: SharedMemoryGroup) -> dict[str, Any]:
     return {
         "operations": distributed_operations(group),
         "rules": group_jobs.apply_every_rule(DistributedGroup()),
-        "delayed": delayed_pushes(DistributedGroup()),
-        "delayed, shared": delayed_pushes(group),
-        "delayed, resumed": delayed_pushes(DistributedGroup(), save_at=11),
         "half precision": half_precision_bytes(),
         "pushes": pushes_by_exchange(),
         "aligned": repair_and_align(DistributedGroup()),
@@ -274,10 +251,10 @@ def mismatch_errors() -> dict[str, str]:
     def disagree_on(rule: Push, **options: Any) -> str:
         return message_of(lambda: Averager(Population([nn.Linear(3, 2)], world), rule, **options))
 
-    def push_at(lr_ratio: float, on_nonfinite: str | None, delay: int) -> str:
+    def push_at(lr_ratio: float, on_nonfinite: str | None) -> str:
         averager = Averager(
             Population([nn.Linear(3, 2)], world),
-            Push(alpha=0.99, every_steps=3, delay=delay),
+            Push(alpha=0.99, every_steps=3),
             on_nonfinite=on_nonfinite,
         )
         averager.step(lr_ratio), averager.step(lr_ratio)
@@ -293,10 +270,7 @@ def mismatch_errors() -> dict[str, str]:
         "alpha": disagree_on(Push(alpha=0.9 - 0.1 * rank)),
         "cadence": disagree_on(Push(alpha=0.99, every_steps=10 + rank)),
         "steps": disagree_on(Push(alpha=0.99), num_steps=100 + rank),
-        **{
-            f"learning rate, {policy}, {delay}": push_at(1.0 - 0.25 * min(rank, 1), policy, delay)
-            for policy, delay in (("restart", 0), ("restart", 2), (None, 0))
-        },
+        **{f"learning rate, {policy}": push_at(1.0 - 0.25 * min(rank, 1), policy) for policy in ("restart", None)},
         "too many": message_of(lambda: DistributedGroup().local_range(1)),
         "exchange": message_of(lambda: DistributedGroup(exchange="quick")),
     }
@@ -403,23 +377,6 @@ def lose_rank_1(how: str, rank: int, rendezvous: str, said: Path) -> None:
     os._exit(0)
 
 
-def exit_during_push(how: str) -> None:
-    """A script that ends before its last delayed push is applied."""
-    dist.init_process_group("gloo")
-    population = Population([nn.Linear(600, 600)], dist.group.WORLD)
-    averager = Averager(population, Push(alpha=0.9, every_steps=4, delay=2), measure=False, on_nonfinite=None)
-    for _ in range(4):
-        averager.step()
-    if how == "connections closed":
-        dist.destroy_process_group()
-    if how == "rank 1 takes no part":
-        background.SHUTDOWN_TIMEOUT = 2.0
-        rank = dist.get_rank()
-        for _ in range(2 if rank else 4):
-            averager.step()
-        if rank:
-            time.sleep(600)
-    sys.stdout.write("done")
 
 
 def run_local() -> dict[str, Any]:
@@ -428,7 +385,6 @@ def run_local() -> dict[str, Any]:
     return {
         "operations": operations(LocalGroup()),
         "rules": group_jobs.apply_every_rule(LocalGroup()),
-        "delayed": delayed_pushes(LocalGroup()),
         "pushes": fast_pushes(LocalGroup()),
         "aligned": repair_and_align(LocalGroup()),
         "training": train_and_finalize(LocalGroup()),

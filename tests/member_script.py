@@ -20,7 +20,7 @@ def main() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    rule = papa.Push(half_life=0.2, every_steps=4, delay=2 if "delayed" in sys.argv else 0)
+    rule = papa.Push(half_life=0.2, every_steps=4)
     joined = papa.join(net, optimizer, rule, num_steps=20)
     start = directory / f"start-{seed}"
     is_first_start = not start.exists()

@@ -25,7 +25,7 @@ RULES: list[Rule] = [
     MergePairs(every_steps=1, seed=3),
     Mix([[0.7, 0.3], [0.4, 0.6]], every_steps=1),
     MergeAll(every_steps=1),
-    Push(alpha=0.5, every_steps=3, delay=2),
+    Push(alpha=0.5, every_steps=3),
 ]
 NUM_STEPS = 6
 """For each rule."""

@@ -205,9 +205,6 @@ VARIANTS: dict[str, Case] = {
         lambda size, **cadence: OuterStep(fragments=2, **{**cadence, "every_steps": 2 * cadence["every_steps"]}),
         outer_step,
     ),
-    "OuterStep delayed": Case(lambda size, **_: OuterStep(delay=1, every_steps=2)),
-    "OuterStep delayed in fragments": Case(lambda size, **_: OuterStep(delay=1, fragments=2, every_steps=6)),
-    "Push delayed": Case(lambda size, **_: Push(alpha=0.7, delay=2, every_steps=4)),
 }
 """Options of rules that change when they act, for the tests of what they compute."""
 

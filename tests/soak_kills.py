@@ -146,12 +146,11 @@ def run_jobs(data: Path) -> list[Job]:
     for name in METHODS:
         often = ["--coupling.every-steps", "7"] if name in ("diloco", "noloco") else []  # else never in so few steps
         small.append(Run(f"method {name}", [*options(8), "--method", name, *often], _small(name)))
-    parts = ["--coupling.every-steps", "8", "--coupling.fragments", "2", "--coupling.delay", "2"]
-    small.append(Run("delayed diloco in parts", [*options(8), "--method", "diloco", *parts]))
+    parts = ["--coupling.every-steps", "8", "--coupling.fragments", "2"]
+    small.append(Run("diloco in parts", [*options(8), "--method", "diloco", *parts]))
     small += [
         Run(f"trajectory {kind}", [*options(8), "--trajectory.kind", kind]) for kind in TRAJECTORIES if kind != "none"
     ]
-    small.append(Run("delayed pushes", [*options(8), "--average.every-steps", "5", "--average.delay", "2"]))
     small.append(Run("stacked engine", [*options(8), "--train.engine", "stacked", "--diversity.grid", "none"]))
     recipes: dict[str, Job] = {}
     for name, recipe in RECIPES.items():

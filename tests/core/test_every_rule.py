@@ -36,9 +36,8 @@ def in_processes() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not ALL[name](SIZE).num_delay_steps])
+@pytest.mark.parametrize("name", ALL)
 def test_it_does_what_its_twin_does(name: str) -> None:
-    """Delayed rules have a test of their own."""
     population = make_population(kind="conv_batch_norm").to(torch.float64)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in population]
     rule = ALL[name](SIZE)
@@ -57,29 +56,6 @@ def test_it_does_what_its_twin_does(name: str) -> None:
         expected = population.matrix.clone()
         if rule.is_due(step):
             expected = ALL[name].twin(rule, expected, context, memory, mask)
-        averager.step()
-        assert_close(population.matrix, expected, 1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("OuterStep delayed")])
-def test_a_delayed_step_reaches_members_later(name: str) -> None:
-    population = make_population(kind="conv_batch_norm").to(torch.float64)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in population]
-    rule = ALL[name](SIZE)
-    averager = Averager(population, rule, optimizers, measure=False)
-    memory: dict[str, Any] = {"anchor": population.matrix.mean(dim=0)}
-    columns, due = slice(None), 0
-    for step in range(1, 10):
-        step_(population, optimizers, step)
-        expected = population.matrix.clone()
-        if step == due:
-            expected[:, columns] = rule.mix * expected[:, columns] + (1 - rule.mix) * memory["anchor"][columns]
-        if rule.is_due(step):
-            context = AveragingContext(step=step, size=SIZE, lr_ratio=1.0)
-            mask = rule.mask(context, population._layout)
-            rule_cases.outer_step(rule, expected, context, memory, mask)
-            columns = slice(None) if mask is None else mask.columns[torch.float64]
-            due = step + rule.delay
         averager.step()
         assert_close(population.matrix, expected, 1e-12)
 

@@ -6,7 +6,6 @@ computed from members' weights is followed through every operator, and reads of 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,20 +114,6 @@ def test_a_step_of_the_averager_reads_at_most_once(rule: Rule, options: dict[str
     averager = averager_of(rule, make_networks(kind, 3), **options)
     assert reads_of(averager.population, averager.step) == 0  # nothing is due
     assert reads_of(averager.population, averager.step) == 1
-
-
-@pytest.mark.parametrize(("measure", "expected"), [(True, [0, 1, 0, 1]), (False, [0, 0, 0, 1])])
-def test_a_delayed_push_reads_once_when_it_starts_and_once_when_it_is_applied(
-    measure: bool, expected: list[int]
-) -> None:
-    averager = averager_of(Push(alpha=0.9, every_steps=4, delay=2), make_networks("linear", 3), measure=measure)
-    counts = [0]
-    with HostReads(averager.population) as reads:  # one for all steps, as the copy of members is followed
-        for _ in range(8):
-            averager.step()
-            counts.append(reads.count)
-    steps = [after - before for before, after in itertools.pairwise(counts)]
-    assert steps[4:] == expected  # the first one had copied members before
 
 
 def test_distances_after_a_merge_are_read_when_they_are_used() -> None:

@@ -48,12 +48,6 @@ def test_members_are_averaged_restarted_and_leave_the_soup(
     assert any(not torch.equal(members[0][name], members[1][name]) for name in members[0])
 
 
-def test_delayed_pushes_use_a_second_connection(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, str(SCRIPT), "{member}", str(tmp_path), "delayed"]
-    assert main(["each", "--members", "2", "-o", str(tmp_path / "soup.safetensors"), "--", *command]) == 0
-    assert "[1] 4 averagings, 2 members" in capfd.readouterr().out
-
-
 def test_a_member_that_fails_ends_the_others(tmp_path: Path) -> None:
     code = "import sys, time; print('hello'); sys.exit(4) if sys.argv[1] == '1' else time.sleep(1000)"
     lines: list[tuple[int, str]] = []

@@ -36,7 +36,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NUM_MEMBERS, NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 2, 12, 4, 8, 24
 LR = 0.01
 PUSH = papa.Push(half_life=0.1, every_steps=2)
-DELAYED = papa.Push(half_life=0.1, every_steps=4, delay=2)
+OUTER = papa.OuterStep(every_steps=2)
 
 
 def make_model(seed: int, dropout: float = 0.0) -> GPT2LMHeadModel:
@@ -204,8 +204,8 @@ def main(directory: Path) -> None:
         "unbroken": lambda: train(directory, "unbroken", PUSH, dropout=0.1),
         "resumed": lambda: train(directory, "resumed", PUSH, dropout=0.1, checkpoint="unbroken"),
         "restored": lambda: train(directory, "restored", PUSH, dropout=0.1, checkpoint="unbroken", restore=True),
-        "delayed": lambda: train(directory, "delayed", DELAYED),
-        "delayed, resumed": lambda: train(directory, "delayed, resumed", DELAYED, checkpoint="delayed"),
+        "outer": lambda: train(directory, "outer", OUTER),
+        "outer, resumed": lambda: train(directory, "outer, resumed", OUTER, checkpoint="outer"),
         "adapters": lambda: train_adapters(directory),
         "trainer": lambda: run_example(
             directory,

@@ -67,13 +67,13 @@ def test_the_soup_is_loaded_by_from_pretrained(trained: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("unbroken", "resumed"), [("unbroken", "resumed"), ("unbroken", "restored"), ("delayed", "delayed, resumed")]
+    ("unbroken", "resumed"), [("unbroken", "resumed"), ("unbroken", "restored"), ("outer", "outer, resumed")]
 )
 def test_a_training_that_resumes_has_the_bits_of_an_unbroken_one(trained: Path, unbroken: str, resumed: str) -> None:
-    """With dropout and shuffled data; the delayed push is under way when the checkpoint is written."""
+    """With dropout and shuffled data; and by a rule with rows of its own."""
     assert are_equal(members_of(trained, f"{resumed}/"), members_of(trained, f"{unbroken}/"))
     has_tensors = (trained / unbroken / "0" / CHECKPOINT / "papa.pt").exists()
-    assert has_tensors == (unbroken == "delayed")
+    assert has_tensors == (unbroken == "outer")
 
 
 def test_checkpoints_have_the_state_as_json(trained: Path) -> None:
@@ -145,7 +145,7 @@ class OwnRule(papa.MergeAll):
     "rule",
     [
         papa.Push(half_life=0.003),
-        papa.Push(alpha=0.9, every_steps=4, delay=2),
+        papa.Push(alpha=0.9, every_steps=4),
         papa.MergePairs(every_steps=3, seed=2),
         papa.Mix([[0.5, 0.5], [0.2, 0.8]], every_steps=2),
         papa.OuterStep(),

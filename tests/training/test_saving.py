@@ -87,7 +87,6 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     "changes",
     [
         {},
-        {"rule": papa.Push(alpha=0.9, every_steps=4, delay=2)},
         {"rule": papa.MergeAll(every_steps=4), "averaging": AveragingOptions(repair=Repair(num_batches=2))},
         {"make_optimizer": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)},
         {"average": 0.9},
@@ -95,7 +94,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         {"monitoring": Monitoring(keep_best_soup=True, validate_every=2)},
         {"engine": Stacked},
     ],
-    ids=["push", "delayed", "merge", "adamw", "average", "best soup", "rare scores", "stacked"],
+    ids=["push", "merge", "adamw", "average", "best soup", "rare scores", "stacked"],
 )
 @pytest.mark.parametrize("last", [7, 10, NUM_STEPS])
 def test_a_call_that_was_broken_off_goes_on_to_the_same_bits(

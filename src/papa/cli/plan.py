@@ -20,15 +20,12 @@ examples:
 def main(arguments: Sequence[str]) -> int:
     plan = parse_options(Plan, arguments, prog="papa plan", description=DESCRIPTION)
     costs = [cost_of(plan, exchange) for exchange in EXCHANGES]
-    delayed = f"with a delay of {plan.num_delay_steps}"
     rows = {
         "bytes per push": [_bytes(cost.bytes_per_push) for cost in costs],
         "bytes per step": [_bytes(cost.bytes_per_step) for cost in costs],
         "seconds per push": [f"{cost.seconds_per_push:.3g}" for cost in costs],
         "time lost": [f"{cost.time_lost:.1%}" for cost in costs],
-        f"time lost {delayed}": [f"{cost.time_lost_delayed:.1%}" for cost in costs],
         "weights in memory": [_bytes(cost.memory_bytes) for cost in costs],
-        f"weights {delayed}": [_bytes(cost.memory_bytes_delayed) for cost in costs],
     }
     print_table(("per rank", *EXCHANGES), [(name, *cells) for name, cells in rows.items()])
     return 0

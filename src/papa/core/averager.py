@@ -19,14 +19,13 @@ from papa.core import mixing
 from papa.core.averager_state import AveragerState
 from papa.core.averaging_report import Averaging, MergeHook
 from papa.core.columns import Lines
-from papa.core.delayed import DelayedPush
 from papa.core.diagnostics import Diagnostics
 from papa.core.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
 from papa.core.learning_rates import LearningRates, check_optimizers, clamped
 from papa.core.measuring import Measured, measure
 from papa.core.population import Population
 from papa.core.rules import AveragingContext, Rule
-from papa.couplings.extra_rows import DelayedStep, ExtraRows
+from papa.couplings.extra_rows import ExtraRows
 from papa.couplings.masks import Mask
 from papa.couplings.observation import observed
 from papa.couplings.optimizer_state import permute_state_
@@ -97,21 +96,13 @@ class Averager(AveragerState):
                 f"{type(rule).__name__} has rows of its own and cannot have merge hooks, which change members only: "
                 "remove the hooks, such as alignment"
             )
-        if self.merge_hooks and rule.num_delay_steps:
-            raise MixingError(
-                f"{type(rule).__name__} has a delay and cannot have merge hooks, since members train on meanwhile: set "
-                "delay=0 or remove the hooks"
-            )
         self.num_steps_taken = 0
         self.num_averagings = 0
         self.rule_state: Mapping[str, Any] = rule.initial_state(population.size)
         """What the rule remembers; see `Rule.next_state`."""
         self.found_nonfinite: tuple[NonFiniteMember, ...] = ()
-        """Members that the last step found non-finite. A delayed push reports them again when it is applied."""
+        """Members that the last step found non-finite."""
         self._rows = ExtraRows(population, rule.extra_rows)
-        self._pending: DelayedPush | DelayedStep | None = None
-        self._seconds_to_start = 0.0
-        self._nonfinite_at_start: tuple[NonFiniteMember, ...] = ()
         self._rates = LearningRates([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers))
         check_optimizers(population, self._rates.optimizers)
         if on_nonfinite == "restart" and not rule.averages:
@@ -146,7 +137,7 @@ class Averager(AveragerState):
             lr_ratio: the learning rate divided by its initial value; None to read it from the optimizers.
 
         Returns:
-            What happened, or None if nothing happened; a delayed push is reported when it takes effect.
+            What happened, or None if nothing happened.
         """
         self.num_steps_taken += 1
         if self.num_steps is not None and self.num_steps_taken == self.num_steps + 1:
@@ -164,9 +155,8 @@ class Averager(AveragerState):
                 self.found_nonfinite = self.health.check_(self.num_steps_taken)
             self._rows.start_()
         start = time.perf_counter()
-        applied = self._apply_pending(start)
         if not self.rule.is_due(self.num_steps_taken, self.num_steps):
-            return applied
+            return None
         if lr_ratio is None:
             lr_ratio = self._rates.ratio() if self.rule.uses_lr else 1.0
         context = AveragingContext(
@@ -177,9 +167,6 @@ class Averager(AveragerState):
             previous=self.rule.previous(self.num_steps_taken),
             state=self.rule_state,
         )
-        if self.rule.num_delay_steps:
-            self._start_delayed(context, start)
-            return None
         return self._average(context, start)
 
     def _average(self, context: AveragingContext, start: float) -> Averaging:
@@ -309,16 +296,12 @@ class Averager(AveragerState):
         measured: Measured | None = None,
         chosen: Mapping[torch.dtype, Tensor] | None = None,
     ) -> tuple[NonFiniteMember, ...]:
-        """`check_health`; and raise unless all processes are at the same learning rate.
-
-        Without a health check, a delayed push must not wait for other processes, so it skips this too.
-        """
+        """`check_health`; and raise unless all processes are at the same learning rate."""
         if self.health is not None:
             found = self.health.check_(self.num_steps_taken, measured, lr_ratio=context.lr_ratio, chosen=chosen)
             return self._restarted(found)
-        if not self.rule.num_delay_steps:
-            self.population.refresh_()  # before others may read these rows from shared memory
-            check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
+        self.population.refresh_()  # before others may read these rows from shared memory
+        check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
         return ()
 
     def _look(self, context: AveragingContext, distances: tuple[float, ...] | None = None) -> AveragingContext:
@@ -340,45 +323,6 @@ class Averager(AveragerState):
         if rows and self.rule.own_matrix(context) is None:
             return mixing.among_extended(matrix, active, context.size, [row.per_member for row in rows])
         return mixing.among(matrix, active, context.size)
-
-    def _start_delayed(self, context: AveragingContext, start: float) -> None:
-        self._nonfinite_at_start = self.found_nonfinite = (*self.found_nonfinite, *self._check(context))
-        mask = self._mask(context)
-        context = self._look(context)
-        due = context.step + self.rule.num_delay_steps
-        bytes_before = self.population.group.bytes_sent
-        if self.rule.target is not None:
-            wait = self._rows.begin_update(self._matrix(context), mask)
-            self._pending = self._delayed_step(wait, context.step, due, mask)
-        else:
-            keep = self.rule.keep(context)
-            assert keep is not None, "without a target, only pushes have a delay"
-            self._pending = DelayedPush.start(self.population, keep, due)
-        self._pending.bytes_before = bytes_before
-        self._seconds_to_start = time.perf_counter() - start
-
-    def _delayed_step(self, wait: Callable[[], None] | None, started: int, due: int, mask: Mask | None) -> DelayedStep:
-        assert self.rule.target is not None
-        return DelayedStep(self._rows, wait, started=started, due=due, target=self.rule.target, mask=mask)
-
-    def _apply_pending(self, start: float) -> Averaging | None:
-        push = self._pending
-        if push is None or self.num_steps_taken < push.due:
-            return None
-        push.apply_(self.population)
-        self._pending = None
-        self.num_averagings += 1
-        before = None
-        if self.measure and push.squared_distances is not None:
-            squares = push.squared_distances
-            if self.population._is_sharded:
-                squares = self.population.group.sum_over_shards(squares)
-            before = tuple(self.population.group.all_gather(squares.sqrt().tolist()))
-        num_bytes = self.population.group.bytes_sent - push.bytes_before
-        seconds = self._seconds_to_start + time.perf_counter() - start
-        found, self._nonfinite_at_start = self._nonfinite_at_start, ()
-        rule = type(self.rule).__name__
-        return Averaging(self.num_steps_taken, rule, push.keep, before, None, found, num_bytes, seconds)
 
 
 def _check_kinds(population: object, rule: object) -> None:

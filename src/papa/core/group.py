@@ -106,21 +106,6 @@ class Group(Protocol):
             synchronised: as for `mix_`.
         """
 
-    def begin_update(
-        self,
-        parts: Sequence[Tensor],
-        update: BlockUpdate,
-        *,
-        columns: Columns = None,
-        singles: Collection[int] = (),
-    ) -> Callable[[], None]:
-        """Start an `update_` that does not change the first part, and return a function that waits for it.
-
-        The first part may change meanwhile, and the others must not be used.
-        """
-        self.update_(parts, update, columns=columns, singles=singles)
-        return lambda: None
-
     def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
         """Apply an update of all members' rows where the local ones were not allocated here; for few columns."""
         everyone = torch.stack(self.all_gather(list(rows)))
@@ -130,14 +115,6 @@ class Group(Protocol):
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The weighted sum of all members' rows, in `out` or a new row; members of weight 0 are not read."""
-
-    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """Start to compute a weighted mean of all members' rows, and return a function that waits for it.
-
-        The snapshot is a copy of the local rows, which must not change until the mean is there.
-        """
-        mean = self.combine(rows, weights)
-        return lambda: mean
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """The squared distance of every member of the population to the mean row, in float64.

@@ -66,6 +66,11 @@ class Layout:
         return max(self.num_columns, key=lambda dtype: self.num_columns[dtype])
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in files."""
+    return str(dtype).removeprefix("torch.")
+
+
 def describe(slot: Slot) -> str:
     """What members must have in common: dtype, shape and, if unusual, the strides."""
     usual = torch.empty(slot.shape, device="meta").stride()

@@ -225,17 +225,6 @@ class Population(MemberRows):
             synchronised = True
         self.mark_changed_()
 
-    def _start_mean(self) -> tuple[dict[torch.dtype, Tensor], Callable[[], dict[torch.dtype, Tensor]]]:
-        """Start computing the mean of all active members; returns a copy of the local rows, and a function that waits.
-
-        Training may go on meanwhile; the copy must not change until the mean is there. All processes must call it.
-        """
-        self._settle_()
-        snapshot = {dtype: rows.clone() for dtype, rows in self._local_rows().items()}
-        weights = soup_row(self.size, self.active)
-        waits = {dtype: self.group.begin_mean(rows, snapshot[dtype], weights) for dtype, rows in self.matrices.items()}
-        return snapshot, lambda: {dtype: wait() for dtype, wait in waits.items()}
-
     def mean(self) -> Tensor:
         """The mean of the rows of `matrix`: the average soup as one vector."""
         self._settle_()

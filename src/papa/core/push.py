@@ -12,7 +12,7 @@ from torch import Tensor
 
 from papa.core import mixing
 from papa.core.half_life import HALF_LIFE, half_life_in_steps
-from papa.core.rules import AveragingContext, Rule, check_steps
+from papa.core.rules import AveragingContext, Rule
 from papa.errors import MixingError, PapaWarning
 
 MAX_HALF_LIFE = 0.1
@@ -49,8 +49,6 @@ class Push(Rule):
         alpha: the share of itself a member keeps at each push, at the highest learning rate.
         scale_by_lr: weaken the push with the learning rate, as the paper does.
         every_steps: by default every 10 steps, or once in a half-life if that is shorter.
-        delay: the number of steps members train on while their mean is computed; then each is pushed by its earlier
-            difference from the mean (`papa.core.delayed`). Even, and less than `every_steps`; 0 to push at once.
     """
 
     _: KW_ONLY
@@ -59,7 +57,6 @@ class Push(Rule):
     alpha: float | None = None
     scale_by_lr: bool = True
     every_steps: int = cast(int, None)
-    delay: int = 0
 
     is_merge: ClassVar[bool] = False
     has_strength: ClassVar[bool] = True
@@ -67,20 +64,12 @@ class Push(Rule):
 
     def __post_init__(self) -> None:
         self._check_strength()
-        check_steps("delay", self.delay, at_least=0)
         if self._every_steps is None:
             if self.half_life is not None:
                 return  # it follows from the length of training
             steps = min(MAX_EVERY_STEPS, self.half_life_steps or MAX_EVERY_STEPS)
             object.__setattr__(self, "every_steps", max(1, round(steps)))
         super().__post_init__()
-        if self.delay >= self.every_steps and self.delay:
-            raise MixingError(f"Push got delay={self.delay}, expected less than every_steps ({self.every_steps})")
-        if self.delay % 2:
-            raise MixingError(
-                f"Push got delay={self.delay}, expected an even number of steps: where optimizer steps overshoot, a "
-                "push that is an odd number of steps late drives members apart"
-            )
 
     def _check_strength(self) -> None:
         strengths = {"half_life": self.half_life, "half_life_steps": self.half_life_steps, "alpha": self.alpha}
@@ -136,11 +125,6 @@ class Push(Rule):
         """Whether the push weakens with the learning rate."""
         return self.scale_by_lr
 
-    @property
-    def num_delay_steps(self) -> int:
-        """`delay`."""
-        return self.delay
-
     def too_weak_for(self, num_steps: int) -> str | None:
         """If the half-life is a large share of training."""
         steps = self.half_life_in_steps
@@ -159,11 +143,9 @@ class Push(Rule):
             )
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
-        """With its cadence, unless a delayed push would take effect after the end of training."""
         if self._every_steps is None:
             return self.for_length(num_steps).is_due(step, num_steps)
-        is_in_time = not self.delay or num_steps is None or step + self.delay <= num_steps
-        return is_in_time and super().is_due(step, num_steps)
+        return super().is_due(step, num_steps)
 
     def keep(self, context: AveragingContext) -> float:
         """`a`: the share of itself each member keeps at this learning rate."""

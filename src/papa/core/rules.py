@@ -123,18 +123,6 @@ class Rule:
         """Whether the matrix depends on the learning rate."""
         return False
 
-    @property
-    def num_delay_steps(self) -> int:
-        """How many steps later the averaging takes effect; see `Push.delay`."""
-        return 0
-
-    @property
-    def target(self) -> tuple[str, float] | None:
-        """For a rule with a delay and rows of its own: the extra row that each member moves to when the delay is over,
-        and the share of itself that it keeps. `matrix` then leaves members unchanged.
-        """
-        return None
-
     def __post_init__(self) -> None:
         check_steps("every_steps", self.every_steps, at_least=1)
         check_steps("start", self.start, at_least=0)

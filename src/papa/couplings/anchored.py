@@ -100,37 +100,31 @@ class OuterStep(Rule):
 
     Members should start from the same weights. With `lr=1` and `momentum=0` it is `MergeAll`.
 
-    Streaming DiLoCo has two more parts. With `fragments`, the columns are split into parts of whole tensors, and every
-    `every_steps / fragments` steps the next part takes its step, so that less is sent at a time. With a `delay`,
-    members train on while the step is computed, and `delay` steps later move to `mix w_j + (1 - mix) z`.
+    As in Streaming DiLoCo, `fragments` split the columns into parts of whole tensors, and every
+    `every_steps / fragments` steps the next part takes its step, so that less is sent at a time.
 
     Reference: Douillard et al., DiLoCo: distributed low-communication training of language models (arXiv 2311.08105);
     every 500 steps, lr 0.7, momentum 0.9. Douillard et al., Streaming DiLoCo with overlapping communication (arXiv
-    2501.18512); every 100 steps, a delay of up to 5, mix 0.5.
+    2501.18512), without its overlap.
 
     Args:
         lr: the outer learning rate.
         momentum: of the outer optimizer.
         fragments: the number of parts that take turns.
-        delay: the number of steps that members train on meanwhile; less than `every_steps / fragments`.
-        mix: with a delay, the share of itself that a member keeps.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
-    mix: float = 0.5
     _: KW_ONLY
     every_steps: int = 500
-    delay: int = 0
 
     is_for_any_size: ClassVar[bool] = True
     is_signed: ClassVar[bool] = True
-    shares = ("momentum", "mix")
+    shares = ("momentum",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_steps("delay", self.delay, at_least=0)
         check_steps("fragments", self.fragments, at_least=1)
         if not self.lr > 0.0:
             raise MixingError(f"OuterStep got lr={self.lr}, expected a positive number")
@@ -139,8 +133,6 @@ class OuterStep(Rule):
                 f"OuterStep got every_steps={self.every_steps} and fragments={self.fragments}, expected a number of "
                 "steps that the number of fragments divides"
             )
-        if self.delay and self.delay >= self._cadence:
-            raise MixingError(f"OuterStep got delay={self.delay}, expected less than the {self._cadence} steps between")
 
     @property
     def _cadence(self) -> int:
@@ -148,25 +140,14 @@ class OuterStep(Rule):
 
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
-        """Anchor and momentum; with a delay, also what each member will move to."""
-        target = (ExtraRow("target", per_member=True),) if self.delay else ()
-        return (ANCHOR, MOMENTUM, *target)
-
-    @property
-    def num_delay_steps(self) -> int:
-        """`delay`."""
-        return self.delay
-
-    @property
-    def target(self) -> tuple[str, float] | None:
-        """The row `target`, with a delay."""
-        return ("target", self.mix) if self.delay else None
+        """Anchor and momentum."""
+        return (ANCHOR, MOMENTUM)
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
-        """Whenever a fragment is, unless it would take effect after the end of training."""
+        """Whenever a fragment is, but not on the last step of training."""
         if step < max(self.start, 1) or (self.stop is not None and step >= self.stop):
             return False
-        if num_steps is not None and step + max(self.delay, 1) > num_steps:
+        if num_steps is not None and step >= num_steps:
             return False
         return step % self._cadence == 0
 
@@ -178,21 +159,16 @@ class OuterStep(Rule):
         return Mask(fragments(layout, self.fragments)[turn])
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """Of members, anchor and momentum, and targets if there is a delay."""
+        """Of members, anchor and momentum."""
         size, lr, momentum = context.size, self.lr, self.momentum
-        num_rows = size + 2 + (size if self.delay else 0)
-        rows = torch.zeros(num_rows, num_rows, dtype=torch.float64, device="cpu")
-        gradient = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
+        rows = torch.zeros(size + 2, size + 2, dtype=torch.float64, device="cpu")
+        gradient = torch.zeros(size + 2, dtype=torch.float64, device="cpu")
         gradient[:size], gradient[size] = -1.0 / size, 1.0
         rows[size + 1, size + 1] = momentum
         rows[size + 1] += gradient
         rows[size, size] = 1.0
         rows[size] -= lr * (gradient + momentum * rows[size + 1])
-        if self.delay:
-            rows[:size, :size] = mixing.identity(size)
-            rows[size + 2 :] = rows[size]
-        else:
-            rows[:size] = rows[size]
+        rows[:size] = rows[size]
         return rows
 
 

@@ -6,14 +6,14 @@ is held by the first member's process, and saved with that member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from papa.core import layout, mixing
 from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
-from papa.core.delayed import dtype_name
+from papa.core.layout import dtype_name
 from papa.core.population import Population
 from papa.core.product import joint_product, permutation, update_blocks_
 from papa.core.rules import ExtraRow
@@ -163,40 +163,6 @@ class ExtraRows:
                 for row, values in zip(rows, chosen, strict=True):
                     write_columns_(row, columns, values)
 
-    def begin_update(self, matrix: Tensor, mask: Mask | None) -> Callable[[], None]:
-        """Start an update that leaves members unchanged; returns a function that waits for it."""
-        population = self.population
-        population._settle_()
-        self._follow_()
-        points = self._points()
-        checked, waits = mixing.check_extended(matrix, points), []
-        for dtype, columns in self._columns(mask):
-            members = population.matrices[dtype]
-            parts = [members, *[self.matrices[row.name][dtype] for row in self.declared]]
-            update = joint_product(checked, members, points)
-            waits.append(population.group.begin_update(parts, update, columns=columns, singles=self._singles))
-
-        def wait() -> None:
-            for one in waits:
-                one()
-
-        return wait
-
-    def move_members_(self, name: str, keep: float, mask: Mask | None) -> None:
-        """Let each local member keep a share of itself, and take the rest from its extra row."""
-        population = self.population
-        population.refresh_()
-        self._follow_()
-        (row,) = [row for row in self.declared if row.name == name]
-        for dtype, columns in self._columns(mask):
-            members, targets = population._local_rows()[dtype], self._local(row, dtype)
-            for index, member in enumerate(population.members):
-                if member not in population.dropped:
-                    own, target = members[index : index + 1], targets[index : index + 1]
-                    moved = chosen_columns(own, columns).lerp_(chosen_columns(target, columns), 1.0 - keep)
-                    write_columns_(own, columns, moved)
-        population.mark_changed_()
-
     def restart_(self, members: Collection[int]) -> None:
         """Give restarted members fresh rows: anchors from the mean of the others' anchors, and momenta of zero."""
         population = self.population
@@ -241,43 +207,3 @@ class ExtraRows:
             for name, row in self.tensors_of(index).items():
                 row.copy_(state[name])
         self.population.group.barrier()
-
-
-class DelayedStep:
-    """A step of a rule with rows of its own that was started and has not reached the members yet.
-
-    The extra rows have changed when `wait` returns, which is None if the step was loaded from a checkpoint. After step
-    `due`, each member moves to the extra row of `target`, and keeps the share of itself that `target` names.
-    """
-
-    keep: float | None = None
-    squared_distances: Tensor | None = None
-
-    def __init__(
-        self,
-        rows: ExtraRows,
-        wait: Callable[[], None] | None,
-        *,
-        started: int,
-        due: int,
-        target: tuple[str, float],
-        mask: Mask | None,
-    ) -> None:
-        self.started, self.due = started, due
-        self.bytes_before = rows.population.group.bytes_sent
-        self._rows, self._wait, self._target, self._mask = rows, wait, target, mask
-
-    def settle(self, population: Population) -> None:
-        """Wait until the extra rows have changed."""
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            wait()
-
-    def apply_(self, population: Population) -> None:
-        """Move the local members."""
-        self.settle(population)
-        self._rows.move_members_(*self._target, self._mask)
-
-    def member_state(self, population: Population, index: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What a checkpoint needs besides the extra rows."""
-        return {}, {"started": self.started, "due": self.due}

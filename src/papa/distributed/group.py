@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from papa.core import mixing
-from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
+from papa.core.columns import Columns, chosen_columns, write_columns_
 from papa.core.group import zeros
 from papa.core.product import BlockUpdate, combine_block_, mix_columns_
 from papa.core.row_measures import squared_distances_by_block
-from papa.distributed.background import BackgroundThread
-from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors, own_groups
+from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors
 from papa.distributed.exchange import ColumnExchange
 from papa.distributed.reduce import AllReduceMean, mean_by_chunk
 from papa.errors import ConfigError, MemberError, did_you_mean
-
-T = TypeVar("T")
 
 EXCHANGES = {
     "exact": "columns of all rows by all-to-all, with the bits of a single process",
@@ -63,7 +59,6 @@ class DistributedGroup(MultiProcessGroup):
         self.data_group = data_group
         self.is_leader = self.is_leader and (data_group is None or data_group.rank() == 0)
         self._columns: ColumnExchange | None = None
-        self._background: tuple[ColumnExchange, BackgroundThread] | None = None
 
     @property
     def local_rank(self) -> int:
@@ -71,8 +66,7 @@ class DistributedGroup(MultiProcessGroup):
 
     @property
     def bytes_sent(self) -> int:
-        exchanges = [self._columns, self._background[0] if self._background else None]
-        return sum(exchange.bytes_sent for exchange in exchanges if exchange is not None)
+        return 0 if self._columns is None else self._columns.bytes_sent
 
     def local_range(self, size: int) -> range:
         if self.num_ranks > size:
@@ -155,29 +149,6 @@ class DistributedGroup(MultiProcessGroup):
         for rows, part in zip(parts, chosen, strict=True):
             write_columns_(rows, columns, part)
 
-    def begin_update(
-        self,
-        parts: Sequence[Tensor],
-        update: BlockUpdate,
-        *,
-        columns: Columns = None,
-        singles: Collection[int] = (),
-    ) -> Callable[[], None]:
-        """In the background thread, on copies of the columns."""
-        exchange, thread = self._connect_background(len(parts[0]))
-        copies = [chosen_columns(rows, columns).clone() for rows in parts]
-        arrived = self._in_background(thread, parts[0].device, lambda: exchange.update_(copies, update, singles))
-
-        def wait() -> None:
-            arrived()
-            for rows, part in zip(parts[1:], copies[1:], strict=True):
-                if isinstance(columns, Lines):
-                    write_columns_(rows, columns, part)
-                else:
-                    chosen_columns(rows, columns).copy_(part)
-
-        return wait
-
     def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
         self._connect(len(rows)).update_([rows], update)
 
@@ -189,58 +160,6 @@ class DistributedGroup(MultiProcessGroup):
 
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         return _combine(self._connect(len(rows)), rows, weights, out)
-
-    def begin_mean(self, rows: Tensor, snapshot: Tensor, weights: Tensor) -> Callable[[], Tensor]:
-        """In a background thread, with its own connections and CUDA stream."""
-        exchange, thread = self._connect_background(len(rows))
-        return self._in_background(thread, rows.device, lambda: self._mean(exchange, snapshot, weights))
-
-    @staticmethod
-    def _in_background(thread: BackgroundThread, device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
-        """Start work in a thread and on a CUDA stream of its own; returns a function that waits for the result."""
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))
-
-        def compute() -> T:
-            with torch.cuda.stream(stream):
-                return work()
-
-        future = thread.submit(compute)
-
-        def wait() -> T:
-            found = future.result()
-            if stream is not None:
-                torch.cuda.current_stream(device).wait_stream(stream)
-            return found
-
-        return wait
-
-    def _mean(self, exchange: ColumnExchange, rows: Tensor, weights: Tensor) -> Tensor:
-        is_mean_of_all = bool((weights == weights[0]).all())
-        if self.exchange == "exact" or rows.is_complex() or not is_mean_of_all:
-            return _combine(exchange, rows, weights)
-        mean = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        for columns, _, part in mean_by_chunk(rows, AllReduceMean(exchange)):
-            mean[columns].copy_(part)
-        return mean
-
-    def _connect_background(self, num_local: int) -> tuple[ColumnExchange, BackgroundThread]:
-        """A second process group, so that background messages are never mixed up with those of the main thread."""
-        if self._background is None:
-            with connection_errors("opening a second connection"):
-                group = self._open_another_group()
-            self._background = ColumnExchange(group, self._connect(num_local).counts), BackgroundThread()
-        return self._background
-
-    def _open_another_group(self) -> dist.ProcessGroup:
-        group = self.process_group
-        if group is not None and group in own_groups:
-            return own_groups[group].open_another("background")
-        ranks = dist.get_process_group_ranks(group)
-        another = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(another, dist.ProcessGroup)
-        return another
 
     def squared_distances(self, rows: Tensor) -> Tensor:
         """Each rank computes the part of its blocks; the parts are added in block order."""

@@ -59,7 +59,6 @@ PUSH_OPTIONS = frozenset(
         "half_life",
         "every_steps",
         "scale_by_lr",
-        "delay",
         "align_every_epochs",
         "mutation_every_epochs",
     )
@@ -73,7 +72,7 @@ COUPLING_OPTIONS = {
     "wash": ("every_steps", "share", "by_lines", "depth", "move_momentum"),
     "easgd": ("every_steps", "rate"),
     "lookahead": ("every_steps", "rate"),
-    "diloco": ("every_steps", "outer_lr", "outer_momentum", "fragments", "delay", "mix"),
+    "diloco": ("every_steps", "outer_lr", "outer_momentum", "fragments"),
     "noloco": ("every_steps", "outer_lr", "outer_momentum"),
     "dppf": ("every_steps", "rate", "spread"),
     "grawa": ("every_steps", "alpha"),
@@ -267,8 +266,6 @@ class AverageConfig:
     """papa: weaken the push with the learning rate."""
     on_nonfinite: str = option("restart", known=ON_NONFINITE)
     """A non-finite member: restart it from the mean of the healthy ones, drop it, or stop. independent: drops it."""
-    delay: int = option(0, at_least=0)
-    """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
     exchange: str = option("exact", known=EXCHANGES)
     """How weights are sent between machines: exact, or fast (float32 sums)."""
     ensemble: str = option("logits", known=("logits", "probabilities"))
@@ -312,10 +309,6 @@ class CouplingConfig:
     """diloco, noloco: the outer momentum; 0.9, 0.5."""
     fragments: int = option(1, at_least=1)
     """diloco: the number of parts of the network that take turns."""
-    delay: int = option(0, at_least=0)
-    """diloco: steps that members train on while the outer step is computed."""
-    mix: float = option(0.5, at_least=0, at_most=1)
-    """diloco: with a delay, the share of itself that a member keeps."""
     spread: float | None = option(None, at_least=0)
     """dppf: the distance to the mean that members keep; 5."""
     alpha: float | None = option(None, at_least=0, at_most=1)

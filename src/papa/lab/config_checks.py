@@ -48,9 +48,6 @@ def problems_of(config: Config) -> Iterator[str]:
     if average.alpha is not None and average.half_life is not None:
         strengths = f"--average.alpha is {average.alpha} and --average.half-life {average.half_life}"
         yield f"{strengths}, expected one of the two: set the other to None"
-    if average.delay and (average.delay % 2 or average.delay >= average.every_steps):
-        expected = f"an even number below --average.every-steps ({average.every_steps})"
-        yield f"--average.delay is {average.delay}, expected {expected}"
     if average.stop is not None and average.stop < average.start:
         yield f"--average.stop is {average.stop}, expected at least --average.start ({average.start})"
     yield from _coupling_problems(config)
@@ -68,9 +65,8 @@ def _coupling_problems(config: Config) -> Iterator[str]:
     if config.train.engine == "stacked" and (method == "grawa" or (method == "wash" and coupling.move_momentum)):
         yield f"--train.engine is stacked, which keeps gradients and momenta that --method {method} needs: use loop"
     cadence = 500 if coupling.every_steps is None else coupling.every_steps
-    if method == "diloco" and (cadence % coupling.fragments or coupling.delay * coupling.fragments >= cadence > 1):
-        expected = f"parts of {cadence} steps, each longer than the delay"
-        yield f"--coupling.fragments is {coupling.fragments} and --coupling.delay {coupling.delay}, expected {expected}"
+    if method == "diloco" and cadence % coupling.fragments:
+        yield f"--coupling.fragments is {coupling.fragments}, expected a divisor of the {cadence} steps of a round"
 
 
 def _values_outside_limits(config: Any, prefix: str = "") -> Iterator[str]:

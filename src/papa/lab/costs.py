@@ -7,8 +7,7 @@ With `n` numbers of `b` bytes per network and `p` members on `R` ranks, a push s
     fast       2 n b (R - 1)/R            an all-reduce in float32 or better
 
 and takes `bytes / bandwidth + 2 latency` seconds, since the messages are pipelined. A push every `k` steps takes
-`push / (k step + push)` of all time. A delay of `d` steps hides up to `d step` of the push. The time to copy and add
-numbers is left out.
+`push / (k step + push)` of all time. The time to copy and add numbers is left out.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ class Plan:
     """Number of processes; None for one per member."""
     every_steps: int = 10
     """Steps between pushes."""
-    delay: int | None = None
-    """Steps that a push may take in the background; None for the largest possible delay."""
     latency: float = 1e-3
     """Seconds until a message begins to arrive."""
     bytes_per_number: int = 4
@@ -52,18 +49,10 @@ class Plan:
             raise ConfigError(f"--latency is {self.latency:g}, expected seconds, 0 or more")
         if not 1 <= self.num_ranks <= self.members:
             raise ConfigError(f"--ranks is {self.num_ranks} for {self.members} members, expected 1 to as many")
-        if not 0 <= self.num_delay_steps < self.every_steps or self.num_delay_steps % 2:
-            expected = f"an even number below --every-steps ({self.every_steps})"
-            raise ConfigError(f"--delay is {self.delay}, expected {expected}")
 
     @property
     def num_ranks(self) -> int:
         return self.members if self.ranks is None else self.ranks
-
-    @property
-    def num_delay_steps(self) -> int:
-        """The delay, or the largest even number of steps below `every_steps`."""
-        return (self.every_steps - 1) // 2 * 2 if self.delay is None else self.delay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +63,7 @@ class Cost:
     bytes_per_step: float
     seconds_per_push: float
     time_lost: float
-    time_lost_delayed: float
     memory_bytes: float  # of weights, without gradients and optimizer
-    memory_bytes_delayed: float  # with a copy of the rank's members, and their mean
 
 
 def cost_of(plan: Plan, exchange: str) -> Cost:
@@ -98,14 +85,11 @@ def cost_of(plan: Plan, exchange: str) -> Cost:
     if exchange not in sent:
         raise ConfigError(f"exchange is {exchange}: {did_you_mean(exchange, sent)}")
     seconds = sent[exchange] * 8 / plan.bandwidth + 2 * plan.latency if ranks > 1 else 0.0
-    not_hidden = max(0.0, seconds - plan.num_delay_steps * plan.step_time)
     training = plan.every_steps * plan.step_time
     return Cost(
         bytes_per_push=sent[exchange],
         bytes_per_step=sent[exchange] / plan.every_steps,
         seconds_per_push=seconds,
         time_lost=seconds / (training + seconds),
-        time_lost_delayed=not_hidden / (training + not_hidden),
         memory_bytes=local_members * network,
-        memory_bytes_delayed=(2 * local_members + 1) * network,
     )

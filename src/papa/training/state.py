@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from papa.core.averager_state import PendingState
 from papa.errors import MixingError, RunError
 from papa.training import checkpoint
 from papa.training.auto import LOOP, STACKED, Auto
@@ -21,15 +20,14 @@ def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict
     if training.engine is not None:
         training.engine.hand_back_()
     states = {}
-    pending = training.averager.pending_states()
+    of_averager = training.averager.member_tensors()
     for index, member in enumerate(training.members):
         tensors, numbers = checkpoint.member_state(training.population[index], training.optimizers[index])
         scaler = training.scalers[index]
         numbers["scaler"] = None if scaler is None else scaler.state_dict()
         numbers["loss_sum"] = float(training.loss_sums[index])
         numbers["bad_losses"] = (~torch.isfinite(training.recent_losses[index])).tolist()
-        pending_tensors, numbers["averager"] = pending[index]
-        tensors.update({f"averager.{name}": tensor for name, tensor in pending_tensors.items()})
+        tensors.update({f"averager.{name}": tensor for name, tensor in of_averager[index].items()})
         tensors.update({f"callbacks.{name}": tensor for name, tensor in _callback_state(training, index).items()})
         states[member] = (tensors, numbers)
     return states
@@ -45,7 +43,7 @@ def _callback_state(training: Training, index: int) -> dict[str, Tensor]:
 
 def expected_states(training: Training) -> dict[int, checkpoint.Expected]:
     """What a checkpoint of the local members must contain."""
-    templates = training.averager.pending_templates()
+    templates = training.averager.tensor_templates()
     return {
         member: checkpoint.Expected(
             training.population[index], training.optimizers[index], templates, _callback_state(training, index)
@@ -108,15 +106,9 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     bad = numbers.get("bad_losses")
     if not isinstance(bad, list) or len(bad) != NUM_BAD_LOSSES or not all(type(one) is bool for one in bad):
         raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
-    pending, push = _pending_state(tensors, numbers)
-    is_complete = isinstance(push, dict) and set(push) in (set(), {"keep", "due", "square"}, {"started", "due"})
-    names = training.averager.pending_templates()
-    wanted = {name for name in names if name.startswith("push.") and is_complete and "keep" in push}
-    missing = [name for name in training.averager.row_names(member) if name not in pending]
+    missing = [name for name in training.averager.row_names(member) if f"averager.{name}" not in tensors]
     if missing:
         raise RunError(f"the checkpoint has no {missing[0]} of member {member}: it is of another rule")
-    if not is_complete or not all(map(_is_number, push.values())) or not wanted <= pending.keys():
-        raise RunError(f"the checkpoint has {push!r} as the delayed push of member {member}")
 
 
 def load_state_(
@@ -127,19 +119,21 @@ def load_state_(
     After a `RunError` the training must not be used until another checkpoint was loaded.
     """
     _check_shared(training, step, state)
-    pending = [_load_member_(training, index, *members[member]) for index, member in enumerate(training.members)]
+    of_averager = [_load_member_(training, index, *members[member]) for index, member in enumerate(training.members)]
     training.nonfinite, training.population.dropped = list(state["nonfinite"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
     if isinstance(training.engine, Auto):
         training.engine.chosen = state.get("engine")  # the other one would change the last bits
     training.averager.rule_state = training.averager.checked_rule_state(state.get("rule"))
-    training.averager.load_pending_states(pending)
+    training.averager.load_member_tensors_(of_averager)
     training.go_to_(step)
 
 
-def _load_member_(training: Training, index: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> PendingState:
-    """Restore a member; returns the state of its unfinished averaging."""
+def _load_member_(
+    training: Training, index: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Restore a member; returns what the averager saved with it."""
     _check_member(training, index, tensors, numbers)
     checkpoint.load_member_state_(training.population[index], training.optimizers[index], tensors, numbers)
     scaler = training.scalers[index]
@@ -152,15 +146,11 @@ def _load_member_(training: Training, index: int, tensors: dict[str, Tensor], nu
         own = _with_prefix(tensors, f"callbacks.{number}.")
         if own:
             callback.load_member_state_(index, own)
-    return _pending_state(tensors, numbers)
+    return _with_prefix(tensors, "averager.")
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
-
-
-def _pending_state(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> PendingState:
-    return _with_prefix(tensors, "averager."), numbers.get("averager", {})
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

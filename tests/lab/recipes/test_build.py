@@ -139,7 +139,6 @@ def test_what_a_method_does_not_look_at_changes_no_bit(method: str) -> None:
         "alpha": 0.9,
         "every_steps": 4,
         "scale_by_lr": False,
-        "delay": 2,
         "align_every_epochs": 0.5,
         "mutation_every_epochs": 0.5,
         "every_epochs": 0.5,

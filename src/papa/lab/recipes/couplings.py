@@ -31,8 +31,6 @@ COUPLINGS: dict[str, Callable[[CouplingConfig, int], Callable[..., Rule]]] = {
     "diloco": lambda options, seed: partial(
         OuterStep,
         fragments=options.fragments,
-        delay=options.delay,
-        mix=options.mix,
         **given(lr=options.outer_lr, momentum=options.outer_momentum),
     ),
     "noloco": lambda options, seed: partial(

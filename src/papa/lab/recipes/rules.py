@@ -33,7 +33,6 @@ def rule_for(config: Config, length: Length, scorer: CandidateScorer | None = No
             half_life_steps=half_life_steps,
             scale_by_lr=average.scale_by_lr,
             every_steps=average.every_steps,
-            delay=average.delay,
             start=start,
             stop=stop,
         )

@@ -41,7 +41,7 @@ class Expected:
     """The tensors and numbers that a checkpoint of a member must have.
 
     What an optimizer keeps is known only after a step, so a copy of it takes one, on the meta device where possible. A
-    parameter that was not trained yet, such as a frozen one, may have no optimizer state. `pending` has tensors like
+    parameter that was not trained yet, such as a frozen one, may have no optimizer state. `averager` has tensors like
     those of an averaging that is not finished yet, which may be missing; `callbacks` those that callbacks keep.
     """
 
@@ -49,7 +49,7 @@ class Expected:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        pending: Mapping[str, Tensor] | None = None,
+        averager: Mapping[str, Tensor] | None = None,
         callbacks: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.optimizer = {
@@ -59,7 +59,7 @@ class Expected:
         }
         self.required = _infos("model", model.state_dict()) | _infos("callbacks", callbacks or {})
         kept = {f"optimizer.{key}": info for key, info in self.optimizer.items() if isinstance(info, TensorInfo)}
-        self.known = self.required | _infos("averager", pending or {}) | kept
+        self.known = self.required | _infos("averager", averager or {}) | kept
 
     def check(self, tensors: Mapping[str, TensorInfo], numbers: Any) -> None:
         """Raise a `RunError` that names the first difference to a checkpoint's tensors and its optimizer's numbers."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from test_checkpoint import expected_of, load_whole, save, trained_member
 
 from checkpoint_cases import expected_of, load_whole, save, trained_member
 from files.test_weights import save_sharded

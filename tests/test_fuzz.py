@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import Member, expected_of, load_whole, save, trained_member
 
 from alterations import alter, kinds, mutate_bytes, mutate_value, refused
 from checkpoint_cases import Member, expected_of, load_whole, save, trained_member

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint import expected_of, trained_member
 
 import crashes
 from checkpoint_cases import expected_of, trained_member

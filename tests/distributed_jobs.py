@@ -377,8 +377,6 @@ def lose_rank_1(how: str, rank: int, rendezvous: str, said: Path) -> None:
     os._exit(0)
 
 
-
-
 def run_local() -> dict[str, Any]:
     """The same in one process."""
     torch.set_num_threads(1)

@@ -151,10 +151,9 @@ class AsyncAverager:
         on_nonfinite: OnOwnNonFinite = "restart",
         max_staleness: int | None = None,
     ) -> None:
-        if not isinstance(rule, Push) or rule.num_delay_steps:
-            found = "a Push with a delay" if isinstance(rule, Push) else type(rule).__name__
+        if not isinstance(rule, Push):
             raise MixingError(
-                f"asynchronous members need a Push without a delay, got {found}: every other rule acts on all members "
+                f"asynchronous members need a Push, got {type(rule).__name__}: every other rule acts on all members "
                 "at one moment, and asynchronous members share none"
             )
         self.rule = rule.for_length(num_steps)

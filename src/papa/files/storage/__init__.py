@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import lazy_loader
+
 from papa.files.storage.inert_pickle import Stub, load_inert
 from papa.files.storage.schema import matches, validated
 from papa.files.storage.whole_files import (
@@ -20,7 +22,6 @@ from papa.files.storage.whole_files import (
     write_file,
     write_json,
 )
-from papa.lazy import lazy_names
 
 if TYPE_CHECKING:
     from papa.files.storage.tensors import (
@@ -42,7 +43,7 @@ TENSORS = (
 )
 ARCHIVES = ("StoredTensor", "TorchArchive")
 # They import torch, which listings do without.
-__getattr__, __dir__ = lazy_names(__name__, {"tensors": TENSORS, "torch_archive": ARCHIVES})
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"tensors": TENSORS, "torch_archive": ARCHIVES})
 
 __all__ = [
     "DTYPE_NAMES",

@@ -2,15 +2,16 @@
 
 from typing import TYPE_CHECKING
 
+import lazy_loader
+
 from papa.lab.recipes.recipe import BUDGETS, Recipe
 from papa.lab.recipes.registry import RECIPES, find, paper_details, paper_scores, paper_soups
-from papa.lazy import lazy_names
 
 if TYPE_CHECKING:
     from papa.lab.recipes.loading import LanguageModel, LoadedNetwork, load, load_ensemble, load_language_model
 
 LOADING = ("LanguageModel", "LoadedNetwork", "load", "load_ensemble", "load_language_model")
-__getattr__, __dir__ = lazy_names(__name__, {"loading": LOADING})
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"loading": LOADING})
 
 __all__ = [
     "BUDGETS",

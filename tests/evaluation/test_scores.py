@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,8 @@ from torch import Tensor, nn
 from helpers import make_networks
 from papa.core.ensemble import Ensemble
 from papa.errors import DataError
-from papa.evaluation.scores import Evaluation, accuracy, evaluate, evaluate_together, evaluating
+from papa.evaluation.classification import accuracy
+from papa.evaluation.scores import Evaluation, evaluate, evaluate_together, evaluating
 
 
 def uneven_batches() -> list[tuple[Tensor, Tensor]]:
@@ -115,11 +114,8 @@ def test_half_precision_outputs_are_averaged_in_single() -> None:
     assert together.loss == pytest.approx(F.cross_entropy(mean, targets).item(), rel=1e-6)
 
 
-def test_networks_of_several_processes_count_as_if_all_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_of_several_processes_count_as_if_all_were_here() -> None:
     """Each process sees its own networks; what it hands to `gather` comes back with what the others handed."""
-    monkeypatch.setattr(
-        sys.modules["papa.evaluation.scores"], "CHUNK", 4
-    )  # a batch's outputs do not fit into one piece
     networks, batches = make_networks("conv_batch_norm", 3), uneven_batches()
     handed: list[list[Tensor]] = []
 
@@ -129,7 +125,6 @@ def test_networks_of_several_processes_count_as_if_all_were_here(monkeypatch: py
 
     evaluate_together(networks[1:], batches, gather=note)
     others = iter(handed)
-    assert max(value.numel() for values in handed for value in values) <= 4
 
     def gather(values: list[Tensor]) -> list[Tensor]:
         return [*values, *next(others)]
@@ -161,3 +156,34 @@ def test_batches_without_examples_raise() -> None:
 def test_accuracy_is_not_for_numbers() -> None:
     with pytest.raises(DataError, match=r"torch\.float32; expected a score for each class"):
         accuracy(torch.zeros(5, 1), torch.zeros(5))
+
+
+def test_scores_of_probabilities_agree_with_torchmetrics() -> None:
+    metrics = pytest.importorskip("torchmetrics.functional.classification")
+    outputs, targets = 3 * torch.randn(400, 5), torch.randint(5, (400,))
+    batches = [(outputs[:100], targets[:100]), (outputs[100:], targets[100:])]
+    details = evaluate(nn.Identity(), batches).details
+    probabilities = outputs.softmax(dim=1)
+    expected = metrics.multiclass_calibration_error(probabilities, targets, num_classes=5, n_bins=15, norm="l1")
+    assert details["ece"] == pytest.approx(expected.item(), rel=1e-5)
+    assert details["nll"] == pytest.approx(F.cross_entropy(outputs, targets).item(), rel=1e-5)
+    assert details["brier"] == pytest.approx((probabilities - F.one_hot(targets)).square().sum(dim=1).mean().item())
+
+
+@pytest.mark.parametrize("sureness", [0.4, 1.0, 2.5])
+def test_the_temperature_undoes_what_outputs_were_multiplied_by(sureness: float) -> None:
+    logits = torch.randn(20_000, 3)
+    targets = torch.distributions.Categorical(logits=logits).sample()
+    (found,), _ = evaluate_together([nn.Identity()], [(sureness * logits, targets)], temperatures=[sureness, 1.0])
+    assert found.details["temperature"] == pytest.approx(sureness, rel=0.05)
+    assert found.details["nll_scaled"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-5)
+    assert found.details["ece_scaled"] < 0.02
+    assert found.score == accuracy(logits, targets).item()
+
+
+def test_maps_of_classes_are_scored_as_their_pixels() -> None:
+    outputs, targets = torch.randn(2, 5, 3, 4), torch.randint(5, (2, 3, 4))
+    pixels = outputs.movedim(1, -1).reshape(-1, 5), targets.reshape(-1)
+    found, expected = (evaluate(nn.Identity(), [batch]) for batch in ((outputs, targets), pixels))
+    assert found.score == expected.score
+    assert found.details == pytest.approx(expected.details)

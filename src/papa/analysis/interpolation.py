@@ -16,7 +16,8 @@ from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.soup import After, average_soup
 from papa.errors import DataError
-from papa.evaluation.scores import Apply, Batch, Evaluation, Loss, Metric, accuracy, call, evaluate, rereadable
+from papa.evaluation.classification import accuracy
+from papa.evaluation.scores import Apply, Batch, Evaluation, Loss, Metric, call, evaluate, rereadable
 from papa.repair import repair_toward_members
 
 TOLERANCE = 0.1

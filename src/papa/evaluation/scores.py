@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papa.errors import DataError
+from papa.evaluation.classification import accuracy
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of
 from papa.evaluation.inputs import num_examples as num_examples_in
 
@@ -72,18 +74,6 @@ class Evaluation(NamedTuple):
     """Further results of the metric, such as the score of each class."""
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The percentage of examples for which the target class has the highest output."""
-    is_integer = not (targets.is_floating_point() or targets.is_complex())
-    if outputs.dim() < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape or not is_integer:
-        raise DataError(
-            f"accuracy got outputs of shape {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}, "
-            f"{targets.dtype}; expected a score for each class and a class for each example: pass your own metric for "
-            "other tasks"
-        )
-    return (outputs.argmax(dim=1) == targets).double().mean() * 100.0
-
-
 def rereadable(batches: Any) -> Any:
     """Batches that can be read more than once: an iterator becomes a list, anything else is returned unchanged."""
     return list(batches) if isinstance(batches, Iterator) else batches
@@ -125,11 +115,14 @@ def evaluate_together(
     combine: Combine = mean_logits,
     gather: Gather = list,
     ensemble_of: Sequence[int] | None = None,
+    temperatures: Sequence[float] | None = None,
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
 
     `batches`, `loss`, `metric` and `apply` are as for `evaluate`. `gather` gathers one tensor per network from all
     processes; `ensemble_of` are the indices, among all these networks, of those in the ensemble; None for all.
+    `temperatures` are those of each network here and of the ensemble: the details then also say how the outputs divided
+    by them are scored, under names that end with `_scaled`.
 
     Returns:
         One evaluation per network of all processes, and that of the ensemble.
@@ -138,6 +131,7 @@ def evaluate_together(
     num_examples = 0
     losses: list[Tensor] = []
     counts: list[Tensor] = []
+    scaled_counts: list[Tensor] = []
     with contextlib.ExitStack() as modes, torch.no_grad():
         for model in models:
             modes.enter_context(evaluating(model))
@@ -149,16 +143,22 @@ def evaluate_together(
             outputs.append(_ensemble_output(outputs, combine, gather, ensemble_of))
             # The metric first: its errors about shapes are clearer than the loss's.
             counts = _added(counts, [counting.counts(output, targets) for output in outputs])
+            if temperatures is not None:
+                scaled = [output / one for output, one in zip(outputs, temperatures, strict=True)]
+                scaled_counts = _added(scaled_counts, [counting.counts(output, targets) for output in scaled])
             losses = _added(losses, [checked_loss(loss(output, targets)).double() * num for output in outputs])
             num_examples += num
     if not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
-    sums = zip([*gather(losses[:-1]), losses[-1]], [*gather(counts[:-1]), counts[-1]], strict=True)
-    *members, ensemble = (
-        Evaluation(counting.score(count), float(total) / num_examples, counting.details(count) or None)
-        for total, count in sums
-    )
-    return members, ensemble
+    found = []
+    everyone = [[*gather(sums[:-1]), sums[-1]] if sums else [] for sums in (losses, counts, scaled_counts)]
+    for total, count, scaled_count in itertools.zip_longest(*everyone):
+        details = counting.details(count)
+        if scaled_count is not None:
+            scaled_details = counting.details(scaled_count).items()
+            details |= {f"{name}_scaled": value for name, value in scaled_details if name != "temperature"}
+        found.append(Evaluation(counting.score(count), float(total) / num_examples, details or None))
+    return found[:-1], found[-1]
 
 
 def _added(sums: list[Tensor], terms: list[Tensor]) -> list[Tensor]:

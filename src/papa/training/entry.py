@@ -16,7 +16,8 @@ from papa.core.push import Push
 from papa.core.rules import Rule
 from papa.core.soup import warn_if_far_worse
 from papa.errors import ConfigError
-from papa.evaluation.scores import Loss, Metric, accuracy
+from papa.evaluation.classification import accuracy
+from papa.evaluation.scores import Loss, Metric
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
 from papa.training.checks import check_callbacks, check_rule

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn import functional as F
 
+from papa.evaluation.classification import accuracy
 from papa.evaluation.inputs import Inputs
-from papa.evaluation.scores import Apply, Combine, Loss, Metric, accuracy, call, mean_logits
+from papa.evaluation.scores import Apply, Combine, Loss, Metric, call, mean_logits
 
 Objective: TypeAlias = Callable[[Callable[..., Any], Inputs, Tensor], Tensor]
 """Computes the mean loss of a batch from a network, inputs and targets."""

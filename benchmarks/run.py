@@ -25,7 +25,7 @@ import torch
 from _bench import Result, positive
 from papa import __version__
 from papa.errors import did_you_mean
-from papa.files.storage import write_atomically
+from papa.storage import write_atomically
 
 FOLDER = Path(__file__).parent
 PROSE = "where_time_goes.md"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from papa.files.storage import json_text
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
+from papa.storage import json_text
 from results.evidence import DIGITS
 from results.record import OF_THE_MACHINE, runs_of
 from results.study import Study, Table

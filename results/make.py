@@ -9,10 +9,10 @@ from pathlib import Path
 
 from papa.cli import main as papa
 from papa.errors import PapaError, RunError, did_you_mean
-from papa.files.storage import is_run, write_atomically
 from papa.lab.report.draw import standalone_svg
 from papa.lab.report.plot import AnyPlot
-from papa.lab.runs import read_run
+from papa.lab.runs import is_run, read_run
+from papa.storage import write_atomically
 from results.page import detail_page, headline_plot, readme_with_headline, results_page
 from results.record import FOLDER, read_records, record_of, runs_of, write_records
 from results.studies import PAGES, PICTURES, STUDIES

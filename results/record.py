@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 from papa.cli.compare import CompareOptions, jobs_of
 from papa.errors import RunError
-from papa.files.storage import file_errors, json_text, write_atomically
 from papa.lab.config import Config, flat, idle_options
 from papa.lab.recipes import find
 from papa.lab.result import checked_result
 from papa.lab.runs import Run
+from papa.storage import file_errors, json_text, write_atomically
 
 FOLDER = Path(__file__).parent / "records"
 OTHERS = ("strength", "text-pushes")

@@ -34,7 +34,7 @@ from papa.core.rules import AveragingContext, Rule
 from papa.core.soup import average_soup
 from papa.couplings.adaptive import AdaptivePush
 from papa.evaluation.scores import Evaluation
-from papa.files.storage import write_atomically
+from papa.storage import write_atomically
 from papa.training import Callback, Settings, Stacked, Training
 from papa.training.data import Arrays, Data
 from papa.training.entry import start_training

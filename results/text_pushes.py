@@ -26,11 +26,11 @@ from torch.nn import functional as F
 
 from papa import Averaging, Callback
 from papa.errors import PapaError, RunError, did_you_mean
-from papa.files.storage import write_atomically
 from papa.lab.config import DiversityConfig
 from papa.lab.launch import RunSpec, execute
 from papa.lab.models.gpt import GPT
 from papa.lab.recipes import find
+from papa.storage import write_atomically
 from papa.training import Training
 from results.record import FOLDER, read_file, write_records
 from results.tables import markdown

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import papa
-from papa.files.storage import save_network
+from papa.storage.tensors import save_network
 from papa.training import Callback, Monitoring, Training
 
 EACH = "papa each"

@@ -24,7 +24,6 @@ from files.test_weights import save_sharded
 from lab.recipes.test_smoke import smoke_data_config, write_data
 from papa.errors import PapaError
 from papa.files import open_all, open_weights, soup_files
-from papa.files.storage import save_network
 from papa.lab.config import Config
 from papa.lab.data.cache import cache_folder
 from papa.lab.data.table import SKLEARN
@@ -33,6 +32,7 @@ from papa.lab.models.weights import read_state_dict
 from papa.lab.recipes import RECIPES, find
 from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
+from papa.storage.tensors import save_network
 from papa.training.checkpoint.store import with_digest
 from report_samples import make_full_result
 

@@ -25,11 +25,11 @@ import torch
 import fork_server
 import papa.distributed.start
 from papa.cli import main
-from papa.files.storage import read_file
 from papa.lab.config import Config, settled
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
+from papa.storage import read_file
 from papa.training.checkpoint import checkpoints, load_checkpoint
 from papa.training.state import expected_states
 

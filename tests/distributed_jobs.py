@@ -46,12 +46,12 @@ from papa.core.product import ALIGNMENT_BYTES
 from papa.distributed.group import DistributedGroup
 from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.errors import LostError
-from papa.files.storage import read_json, write_json
 from papa.lab import launch
 from papa.lab.config import AverageConfig, Config
 from papa.lab.outcome import finalize_run
 from papa.lab.recipes import find
 from papa.repair import RepairMerges
+from papa.storage import read_json, write_json
 from papa.training import Align
 
 SIZE = 5

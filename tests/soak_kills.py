@@ -34,10 +34,10 @@ from crashes import (
 )
 from lab.recipes.test_smoke import smoke_data_config
 from papa.cli.main import STOPPED
-from papa.files.storage import read_file
 from papa.lab.config import METHODS, TRAJECTORIES, Config
 from papa.lab.recipes import RECIPES
 from papa.lab.runs import RunDirectory
+from papa.storage import read_file
 
 LONGEST_END = 600.0
 """After so many seconds a process that was asked to end counts as hung, and prints where it is."""

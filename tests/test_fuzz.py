@@ -19,7 +19,6 @@ from alterations import alter, kinds, mutate_bytes, mutate_value, refused
 from checkpoint_cases import Member, expected_of, load_whole, save, trained_member
 from papa.cli.run import print_result
 from papa.errors import PapaError
-from papa.files.storage import save_network
 from papa.lab.config import Config
 from papa.lab.launch import _check_state
 from papa.lab.models.weights import read_state_dict
@@ -27,6 +26,7 @@ from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
+from papa.storage.tensors import save_network
 from papa.training.checkpoint.store import with_digest
 from papa.training.saving import _load_
 from papa.training.state import member_states, shared_state

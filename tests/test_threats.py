@@ -21,12 +21,12 @@ from helpers import execute, small_config
 from papa.cli import main
 from papa.errors import DataError, PapaError, RunError
 from papa.files import open_all, soup_files
-from papa.files.storage import parse_json
 from papa.lab.data.digits import load_optdigits
 from papa.lab.data.files import read_image, resize_and_crop
 from papa.lab.models.weights import read_state_dict
 from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
+from papa.storage import parse_json
 from report_samples import make_full_result
 
 HOSTILE = '"><script>alert(1)</script>'

@@ -32,7 +32,7 @@ from papa.distributed.asynchronous import AsyncAverager
 from papa.distributed.members import PUBLISHED, WEIGHTS, group_of_environment, published_of_environment
 from papa.errors import MixingError, PapaWarning
 from papa.files.saved_soups import member_state
-from papa.files.storage import save_network
+from papa.storage.tensors import save_network
 
 MIN_SHARE = 0.5
 """Trainings that end before this share of `num_steps` were not as long as planned."""

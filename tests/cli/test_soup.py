@@ -99,6 +99,9 @@ def test_runs_are_averaged_and_scored_with_their_recipe(folder: Path, capsys: py
     shown = capsys.readouterr().out
     assert "score of the greedy soup" in shown
     assert "run was trained with seed 1, and thus on some of the examples that seed 7 holds out" in shown
+    (folder / "run" / "members" / "001.safetensors").rename("1.safetensors")
+    assert main(["soup", "run", "-o", "other.safetensors"]) == 2
+    assert "has 1 of the 2 members its config names" in capsys.readouterr().err
     (folder / "run" / "result.json").unlink()
     assert main(["soup", "run", "-o", "other.safetensors"]) == 2
     assert "holds an unfinished run" in capsys.readouterr().err

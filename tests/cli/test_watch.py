@@ -12,8 +12,8 @@ import pytest
 from papa.cli import main
 from papa.cli.status import RunStatus, status_line, status_view
 from papa.cli.watch import Follower
-from papa.files.storage import write_atomically, write_json
 from papa.lab.runs import RunDirectory
+from papa.storage import write_atomically, write_json
 from report_samples import make_averaging, make_epoch, make_result
 
 CONFIG = {"recipe": "digits", "method": "papa", "seed": 7, "train": {"epochs": 4}}

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers import make_network
-from papa.errors import RunError, SoupError
-from papa.files.opening import open_all, open_weights
-from papa.files.weights import WeightsFile
+from papa.errors import SoupError
+from papa.files.opening import open_weights
 
 State = dict[str, Tensor]
 
@@ -148,34 +147,6 @@ def test_of_several_state_dicts_the_key_chooses(tmp_path: Path) -> None:
         open_weights(file, key="emma")
     with pytest.raises(SoupError, match="has no state dict under 'deep'"):
         open_weights(file, key="deep")
-
-
-def a_run(folder: Path, *, members: int = 2, finished: bool = True) -> Path:
-    (folder / "members").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"recipe": "digits", "method": "papa", "members": 2, "seed": 1}))
-    for member in range(members):
-        save_file({"w": torch.full((2,), float(member))}, folder / "members" / f"{member:03d}.safetensors")
-    if finished:
-        (folder / "result.json").write_text("{}")
-    return folder
-
-
-def read_all(files: list[WeightsFile]) -> list[float]:
-    return [float(file.read("w")[0]) for file in files]
-
-
-def test_a_run_directory_stands_for_its_members(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    assert read_all(open_all([run, run / "members" / "000.safetensors"])) == [0.0, 1.0, 0.0]
-    with pytest.raises(SoupError, match="is a run directory, expected the weights of one network"):
-        open_weights(run)
-
-
-def test_an_incomplete_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="holds an unfinished run: finish it with"):
-        open_all([a_run(tmp_path / "one", finished=False)])
-    with pytest.raises(RunError, match="has 1 of the 2 members its config names"):
-        open_all([a_run(tmp_path / "two", members=1)])
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,8 @@ from checkpoint_cases import expected_of, load_whole, save, trained_member
 from papa import __version__
 from papa.core.group import LocalGroup
 from papa.errors import RunError
-from papa.files.storage import (
-    DamagedError,
-    TensorInfo,
-    json_text,
-    read_json,
-    save_network,
-    write_atomically,
-    write_json,
-)
+from papa.storage import DamagedError, json_text, read_json, write_atomically, write_json
+from papa.storage.tensors import TensorInfo, save_network
 from papa.training.checkpoint import (
     CheckpointWriter,
     Expected,

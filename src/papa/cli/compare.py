@@ -15,12 +15,12 @@ from papa.cli.recipe_argument import take_budget, take_recipe
 from papa.cli.run import print_details
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
-from papa.files.storage import write_atomically
 from papa.lab.config import METHODS, Config, settled
 from papa.lab.recipes import Recipe
 from papa.lab.report.page import compare_page
 from papa.lab.report.table import compare_rows, paper_rows, with_gap_closed
 from papa.lab.runs import RunDirectory, read_run
+from papa.storage import write_atomically
 
 if TYPE_CHECKING:
     from papa.lab.launch_many import Outcomes

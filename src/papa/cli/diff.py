@@ -15,7 +15,7 @@ from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.files.storage import json_text
+from papa.storage import json_text
 
 if TYPE_CHECKING:
     from papa.analysis.interpolation import Curve

@@ -11,9 +11,9 @@ import tyro
 
 from papa.cli.arguments import parse_options, use_one_thread
 from papa.cli.tables import print_table
-from papa.files.storage import json_text
 from papa.lab.report.metric import metric_of
 from papa.lab.runs import RunDirectory
+from papa.storage import json_text
 
 DESCRIPTION = """Scores the members, the ensemble and the soups of a finished run on its test data, or on other data.
 

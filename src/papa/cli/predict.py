@@ -15,7 +15,7 @@ import tyro
 from papa.cli.arguments import parse_options, use_one_thread
 from papa.cli.escaping import printable
 from papa.errors import ConfigError, DataError, RunError, did_you_mean
-from papa.files.storage import file_errors, json_text, write_atomically
+from papa.storage import file_errors, json_text, write_atomically
 
 if TYPE_CHECKING:
     from papa.lab.scoring import Label

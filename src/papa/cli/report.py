@@ -12,12 +12,12 @@ import tyro
 
 from papa.cli import arguments as command_arguments
 from papa.errors import ConfigError, RunError
-from papa.files.storage import file_errors, is_run, write_atomically
 from papa.lab.report.draw import RENDERERS
 from papa.lab.report.export import csv_text, json_report, latex_text
 from papa.lab.report.figures import compare_figures, run_figures
 from papa.lab.report.page import GENERATOR, compare_page, run_page
-from papa.lab.runs import Run, read_runs
+from papa.lab.runs import Run, is_run, read_runs
+from papa.storage import file_errors, write_atomically
 
 DESCRIPTION = """Writes report.html into DIR: the page of one run, or the comparison of all runs in a directory.
 

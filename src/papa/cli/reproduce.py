@@ -13,11 +13,11 @@ from papa.cli.arguments import parse_options, split_names, split_numbers
 from papa.cli.execution import ParallelOptions, announce
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.files.storage import write_atomically
 from papa.lab.recipes import BUDGETS
 from papa.lab.recipes.tables import TABLES, Table, find_table
 from papa.lab.report.page import table_page
 from papa.lab.runs import read_run
+from papa.storage import write_atomically
 
 if TYPE_CHECKING:
     from papa.lab.launch_many import Outcomes

@@ -15,13 +15,13 @@ from papa.cli.recipe_argument import take_budget, take_recipe, take_value
 from papa.cli.status import event_text
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.files.storage import read_object
 from papa.lab.config import NEVER_AVERAGED, Config, flat, settled
 from papa.lab.recipes import RECIPES, Recipe
 from papa.lab.recipes.change import changed
 from papa.lab.report.metric import is_soup_far_worse
 from papa.lab.report.table import COLUMNS, details_table, run_rows
 from papa.lab.runs import RunDirectory
+from papa.storage import read_object
 
 USAGE = """usage: papa run RECIPE [OPTIONS]
        papa run --config FILE [OPTIONS]

@@ -15,10 +15,10 @@ from papa.cli.arguments import parse_options
 from papa.cli.escaping import printable
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.files.storage import json_text
 from papa.lab.listing import ListedRun, list_runs
 from papa.lab.report.metric import metric_of
 from papa.lab.report.table import KEYS
+from papa.storage import json_text
 
 DESCRIPTION = """Lists the runs in a directory and in the directories in it, the newest first: recipe, method, seed,
 state, test scores (the members' mean, the ensemble, the average soup, the greedy soup), and when they ended or last

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from papa.cli.recipe_argument import take_budget, take_recipe
 from papa.errors import ConfigError
-from papa.files.storage import json_text
+from papa.storage import json_text
 
 USAGE = """usage: papa show RECIPE [--budget full|mini|smoke]
 

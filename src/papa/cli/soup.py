@@ -17,9 +17,8 @@ from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
 from papa.cli.tables import print_table
 from papa.errors import ConfigError
-from papa.files.storage import is_run
 from papa.lab.config import Config
-from papa.lab.runs import RunDirectory
+from papa.lab.runs import RunDirectory, is_run, member_files
 
 if TYPE_CHECKING:
     from papa.align import Alignment
@@ -93,11 +92,12 @@ def main(arguments: Sequence[str]) -> int:
     from papa.lab.signals import leaving
 
     weights = None if options.weights is None else split_weights(options.weights)
+    paths = [file for path in options.paths for file in (member_files(path) if is_run(path) else [path])]
     use_one_thread()
     with leaving(), _byte_progress() as bar:
         writing = bar.add_task("", total=None, visible=False)
         soup = soup_files(
-            options.paths,
+            paths,
             options.out,
             weights,
             normalize=options.normalize,

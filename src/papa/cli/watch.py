@@ -17,12 +17,11 @@ from papa.cli import arguments as command_arguments
 from papa.cli.status import Clock, RunStatus, status_line, status_view
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, RunError
-from papa.files.storage import is_run
 from papa.lab.report.metric import advice_on_epoch, metric_of
 from papa.lab.report.table import COLUMNS, run_rows
 from papa.lab.report.words import plain, printable
 from papa.lab.result import parsed_event
-from papa.lab.runs import RunDirectory
+from papa.lab.runs import RunDirectory, is_run
 
 DESCRIPTION = """Follows a run from another terminal until it has finished: losses, scores and distances of the members,
 scores of the ensemble and the average soup, and the remaining time. Waits for a directory that does not exist yet, and

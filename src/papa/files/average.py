@@ -10,8 +10,8 @@ from torch import Tensor
 
 from papa.core.chosen_soups import stock_ratio
 from papa.errors import SoupError
-from papa.files.storage import TensorInfo
 from papa.files.weights import WeightsFile
+from papa.storage.tensors import TensorInfo
 
 BLOCK = 1 << 18
 """The number of elements that are averaged at a time: they fit into the processor's cache."""

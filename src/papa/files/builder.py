@@ -19,11 +19,11 @@ from papa.evaluation.scores import Evaluation
 from papa.files.average import WeightedAverage, output_tensors
 from papa.files.evaluation_context import EvaluationContext, align_to_, load_average_
 from papa.files.scores import run_score_command, split_command
-from papa.files.storage import TensorInfo, file_errors, write_tensors
-from papa.files.storage.tensors import Blocks
 from papa.files.weights import WeightsFile, safetensors_weights, weights_in_memory
 from papa.repair import goals_of, layer_statistics, repair_toward_, reset_batch_norm_
 from papa.repair.statistics import ChannelStatistics
+from papa.storage import file_errors
+from papa.storage.tensors import Blocks, TensorInfo, write_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from papa.errors import SoupError
+from papa.files.inert_pickle import Stub, load_inert
 from papa.files.state_dicts import NamedTensor
-from papa.files.storage import StoredTensor, Stub, TensorInfo, TorchArchive, file_errors, load_inert, read_file
-from papa.files.storage.torch_archive import DTYPES
+from papa.files.torch_archive import DTYPES, StoredTensor, TorchArchive
 from papa.files.weights import Content
+from papa.storage import file_errors, read_file
+from papa.storage.tensors import TensorInfo
 
 METADATA = ".metadata"
 KIND = "valid metadata of a distributed checkpoint"

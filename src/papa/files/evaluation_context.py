@@ -17,8 +17,8 @@ from papa.align import Alignment, align_
 from papa.errors import ConfigError, DataError, PapaError, SoupError
 from papa.evaluation.scores import Evaluation, evaluate, evaluating
 from papa.files.average import WeightedAverage, differences, raise_differences
-from papa.files.storage import TensorInfo
 from papa.files.weights import WeightsFile
+from papa.storage.tensors import TensorInfo
 
 
 @dataclass(frozen=True)

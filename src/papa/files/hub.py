@@ -11,8 +11,8 @@ from typing import Any
 from papa._version import __version__
 from papa.errors import SoupError
 from papa.files.record import SoupMember
-from papa.files.storage import parse_json, read_file
 from papa.files.weights import WeightsFile
+from papa.storage import parse_json, read_file
 
 CONFIG = "config.json"
 COPIED = (

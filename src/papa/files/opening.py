@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
-from papa.errors import RunError, SoupError
+from papa.errors import SoupError
 from papa.files.distributed import METADATA, distributed_content
 from papa.files.state_dicts import NamedTensor
-from papa.files.storage import file_errors, is_run, read_json, read_object, validated
-from papa.files.weights import Content, PathLike, WeightsFile, file_content, safetensors_weights
+from papa.files.weights import Content, PathLike, WeightsFile, file_content
+from papa.storage import file_errors, read_json, validated
 
 WHOLE_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 """The weights of a directory that is not sharded."""
@@ -22,8 +22,8 @@ def open_all(paths: Iterable[PathLike], *, key: str | None = None) -> list[Weigh
     """Open files without reading their numbers.
 
     Takes safetensors files; index files, or directories that hold one; PyTorch files; distributed checkpoints. What
-    holds several networks stands for all of them: a run directory of papa, a directory that Accelerate saved several
-    models to, a file of a wrapper's state dict. The key is the place of the weights in a file, see
+    holds several networks stands for all of them: a directory that Accelerate saved several models to, a file of a
+    wrapper's state dict. The key is the place of the weights in a file, see
     `papa.files.state_dicts.find_networks`.
     """
     return [weights for path in paths for weights in _open(Path(path), key)]
@@ -32,11 +32,6 @@ def open_all(paths: Iterable[PathLike], *, key: str | None = None) -> list[Weigh
 def open_weights(path: PathLike, *, key: str | None = None) -> WeightsFile:
     """Open one network's weights without reading their numbers; see `open_all`."""
     path = Path(path)
-    if path.is_dir() and is_run(path):
-        raise SoupError(
-            f"{path} is a run directory, expected the weights of one network: name {path / 'soup.safetensors'} or "
-            f"one of {path / 'members'}"
-        )
     found = _open(path, key)
     if len(found) > 1:
         names = ", ".join(str(weights.path) for weights in found)
@@ -48,8 +43,6 @@ def open_weights(path: PathLike, *, key: str | None = None) -> WeightsFile:
 def _open(path: Path, key: str | None) -> list[WeightsFile]:
     if not path.is_dir():
         return _content(path).networks(key)
-    if is_run(path):
-        return [safetensors_weights(file) for file in member_files(path)]
     if (path / METADATA).is_file():
         return distributed_content(path).networks(key)
     return [weights for file in _files_in(path) for weights in _content(file).networks(key)]
@@ -59,19 +52,6 @@ def _content(path: Path) -> Content:
     if path.name == METADATA and path.is_file():
         return distributed_content(path.parent)
     return _sharded_content(path) if path.name.endswith(INDEX_SUFFIX) and path.is_file() else file_content(path)
-
-
-def member_files(path: Path) -> list[Path]:
-    """The files of the members of a finished run."""
-    num_members = read_object(path / "config.json").get("members")
-    files = sorted((path / "members").glob("[0-9]*.safetensors"))
-    if not (path / "result.json").exists():
-        raise RunError(f"{path} holds an unfinished run: finish it with papa resume {path}")
-    if len(files) != num_members:
-        raise RunError(
-            f"{path} has {len(files)} of the {num_members} members its config names: name the files you want instead"
-        )
-    return files
 
 
 def _files_in(directory: Path) -> list[Path]:
@@ -87,8 +67,8 @@ def _files_in(directory: Path) -> list[Path]:
         if file.is_file():
             return [file, *_more_models(file)]
     raise SoupError(
-        f"{directory} holds no weights: expected an index (*{INDEX_SUFFIX}), {', '.join(WHOLE_NAMES[:2])}, an adapter, "
-        "a distributed checkpoint, or a run of papa; name the file you mean"
+        f"{directory} holds no weights: expected an index (*{INDEX_SUFFIX}), {', '.join(WHOLE_NAMES[:2])}, an adapter "
+        "or a distributed checkpoint; name the file you mean"
     )
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from papa.errors import SoupError
 from papa.files.opening import INDEX_SUFFIX
-from papa.files.storage import TensorInfo, file_errors, flush_directory, json_text, write_file, write_tensors
-from papa.files.storage.tensors import Blocks
-from papa.files.storage.whole_files import partial_path
+from papa.storage import file_errors, flush_directory, json_text, write_file
+from papa.storage.tensors import Blocks, TensorInfo, write_tensors
+from papa.storage.whole_files import partial_path
 
 SUFFIX = ".safetensors"
 

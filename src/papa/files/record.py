@@ -16,8 +16,9 @@ from papa.core.soup import GreedySoup
 from papa.errors import SoupError
 from papa.files.average import is_averaged
 from papa.files.builder import SoupSteps
-from papa.files.storage import TensorInfo, bytes_of, file_errors, sha256_of
 from papa.files.weights import WeightsFile
+from papa.storage import file_errors, sha256_of
+from papa.storage.tensors import TensorInfo, bytes_of
 
 MAX_FULL_BYTES = 1 << 26
 """Files up to this size are always hashed in full: it takes less than a tenth of a second."""

@@ -14,7 +14,7 @@ from papa.core.population import Population
 from papa.core.soup import Weights
 from papa.distributed.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.errors import SoupError
-from papa.files.storage import save_network
+from papa.storage.tensors import save_network
 
 
 def save_soup(population: Population, path: str | os.PathLike[str], weights: Weights | None = None) -> None:

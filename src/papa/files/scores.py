@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from papa.errors import ConfigError, SoupError
 from papa.evaluation.scores import Evaluation
-from papa.files.storage import read_object, validated, write_json
+from papa.storage import read_object, validated, write_json
 
 NUMBER = re.compile(
     r"(?<![\w.,])[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?!\w|[.,]\d)", re.IGNORECASE

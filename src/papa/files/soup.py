@@ -23,9 +23,10 @@ from papa.files.opening import open_all, open_weights
 from papa.files.output import Output
 from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record
 from papa.files.scores import ScoreMemory
-from papa.files.storage import DTYPE_NAMES, json_text
 from papa.files.weights import PathLike, WeightsFile
 from papa.files.writing import FileSoup, OnProgress, Writing
+from papa.storage import json_text
+from papa.storage.tensors import DTYPE_NAMES
 
 OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -79,8 +80,8 @@ def soup_files(
 
     Args:
         paths: safetensors files, indices of sharded ones or their directories, PyTorch files that hold a state dict,
-            distributed checkpoints; and what stands for several networks: run directories of papa,
-            directories that Accelerate saved several models to, files of a wrapper with several networks.
+            distributed checkpoints; and what stands for several networks: directories that Accelerate
+            saved several models to, files of a wrapper with several networks.
         out: a file that ends in .safetensors, or a directory.
         weights: one for each file, non-negative and summing to 1.
         normalize: divide the weights by their sum.

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from papa.errors import SoupError
-from papa.files.storage import StoredTensor, Stub, TensorInfo
+from papa.files.inert_pickle import Stub
+from papa.files.torch_archive import StoredTensor
+from papa.storage.tensors import TensorInfo
 
 STATE_KEYS = ("state_dict", "model_state_dict", "model", "ema")
 """Where a PyTorch file may keep its state dict, in the order of preference."""

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from papa.errors import SoupError
 from papa.files.state_dicts import NamedTensor, find_networks, info_of, tensors_in
-from papa.files.storage import StoredTensor, TensorFile, TensorInfo, TorchArchive, file_errors
+from papa.files.torch_archive import StoredTensor, TorchArchive
+from papa.storage import file_errors
+from papa.storage.tensors import TensorFile, TensorInfo
 
 PathLike: TypeAlias = str | os.PathLike[str]
 

@@ -14,8 +14,8 @@ from papa.core.soup import Trial
 from papa.files.hub import CARD, card
 from papa.files.output import Output, write_output
 from papa.files.record import SoupMember
-from papa.files.storage import TensorInfo, json_text
-from papa.files.storage.tensors import Blocks
+from papa.storage import json_text
+from papa.storage.tensors import Blocks, TensorInfo
 
 OnProgress = Callable[[int, int], object]
 """Called with the number of bytes written and the total."""

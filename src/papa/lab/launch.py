@@ -23,7 +23,6 @@ from papa.core.group import Group, LocalGroup
 from papa.distributed.start import start_workers
 from papa.distributed.torchrun import Torchrun, rank_of_torchrun
 from papa.errors import ConfigError, PapaError, RunError
-from papa.files.storage import DamagedError, read_object, write_atomically, write_json
 from papa.lab.config import Config, flat, idle_options, option_of, settled
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
@@ -39,6 +38,7 @@ from papa.lab.signals import StopFlag, stop_flag
 from papa.lab.tasks.picture import prediction_picture
 from papa.packages import require
 from papa.process import find_device
+from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
 from papa.training.checkpoint import CheckpointWriter, discard
 from papa.training.saving import resume_

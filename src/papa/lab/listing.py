@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from papa.errors import RunError
-from papa.files.storage import is_run
 from papa.lab.report.table import KEYS, scores_of
-from papa.lab.runs import RunDirectory
+from papa.lab.runs import RunDirectory, is_run
 
 MAX_DEPTH = 5
 """How deep runs are searched for in a directory."""

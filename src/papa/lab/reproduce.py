@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from papa.files.storage import json_text
 from papa.lab.config import Config, CouplingConfig
 from papa.lab.domains import TILES, load_domain
 from papa.lab.recipes import find
 from papa.lab.recipes.change import changed, translated
 from papa.lab.recipes.tables import Row, Table, number
+from papa.storage import json_text
 
 
 @dataclass(frozen=True, kw_only=True)

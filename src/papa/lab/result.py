@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypedDict
 
-from papa.files.storage import json_text, parse_json, validated
+from papa.storage import json_text, parse_json, validated
 
 Numbers: TypeAlias = list[float | None]
 """None for a number that was not finite."""

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from papa.errors import RunError, StoppedError
-from papa.files import storage
-from papa.files.storage import (
+from papa.errors import PapaError, RunError, StoppedError
+from papa.lab.config import METHODS
+from papa.lab.result import checked_result, fold_merges, parsed_event
+from papa.storage import (
     file_errors,
-    is_run,
     json_text,
     matches,
     read_file,
+    read_json,
     read_object,
     write_atomically,
     write_json,
 )
-from papa.lab.config import METHODS
-from papa.lab.result import checked_result, fold_merges, parsed_event
 from papa.training.lock import Lock
 
 if TYPE_CHECKING:
@@ -256,13 +255,17 @@ class RunDirectory:
         return found[-1][1] if found else None
 
     def save_member(self, member: int, network: nn.Module) -> None:
-        storage.save_network(self.members / f"{member:03d}.safetensors", network, {"role": f"member {member}"})
+        from papa.storage.tensors import save_network  # imports torch, which listings do without
+
+        save_network(self.members / f"{member:03d}.safetensors", network, {"role": f"member {member}"})
 
     def save_soups(self, average: nn.Module, greedy: nn.Module, best: nn.Module | None = None) -> None:
-        storage.save_network(self.average_soup, average, {"role": "average soup"})
-        storage.save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
+        from papa.storage.tensors import save_network  # imports torch, which listings do without
+
+        save_network(self.average_soup, average, {"role": "average soup"})
+        save_network(self.greedy_soup, greedy, {"role": "greedy soup"})
         if best is not None:
-            storage.save_network(self.best_soup, best, {"role": "best average soup by validation"})
+            save_network(self.best_soup, best, {"role": "best average soup by validation"})
 
 
 def is_metrics_state(value: Any) -> bool:
@@ -318,3 +321,29 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[RunError]]:
         return recipe, order.get(method, len(order)), seed
 
     return sorted(runs, key=key), errors
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is of `papa run`: its config or result is an object that names a recipe and a method.
+
+    Directories of model hubs have a `config.json` too, but neither key.
+    """
+    for name in ("config.json", "result.json"):
+        with contextlib.suppress(PapaError):
+            value = read_json(path / name)
+            if isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("recipe", "method")):
+                return True
+    return False
+
+
+def member_files(path: Path) -> list[Path]:
+    """The files of the members of a finished run."""
+    num_members = read_object(path / "config.json").get("members")
+    files = sorted((path / "members").glob("[0-9]*.safetensors"))
+    if not (path / "result.json").exists():
+        raise RunError(f"{path} holds an unfinished run: finish it with papa resume {path}")
+    if len(files) != num_members:
+        raise RunError(
+            f"{path} has {len(files)} of the {num_members} members its config names: name the files you want instead"
+        )
+    return files

@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from papa.errors import PapaError, RunError
-from papa.files.storage import file_errors, json_text, parse_json, read_file, write_file
+from papa.storage import file_errors, json_text, parse_json, read_file, write_file
 
 
 class Lock:

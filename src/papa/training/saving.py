@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from papa.errors import ConfigError, RunError
-from papa.files.storage import DamagedError
+from papa.storage import DamagedError
 from papa.training.callbacks import Callback
 from papa.training.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
 from papa.training.lock import Lock

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from helpers import execute, killed_after
 from papa.cli import main
 from papa.errors import ConfigError, DataError
-from papa.files.storage import read_json
 from papa.lab.config import Config
 from papa.lab.recipes import find, paper_details, paper_scores
 from papa.lab.recipes.build import build
 from papa.lab.recipes.tables import find_table
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks.segmentation import F1
+from papa.storage import read_json
 
 CLASSES = ["dark", "bright"]
 

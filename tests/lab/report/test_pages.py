@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from papa.files.storage import json_text
 from papa.lab.report.page import POLICY, compare_page, run_page, summary
 from papa.lab.report.table import details_table
 from papa.lab.result import as_stored, checked_result, parsed_event
+from papa.storage import json_text
 from report_samples import FULL_METRICS, HOSTILE, METRICS, make_averaging, make_epoch, make_full_result, make_result
 
 

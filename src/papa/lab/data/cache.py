@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 
 from papa.errors import DataError
-from papa.files.storage import file_errors, json_text, read_json, validated, write_file
 from papa.lab.data.files import Pixels
+from papa.storage import file_errors, json_text, read_json, validated, write_file
 from papa.training.data import Arrays
 from papa.training.lock import waiting_lock
 

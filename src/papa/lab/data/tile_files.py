@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from papa.errors import DataError, did_you_mean
-from papa.files.storage import read_object
 from papa.lab.data.files import Pixels, opened_image, read_image, some_of
+from papa.storage import read_object
 from papa.streams import stream
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from papa.errors import ConfigError, DataError
-from papa.files.storage import json_text, parse_json
 from papa.packages import require
+from papa.storage import json_text, parse_json
 
 
 class Tokenizer(ABC):

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from papa.errors import ConfigError
-from papa.files.storage import write_atomically
 from papa.lab.config import Config
 from papa.lab.data.text import TextSet, load_text
 from papa.lab.domains.base import Domain
@@ -17,6 +16,7 @@ from papa.lab.models.gpt import GPT
 from papa.lab.models.weights import load_weights_
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks.language import language_modelling
+from papa.storage import write_atomically
 from papa.training.data import Data
 from papa.training.task import Task
 

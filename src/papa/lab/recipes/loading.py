@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from papa.core.ensemble import Ensemble
 from papa.errors import RunError
 from papa.files.evaluation_context import EvaluationContext
-from papa.files.storage import json_text, validated
 from papa.lab.config import Config
 from papa.lab.data.table import TABLES
 from papa.lab.data.tokens import Tokenizer, read_tokenizer
@@ -27,6 +26,7 @@ from papa.lab.models import make_model
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
 from papa.lab.tasks.language import TOKEN_COMBINE
+from papa.storage import json_text, validated
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 from papa._version import __version__
-from papa.files.storage import json_text
 from papa.lab.report.table import (
     COLUMNS,
     KEYS,
@@ -23,6 +22,7 @@ from papa.lab.report.table import (
 )
 from papa.lab.report.words import printable, text
 from papa.lab.runs import Run
+from papa.storage import json_text
 
 CSV_COLUMNS = (
     *("run", "recipe", "method", "seed", "members", "finished", "data", "soups"),

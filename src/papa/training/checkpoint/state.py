@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from papa.errors import RunError
-from papa.files.storage import TensorInfo
+from papa.storage.tensors import TensorInfo
 
 MemberState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 """All tensors of a member by name, and the rest of its state as a JSON value."""

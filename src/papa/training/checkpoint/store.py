@@ -19,18 +19,17 @@ from typing import Any, TypedDict
 
 from papa._version import __version__
 from papa.errors import RunError
-from papa.files.storage import (
+from papa.storage import (
     DamagedError,
-    TensorFile,
     file_errors,
     flush_directory,
     json_text,
     read_object,
-    save_tensors,
     sha256_of,
     validated,
     write_file,
 )
+from papa.storage.tensors import TensorFile, save_tensors
 from papa.training.checkpoint.state import Expected, MemberState
 
 FORMAT = 3

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, is
 
 LARGEST = 1e100
 """Larger numbers are no score, loss, size or time, and would overflow what is computed from them."""
+DESCRIBED = {float: "a number", int: "an integer", str: "text", bool: "true or false", list: "a list"}
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ def matches(value: Any, kind: Any) -> bool:
 
 def _validated(value: Any, kind: Any, name: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
+    below = f"{name}." if name else ""
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
@@ -55,36 +57,17 @@ def _validated(value: Any, kind: Any, name: str) -> Any:
             return None
         return _validated(value, present[0] if len(present) == 1 else Any, name)
     if is_typeddict(kind) and isinstance(value, dict):
-        return _validated_keys(value, kind, name)
+        found = dict(value)
+        for key, hint in _hints(kind).items():
+            if key not in value and key not in kind.__optional_keys__:
+                raise ValueError(f"{below}{key} is missing")
+            found[key] = _validated(value[key], hint, f"{below}{key}") if key in value else None
+        return found
     if origin is list and isinstance(value, list):
         return [_validated(part, arguments[0], f"{name}[{index}]") for index, part in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {key: _validated(part, arguments[1], _below(name, key)) for key, part in value.items()}
-    if kind is float and type(value) in (int, float) and abs(value) <= LARGEST:
-        return value
-    if isinstance(kind, type) and not is_typeddict(kind) and kind is not float and type(value) is kind:
+        return {key: _validated(part, arguments[1], f"{below}{key}") for key, part in value.items()}
+    if type(value) is kind if kind is not float else type(value) in (int, float) and abs(value) <= LARGEST:
         return value
     shown = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
-    raise ValueError(f"{name or 'it'} is {shown}, expected {_described(kind)}")
-
-
-def _validated_keys(value: dict[str, Any], kind: Any, name: str) -> dict[str, Any]:
-    found = dict(value)
-    for key, hint in _hints(kind).items():
-        if key in value:
-            found[key] = _validated(value[key], hint, _below(name, key))
-        elif key in kind.__optional_keys__:
-            found[key] = None
-        else:
-            raise ValueError(f"{_below(name, key)} is missing")
-    return found
-
-
-def _below(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _described(kind: Any) -> str:
-    names = {float: "a number", int: "an integer", str: "text", bool: "true or false", list: "a list"}
-    kind = get_origin(kind) or kind
-    return names.get(kind, "an object")
+    raise ValueError(f"{name or 'it'} is {shown}, expected {DESCRIBED.get(origin or kind, 'an object')}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from papa._version import __version__
 from papa.errors import PapaError, RunError
-from papa.files.storage.whole_files import file_errors, replace_file, write_file
+from papa.storage.whole_files import file_errors, write_atomically, write_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -181,8 +181,7 @@ def save_network(
     path: Path, network: nn.Module | Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a network or its state dict atomically; tied tensors are there under each of their names."""
-    with file_errors(path, "write"):
-        replace_file(path, network_parts(network, metadata))
+    write_atomically(path, network_parts(network, metadata))
 
 
 def network_parts(

@@ -81,13 +81,18 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """As `write_file`, but atomic: a reader sees the old content or the new content, never a part of it."""
+def write_atomically(path: Path, content: bytes | str | Iterable[bytes | memoryview]) -> None:
+    """Replace a file's content at once, or raise a `RunError` and leave it unchanged.
+
+    A reader sees the old content or the new content, never a part of it.
+    """
     partial = partial_path(path)
+    content = content.encode() if isinstance(content, str) else content
     try:
-        write_file(partial, parts)
-        os.replace(partial, path)
-        flush_directory(path.parent)
+        with file_errors(path, "write"):
+            write_file(partial, [content] if isinstance(content, bytes) else content)
+            os.replace(partial, path)
+            flush_directory(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -104,12 +109,6 @@ def flush_directory(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replace a file's content at once, or raise a `RunError` and leave it unchanged."""
-    with file_errors(path, "write"):
-        replace_file(path, [content.encode() if isinstance(content, str) else content])
 
 
 def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES, *, error: type[PapaError] = RunError) -> bytes:
@@ -155,32 +154,25 @@ def write_json(path: Path, value: Any) -> None:
 
 def parse_json(data: bytes, *, allow_control: bool = False) -> Any:
     """Parse JSON; a `ValueError` for invalid JSON, repeated keys, numbers that are not finite, control characters."""
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            raise ValueError("it has a key twice")
+        return value
+
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{number} is not a finite number")
+        return value
+
     text = data.decode()
     if not allow_control and CONTROL.search(text):
         raise ValueError("it has control characters, which could change what a terminal shows")
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=_without_repeats,
-            parse_constant=_finite_number,
-            parse_float=_finite_number,
-        )
+        return json.loads(text, object_pairs_hook=without_repeats, parse_constant=finite, parse_float=finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("it has a key twice")
-    return value
-
-
-def _finite_number(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number
 
 
 def read_json(path: Path, *, error: type[PapaError] = RunError) -> Any:
@@ -196,19 +188,3 @@ def read_object(path: Path, *, error: type[PapaError] = RunError) -> dict[str, A
     if not isinstance(value, dict):
         raise error(f"{path} holds a {type(value).__name__}, expected an object")
     return value
-
-
-def is_run(path: Path) -> bool:
-    """Whether a directory is of `papa run`: its config or result is an object that names a recipe and a method.
-
-    Directories of model hubs have a `config.json` too, but neither key.
-    """
-    return any(_names_a_run(path / name) for name in ("config.json", "result.json"))
-
-
-def _names_a_run(file: Path) -> bool:
-    try:
-        value = read_json(file)
-    except PapaError:
-        return False
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("recipe", "method"))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from papa.errors import PapaError, RunError
-from papa.files.storage.inert_pickle import Stub, load_inert
-from papa.files.storage.tensors import TensorInfo, identity_of, read_block
-from papa.files.storage.whole_files import file_errors
+from papa.files.inert_pickle import Stub, load_inert
+from papa.storage.tensors import TensorInfo, identity_of, read_block
+from papa.storage.whole_files import file_errors
 
 KIND = "a valid PyTorch file"
 MAX_DIMENSIONS = 64

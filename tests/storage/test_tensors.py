@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from papa.errors import PapaError, SoupError
-from papa.files.storage import TensorFile, TensorInfo, tensors, write_tensors
-from papa.files.storage.tensors import DTYPES
+from papa.storage import tensors
+from papa.storage.tensors import DTYPES, TensorFile, TensorInfo, write_tensors
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import pytest
 
-from papa.files.storage import matches, validated
+from papa.storage import matches, validated
 
 
 class Base(TypedDict):

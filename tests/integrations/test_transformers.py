@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerContr
 
 import papa
 from papa.core.group import LocalGroup
+from papa.couplings.by_name import options_of, rule_of
 from papa.errors import ConfigError
-from papa.integrations.json_rules import options_of, rule_of
 from papa.integrations.transformers import PopulationAveragingCallback
 
 JOBS = Path(__file__).parent / "member_jobs.py"
@@ -83,7 +83,7 @@ def test_checkpoints_have_the_state_as_json(trained: Path) -> None:
         assert found["attributes"]["progress"]["num_steps_taken"] == 5
         assert PopulationAveragingCallback.from_state(found).rule == papa.Push(half_life=0.1, every_steps=2)
         logged = json.loads((trained / "unbroken" / f"{member}.json").read_text())
-        assert all(entry["papa_distance"] > 0 for entry in logged)
+        assert all(entry["papa/distance_after"] > 0 for entry in logged)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks transformers by an old name

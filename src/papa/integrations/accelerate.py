@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from papa.attach import Joined, averaging, join
+from papa.attach import averaging, join
 from papa.core.rules import Rule
 from papa.distributed.members import member_of_environment
 from papa.distributed.sharding import inner_module
@@ -68,7 +68,18 @@ class PopulationAveraging:
     ) -> None:
         self.accelerator = accelerator
         self._generators = [loader.generator for loader in loaders if loader.generator is not None]
-        self.joined = _joined(accelerator, models, optimizers, rule, num_steps=num_steps, **options)
+        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+            is_member = member_of_environment() is not None or options.get("group") is not None
+            if accelerator.num_processes > 1 and not is_member:
+                raise ConfigError(
+                    f"Accelerate trains one network in {accelerator.num_processes} processes: its copies are no "
+                    "members of a population. Start one process for each member with `papa each --members 3 -- python "
+                    "train.py`, or prepare several models in each process"
+                )
+            self.joined = join(inner_module(models), optimizers, rule, num_steps=num_steps, **options)
+        else:
+            members = [inner_module(model) for model in models]
+            self.joined = averaging(members, optimizers, rule, num_steps=num_steps, **options)
         self.averager, self.population = self.joined.averager, self.joined.population
         if not enabled:
             self.joined.close()
@@ -99,22 +110,3 @@ class PopulationAveraging:
 
     def __exit__(self, *error: object) -> None:
         self.joined.close(early=error[0] is not None)
-
-
-def _joined(
-    accelerator: Accelerator,
-    models: nn.Module | Sequence[nn.Module],
-    optimizers: Optimizer | Sequence[Optimizer],
-    rule: Rule,
-    **options: Any,
-) -> Joined:
-    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
-        is_member = member_of_environment() is not None or options.get("group") is not None
-        if accelerator.num_processes > 1 and not is_member:
-            raise ConfigError(
-                f"Accelerate trains one network in {accelerator.num_processes} processes: its copies are no members of "
-                "a population. Start one process for each member with `papa each --members 3 -- python train.py`, or "
-                "prepare several models in each process"
-            )
-        return join(inner_module(models), optimizers, rule, **options)
-    return averaging([inner_module(model) for model in models], optimizers, rule, **options)

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from papa.attach import Joined, averaging, join
 from papa.core.layout import named_tensors
 from papa.core.rules import Rule
+from papa.couplings.by_name import options_of, rule_of
 from papa.distributed.members import group_of_environment, report_soup
 from papa.errors import ConfigError, PapaWarning
 from papa.files.saved_soups import soup_state
-from papa.integrations.json_rules import options_of, rule_of
 from papa.packages import importing
+from papa.training.callbacks import averaging_values
 
 with importing():
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,7 +28,7 @@ with importing():
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 TENSORS = "papa.pt"
-"""The file of a checkpoint with the tensors of unfinished averagings, if there are any."""
+"""The file of a checkpoint with the tensors that a rule keeps, if it keeps any."""
 
 
 class PopulationAveragingCallback(TrainerCallback, ExportableState):
@@ -44,8 +46,8 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
     ```
 
     Checkpoints of the Trainer have the state of the averaging: a training that resumes, in all processes from the same
-    step, gives the weights of one that was never stopped. Of a PEFT model only the adapters are averaged. The mean of
-    the last distances to the population mean is logged as `papa_distance`.
+    step, gives the weights of one that was never stopped. Of a PEFT model only the adapters are averaged. The members'
+    mean distance to their mean around the last averaging is logged as `papa/distance_before` and `papa/distance_after`.
 
     Args:
         rule: how to average; or its name and options, `{"name": "Push", "half_life": 0.003}`, as JSON can hold them.
@@ -75,7 +77,7 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
         """Arguments and progress, as JSON: what the Trainer saves in `trainer_state.json`."""
         arguments = {"soup": self.soup, "average": self.average, "on_nonfinite": self.on_nonfinite}
         progress = None if self.joined is None else self.joined.state_dict()
-        if has_tensors(progress):
+        if _has_tensors(progress):
             progress = {"file": TENSORS}
         return {"args": {"rule": options_of(self.rule), **arguments}, "attributes": {"progress": progress}}
 
@@ -114,30 +116,29 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
             return
         if "file" in progress:
             given = args.resume_from_checkpoint
-            path = (Path(given) if isinstance(given, str) else checkpoint_of(args, state)) / TENSORS
+            path = (Path(given) if isinstance(given, str) else _checkpoint_of(args, state)) / TENSORS
             if not path.is_file():
                 raise ConfigError(
-                    f"there is no {path}, expected the tensors of an unfinished averaging: name the checkpoint's "
+                    f"there is no {path}, expected the tensors that the rule keeps: name the checkpoint's "
                     "directory in TrainingArguments(resume_from_checkpoint=...)"
                 )
             progress = torch.load(path, map_location="cpu", weights_only=True)
         self.joined.load_state_dict(progress)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save the tensors of an unfinished averaging, which JSON cannot hold, into the checkpoint."""
+        """Save the tensors that a rule keeps, which JSON cannot hold, into the checkpoint."""
         if self.joined is None or not args.should_save:
             return
         progress = self.joined.state_dict()
-        if has_tensors(progress):
-            torch.save(progress, checkpoint_of(args, state) / TENSORS)
+        if _has_tensors(progress):
+            torch.save(progress, _checkpoint_of(args, state) / TENSORS)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the distance of members to their mean to what is logged."""
         last = None if self.joined is None else self.joined.last
-        if last is not None and last.distances_after:
-            distance = {"papa_distance": sum(last.distances_after) / len(last.distances_after)}
-            kwargs["logs"].update(distance)
-            state.log_history[-1].update(distance)
+        if last is not None:
+            kwargs["logs"].update(averaging_values(last))
+            state.log_history[-1].update(averaging_values(last))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -172,13 +173,10 @@ def only_trainable(model: nn.Module) -> dict[str, bool]:
     return {"*": False, **dict.fromkeys(trained, True)}
 
 
-def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
+def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
     """The directory that the Trainer writes or wrote at this step."""
     return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def has_tensors(value: Any) -> bool:
-    """Whether there is a tensor anywhere in dicts, lists and tuples."""
-    if isinstance(value, Mapping):
-        return any(map(has_tensors, value.values()))
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(has_tensors, value)))
+def _has_tensors(state: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(state))

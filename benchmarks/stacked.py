@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from _bench import Result, best_times, finish, parser
-from papa.core.merges import MergeAll
+from papa.core.rules import MergeAll
 from papa.lab.models import make_model
 from papa.training import Auto, Settings, Stacked, Training, Transforms, start_training
 from papa.training.schedules import constant

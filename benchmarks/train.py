@@ -22,9 +22,7 @@ from torch.nn import functional as F
 
 from _bench import Parts, Result, finish, parser, positive
 from papa.core.group import Group
-from papa.core.merges import Independent
-from papa.core.push import Push
-from papa.core.rules import Rule
+from papa.core.rules import Independent, Push, Rule
 from papa.distributed.start import start_workers
 from papa.lab.augment.policy import GRIDS, draw_policies
 from papa.lab.domains.pipeline import ImagePipeline

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from papa.cli.recipe_argument import take_budget
-from papa.core.push import Push
+from papa.core.rules import Push
 from papa.errors import RunError
 from papa.lab.report.figures import members_to_soup
 from papa.lab.report.plot import DotPlot

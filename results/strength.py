@@ -28,10 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from papa._version import __version__
-from papa.core.merges import Independent
-from papa.core.push import Push
-from papa.core.rules import AveragingContext, Rule
-from papa.core.soup import average_soup
+from papa.core.rules import AveragingContext, Independent, Push, Rule
+from papa.core.soups import average_soup
 from papa.couplings.adaptive import AdaptivePush
 from papa.evaluation.scores import Evaluation
 from papa.storage import write_atomically

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import scipy.stats
 
-from papa.core.push import Push
+from papa.core.rules import Push
 from papa.lab.config import flat
 from papa.lab.report.metric import metric_of
 from papa.lab.report.table import (

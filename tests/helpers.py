@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from papa.core import layout
-from papa.core.merges import Independent, MergeAll
 from papa.core.population import Population
-from papa.core.rules import Rule
+from papa.core.rules import Independent, MergeAll, Rule
 from papa.lab import launch
 from papa.lab.config import Config
 from papa.lab.recipes import find

@@ -21,10 +21,8 @@ from group_jobs import StagedGroup, states_of
 from helpers import make_network, random_stochastic
 from papa.core.averager import Averager
 from papa.core.group import Group, LocalGroup
-from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
 from papa.core.population import Population
-from papa.core.push import Push
-from papa.core.rules import AveragingContext, Rule
+from papa.core.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
 from papa.couplings.adaptive import AdaptivePush
 from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
 from papa.couplings.masks import Mask

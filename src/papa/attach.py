@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from papa.core.averager import Averager
-from papa.core.averaging_report import Averaging, MergeHook
+from papa.core.averager import Averager, Averaging, MergeHook
 from papa.core.diagnostics import MIN_STEPS
 from papa.core.health import OnNonFinite
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Rule
-from papa.core.soup import average_soup
+from papa.core.soups import average_soup
 from papa.distributed.asynchronous import AsyncAverager
 from papa.distributed.members import PUBLISHED, WEIGHTS, group_of_environment, published_of_environment
 from papa.errors import MixingError, PapaWarning

@@ -70,7 +70,7 @@ def test_import_papa_loads_no_torch_and_has_every_name(tmp_path: Path) -> None:
     code = "import sys, papa; print('torch' in sys.modules); print(papa.Push, 'torch' in sys.modules, papa.training)"
     first, second = run_python(code, folder=tmp_path).stdout.splitlines()
     assert first == "False"
-    assert "papa.core.push.Push" in second
+    assert "papa.core.rules.Push" in second
     assert "True <module 'papa.training'" in second
 
 

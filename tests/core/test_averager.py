@@ -14,12 +14,9 @@ from torch.optim import lr_scheduler
 
 from helpers import assert_same_bits, make_networks, snapshot
 from papa.core import mixing
-from papa.core.averager import Averager
-from papa.core.averaging_report import Averaging
-from papa.core.merges import Independent, MergeAll, MergePairs, Mix
+from papa.core.averager import Averager, Averaging
 from papa.core.population import Population
-from papa.core.push import Push
-from papa.core.rules import AveragingContext, Rule
+from papa.core.rules import AveragingContext, Independent, MergeAll, MergePairs, Mix, Push, Rule
 from papa.couplings.anchored import OuterStep
 from papa.couplings.sparse import SparseAverage
 from papa.errors import MixingError, PapaWarning

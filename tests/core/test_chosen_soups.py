@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from helpers import assert_close, make_networks
 from papa import average_soup, learned_soup, model_stock, soup_files
-from papa.core.chosen_soups import _slope, stock_ratio
 from papa.core.population import Population
-from papa.core.soup import mean_network
+from papa.core.soups import _slope, mean_network, stock_ratio
 from papa.errors import ConfigError, SoupError
 from papa.files import EvaluationContext
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers import make_networks
-from papa.core.ensemble import Ensemble
 from papa.core.population import Population
+from papa.core.soups import Ensemble
 from papa.errors import SoupError
 from papa.evaluation.scores import mean_logits, mean_probabilities
 

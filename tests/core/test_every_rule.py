@@ -13,8 +13,7 @@ import rule_cases
 from helpers import assert_close, small_training
 from papa.core.averager import Averager
 from papa.core.group import LocalGroup
-from papa.core.merges import Independent
-from papa.core.rules import AveragingContext
+from papa.core.rules import AveragingContext, Independent
 from papa.distributed.start import start_workers
 from papa.training.state import load_state_, member_states, shared_state
 from rule_cases import CASES, SIZE, VARIANTS, make_population, run_rule, step_

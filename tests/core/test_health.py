@@ -13,7 +13,7 @@ from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, P
 from papa.core import mixing
 from papa.core.group import LocalGroup
 from papa.core.health import HealthCheck
-from papa.core.row_measures import is_finite
+from papa.core.product import is_finite
 from papa.couplings.anchored import Elastic, Lookahead, OuterStep
 from papa.distributed.start import start_workers
 from papa.errors import MemberError, PapaWarning

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from helpers import TOLERANCES, assert_close
 from papa import PapaWarning
-from papa.core import kernels, mixing, product, row_measures
+from papa.core import kernels, mixing, product
 
 CPU = torch.device("cpu")
 DTYPES = sorted(kernels.DTYPES, key=str)
@@ -141,7 +141,7 @@ def test_averages_do_not_depend_on_the_compiled_functions(monkeypatch: pytest.Mo
         every = [rows_of(5, 40_001, dtype) for _ in matrices]
         for rows, matrix in zip(every, matrices, strict=True):
             product.mix_rows_(rows, matrix)
-        found.append([*every, row_measures.squared_distances(rows_of(5, 40_001, dtype))])
+        found.append([*every, product.squared_distances(rows_of(5, 40_001, dtype))])
     product._known_product.cache_clear()
     for one, other in zip(*found, strict=True):
         assert_close(one, other, tolerance=TOLERANCES[dtype])
@@ -208,7 +208,7 @@ def test_tensors_that_are_no_rows_in_memory_use_torch() -> None:
         assert not kernels.is_plain(other)
         with pytest.raises(ValueError, match="expected rows in memory"):
             product.OnePassPush(0.9, None)(other)
-    assert torch.equal(row_measures.row_sums(wide[:, ::2]), wide[:, ::2].sum(dim=1).double())
+    assert torch.equal(product.row_sums(wide[:, ::2]), wide[:, ::2].sum(dim=1).double())
 
 
 @needs_compiler

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import TOLERANCES, assert_close, assert_same_bits, random_stochastic
-from papa.core import kernels, mixing, product, row_measures
-from papa.core.scratch import scratch
+from papa.core import kernels, mixing, product
+from papa.core.product import scratch
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -213,8 +213,8 @@ def test_memory_for_blocks_may_first_be_needed_in_inference_mode() -> None:
 
     def distances_inside_and_outside() -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            inside = row_measures.squared_distances(rows)
-        return inside, row_measures.squared_distances(rows)
+            inside = product.squared_distances(rows)
+        return inside, product.squared_distances(rows)
 
     with ThreadPoolExecutor(1) as new_thread:  # which has no such memory yet
         inside, outside = new_thread.submit(distances_inside_and_outside).result()
@@ -223,9 +223,9 @@ def test_memory_for_blocks_may_first_be_needed_in_inference_mode() -> None:
 
 def test_memory_for_blocks_is_not_shared_with_results_or_threads() -> None:
     first, second = random_rows(3, 50, torch.float32), random_rows(3, 60, torch.float32)
-    found = row_measures.squared_distances(first)
+    found = product.squared_distances(first)
     before = found.clone()
-    row_measures.squared_distances(second)
+    product.squared_distances(second)
     assert torch.equal(found, before)
     here = scratch.matrix(first, torch.float32).data_ptr()
     with ThreadPoolExecutor(1) as thread:
@@ -238,7 +238,7 @@ def test_squared_distances_equal_their_definition(dtype: torch.dtype, size: int)
     rows = random_rows(size, columns_per_block(size, dtype) + 11, dtype)
     wide = rows.to(torch.complex128 if dtype.is_complex else torch.float64)
     expected = (wide - wide.mean(dim=0)).abs().square().sum(dim=1)
-    found = row_measures.squared_distances(rows)
+    found = product.squared_distances(rows)
     assert found.dtype == torch.float64
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -249,11 +249,11 @@ def test_a_non_finite_number_makes_all_distances_non_finite(size: int, value: fl
     for row in range(size):
         rows = random_rows(size, 50, torch.float32)
         rows[row, 7] = value
-        assert not bool(torch.isfinite(row_measures.squared_distances(rows)).any())
+        assert not bool(torch.isfinite(product.squared_distances(rows)).any())
 
 
 def test_squared_distances_of_no_columns_are_zero() -> None:
-    assert row_measures.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
+    assert product.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_autocast_does_not_change_the_precision() -> None:

@@ -16,10 +16,8 @@ from torch import Tensor
 from helpers import assert_same_bits, make_networks, snapshot
 from papa.core import mixing
 from papa.core.averager import Averager
-from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
 from papa.core.population import Population
-from papa.core.push import Push
-from papa.core.rules import AveragingContext, Rule
+from papa.core.rules import AveragingContext, Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
 from papa.errors import MixingError
 from rule_cases import CASES
 

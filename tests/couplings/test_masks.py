@@ -13,9 +13,8 @@ import torch
 from helpers import make_networks
 from papa.core.averager import Averager
 from papa.core.columns import Lines, chosen_columns, write_columns_
-from papa.core.merges import MergeAll
 from papa.core.population import Population
-from papa.core.rules import AveragingContext
+from papa.core.rules import AveragingContext, MergeAll
 from papa.couplings.anchored import Elastic
 from papa.couplings.masks import Mask, _places, _rate, depths, draw_columns, draw_permutations, fragments
 from papa.couplings.sparse import Shuffle, SparseAverage

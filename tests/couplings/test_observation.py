@@ -18,8 +18,7 @@ from helpers import assert_same_bits, make_networks, small_training, snapshot
 from papa.core import mixing
 from papa.core.averager import Averager
 from papa.core.population import Population
-from papa.core.push import Push
-from papa.core.rules import AveragingContext, Look, Probe, Rule
+from papa.core.rules import AveragingContext, Look, Probe, Push, Rule
 from papa.couplings.observation import gradient_norm
 from papa.errors import MixingError, RunError
 from papa.training.state import expected_states, load_state_, member_states, shared_state

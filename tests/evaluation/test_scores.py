@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers import make_networks
-from papa.core.ensemble import Ensemble
+from papa.core.soups import Ensemble
 from papa.errors import DataError
 from papa.evaluation.classification import accuracy
 from papa.evaluation.scores import Evaluation, evaluate, evaluate_together, evaluating

@@ -8,7 +8,7 @@ import torch
 from helpers import assert_same_bits, small_training, snapshot
 from papa.core import layout, mixing
 from papa.core.rules import Rule
-from papa.core.soup import average_soup, greedy_soup
+from papa.core.soups import average_soup, greedy_soup
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament, Mutation
 from papa.repair import repair_
 from papa.training import Repair, Training

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from helpers import assert_same_bits, averaged_tensors, make_networks, snapshot
 from papa.core import mixing
 from papa.core.averager import Averager
-from papa.core.merges import MergeAll
 from papa.core.population import Population
-from papa.core.push import Push
-from papa.core.rules import AveragingContext
+from papa.core.rules import AveragingContext, MergeAll, Push
 from papa.errors import MixingError
 from papa.lab.selection import MergeElite, MergeGreedy, MergeTournament, Mutation
 

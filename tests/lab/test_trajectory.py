@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from helpers import assert_same_bits
-from papa.core.merges import MergeAll
+from papa.core.rules import MergeAll
 from papa.errors import ConfigError
 from papa.training import Callback, Training, TrajectoryAverage, train
 

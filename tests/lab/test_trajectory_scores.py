@@ -9,8 +9,8 @@ from torch import nn
 from helpers import assert_same_bits, small_training
 from papa import Population
 from papa.align import aligned_soups
-from papa.core.merges import Independent, MergeAll
-from papa.core.soup import average_soup, greedy_soup
+from papa.core.rules import Independent, MergeAll
+from papa.core.soups import average_soup, greedy_soup
 from papa.lab.config import AverageConfig, Config, TrajectoryConfig
 from papa.lab.outcome import finalize_run
 from papa.repair import reset_batch_norm_

@@ -19,7 +19,7 @@ from papa.align.unit_groups import Symmetries
 from papa.core.group import gather_or_raise
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.soup import GreedySoup, Score, add_greedily, mean_network
+from papa.core.soups import GreedySoup, Score, add_greedily, mean_network
 from papa.errors import SoupError
 from papa.repair import goals_of, layer_statistics, repair_toward_
 from papa.repair.statistics import ChannelStatistics

@@ -14,7 +14,7 @@ from torch import nn
 from papa.align import Symmetries, align_
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.soup import After, average_soup
+from papa.core.soups import After, average_soup
 from papa.errors import DataError
 from papa.evaluation.classification import accuracy
 from papa.evaluation.scores import Apply, Batch, Evaluation, Loss, Metric, call, evaluate, rereadable

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, TypeGuard
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from papa.core import mixing
-from papa.core.averager_state import AveragerState
-from papa.core.averaging_report import Averaging, MergeHook
 from papa.core.columns import Lines
 from papa.core.diagnostics import Diagnostics
-from papa.core.health import HealthCheck, NonFiniteMember, OnNonFinite, check_one_ratio
-from papa.core.learning_rates import LearningRates, check_optimizers, clamped
-from papa.core.measuring import Measured, measure
+from papa.core.health import HealthCheck, Measured, NonFiniteMember, OnNonFinite, check_one_ratio, measure
+from papa.core.layout import dtype_name
 from papa.core.population import Population
 from papa.core.rules import AveragingContext, Rule
 from papa.couplings.extra_rows import ExtraRows
@@ -30,6 +30,220 @@ from papa.couplings.masks import Mask
 from papa.couplings.observation import observed
 from papa.couplings.optimizer_state import permute_state_
 from papa.errors import MixingError, PapaWarning
+
+LOW_RATIO = 0.1
+NUM_LOW_BEFORE_WARNING = 20
+"""After this many pushes with a low ratio, and none with a higher one, the user is warned."""
+
+
+class LearningRates:
+    """The learning rates of the members' optimizers, if there are any; of each, that of the first parameter group."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.highest = [0.0] * len(self.optimizers)
+        """The highest learning rate seen, by optimizer."""
+        self._recorded: dict[int, float] = {}
+        """Ratios at the time of a step, by the index of the optimizer."""
+        self._num_low = 0
+        self._was_high = False
+        self._previous = math.inf
+        self.update()
+
+    def update(self) -> None:
+        """Read the current learning rates."""
+        for index, optimizer in enumerate(self.optimizers):
+            self.highest[index] = max(self.highest[index], float(optimizer.param_groups[0]["lr"]))
+
+    def ratio(self) -> float:
+        """The learning rate divided by its highest value, which all members must share; 1 without optimizers."""
+        recorded, self._recorded = self._recorded, {}
+        known: dict[Any, float] = {}
+        ratios = []
+        for index, (optimizer, highest) in enumerate(zip(self.optimizers, self.highest, strict=True)):
+            group = optimizer.param_groups[0]
+            rates = (recorded.get(index), group["lr"], group.get("initial_lr"), group.get("max_lr"), highest)
+            ratio = known.get(rates)  # most often all members have the same learning rates
+            if not ratio:  # 0 may be a reason to warn
+                ratio = known[rates] = recorded[index] if index in recorded else self._ratio_of(index)
+            ratios.append(ratio)
+        for member, ratio in enumerate(ratios) if len(known) > 1 else ():
+            if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
+                raise MixingError(
+                    f"optimizer {member} is at {ratio:.6g} of its highest learning rate, optimizer 0 at "
+                    f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
+                )
+        ratio = ratios[0] if ratios else 1.0
+        self._warn_if_always_low(ratio)
+        return ratio
+
+    def record(self, optimizer: Optimizer) -> None:
+        """Let the next `ratio` use the present learning rate of an optimizer, whatever schedules do until then."""
+        self.update()
+        index = next(index for index, one in enumerate(self.optimizers) if one is optimizer)
+        self._recorded[index] = self._ratio_of(index)
+
+    def _ratio_of(self, index: int) -> float:
+        optimizer, highest = self.optimizers[index], self.highest[index]
+        group = optimizer.param_groups[0]
+        # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
+        base = float(group.get("max_lr", max(group.get("initial_lr", highest), highest)))
+        if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
+            warnings.warn(
+                "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to nothing, "
+                "although other groups train: put another group first, or pass averager.step(lr_ratio=...)",
+                PapaWarning,
+                stacklevel=4,
+            )
+        return clamped(float(group["lr"]) / base) if base > 0.0 else 0.0
+
+    def _warn_if_always_low(self, ratio: float) -> None:
+        self._was_high |= ratio >= LOW_RATIO
+        self._num_low += ratio < LOW_RATIO and ratio <= self._previous  # a warm-up rises
+        self._previous = ratio
+        if self._num_low == NUM_LOW_BEFORE_WARNING and not self._was_high:
+            warnings.warn(
+                f"{NUM_LOW_BEFORE_WARNING} pushes were scaled down to about {ratio:.2g}, since learning rates have not "
+                "come near their highest values yet: if they never will, pass "
+                "averager.step(lr_ratio=...) or make the push with scale_by_lr=False",
+                PapaWarning,
+                stacklevel=4,
+            )
+
+    def load_highest(self, highest: Iterable[float]) -> None:
+        """Restore `highest` from a checkpoint."""
+        found = [float(lr) for lr in highest]
+        if len(found) != len(self.optimizers):
+            raise MixingError(f"the state is of {len(found)} optimizers, this averager has {len(self.optimizers)}")
+        self.highest = found
+        self._was_high = True  # earlier ratios are not known
+
+
+def clamped(ratio: float) -> float:
+    """A learning rate ratio, limited to [0, 1]."""
+    if math.isnan(ratio):
+        raise MixingError("lr_ratio is NaN, expected a number from 0 to 1")
+    return min(max(ratio, 0.0), 1.0)
+
+
+def check_optimizers(population: Population, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if an optimizer trains no parameter of the population."""
+    ours = {id(parameter) for model in population for parameter in model.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if theirs and not any(id(parameter) in ours for parameter in theirs):
+            raise MixingError(
+                f"optimizer {index} trains no parameter of any local member: create optimizers from the population's "
+                "own members"
+            )
+
+
+MergeHook: TypeAlias = Callable[[Population, Tensor, AveragingContext], AbstractContextManager[None]]
+"""Code to run right before and right after members are mixed: a function that returns a context manager.
+
+It is given the population, the mixing matrix and the context of the averaging."""
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What one averaging did, for logs."""
+
+    step: int
+    """The optimizer step after which it happened, counted across epochs."""
+    rule: str
+    """The rule's name."""
+    alpha: float | None
+    """For a push toward the mean, the share of itself each member kept; None for other rules."""
+    distances_before: tuple[float, ...] | None
+    """Each member's distance to the mean before; None if not measured."""
+    after: Tensor | tuple[float, ...] | None = field(default=None, repr=False, compare=False)
+    """What `distances_after` reads."""
+    nonfinite: tuple[NonFiniteMember, ...] = ()
+    """Members that were found non-finite right before, and what was done."""
+    bytes: int = field(default=0, compare=False)
+    """The number of bytes this process sent to others."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long training waited for it in this process."""
+    decision: Mapping[str, Any] | None = None
+    """What a rule that decides by what it sees remembers from now on, such as its new strength; None if unchanged."""
+
+    @functools.cached_property
+    def distances_after(self) -> tuple[float, ...] | None:
+        """Each member's distance to the mean after; None if not measured. Copied from the device when first used."""
+        return tuple(self.after.tolist()) if isinstance(self.after, Tensor) else self.after
+
+
+class AveragerState:
+    """What an averager must save to continue exactly, and how it continues."""
+
+    population: Population
+    rule: Rule
+    num_steps_taken: int
+    num_averagings: int
+    rule_state: Mapping[str, Any]
+    _rates: LearningRates
+    _rows: ExtraRows
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to continue exactly."""
+        state: dict[str, Any] = {
+            "num_steps_taken": self.num_steps_taken,
+            "num_averagings": self.num_averagings,
+            "highest_lrs": list(self._rates.highest),
+        }
+        if self.rule_state:
+            state["rule"] = dict(self.rule_state)
+        tensors = self.member_tensors()
+        if any(tensors):
+            state["tensors"] = tensors
+        if self.population.dropped:
+            state["dropped"] = sorted(self.population.dropped)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        missing = {"num_steps_taken", "num_averagings", "highest_lrs"} - set(state)
+        if missing:
+            raise MixingError(f"the state has no {', '.join(sorted(missing))}: it is not the state of an averager")
+        dropped = frozenset(state.get("dropped", ()))
+        if not dropped <= set(range(self.population.size)):
+            raise MixingError(
+                f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
+            )
+        rule_state = self.checked_rule_state(state.get("rule"))
+        self._rates.load_highest(state["highest_lrs"])
+        self.rule_state = rule_state
+        self.num_steps_taken = int(state["num_steps_taken"])
+        self.num_averagings = int(state["num_averagings"])
+        self.population.dropped = dropped
+        self.load_member_tensors_(state.get("tensors", [{}] * len(self.population)))
+
+    def checked_rule_state(self, state: Any) -> Mapping[str, Any]:
+        """A saved state of the rule, or a `MixingError`; the initial state for None."""
+        initial = self.rule.initial_state(self.population.size)
+        if state is None:
+            return initial
+        if not isinstance(state, Mapping) or state.keys() != initial.keys():
+            expected = ", ".join(initial) or "nothing"
+            raise MixingError(f"the state of {type(self.rule).__name__} is {state!r}, expected {expected}")
+        return dict(state)
+
+    def member_tensors(self) -> list[dict[str, Tensor]]:
+        """For each local member, the tensors that a checkpoint needs: the rule's rows."""
+        return [self._rows.tensors_of(index) for index in range(len(self.population))]
+
+    def tensor_templates(self) -> dict[str, Tensor]:
+        """Tensors of the shapes and dtypes that `member_tensors` may contain for a member."""
+        rows = {dtype_name(dtype): matrix[0] for dtype, matrix in self.population.matrices.items()}
+        return {f"row.{one.name}.{name}": row for one in self.rule.extra_rows for name, row in rows.items()}
+
+    def row_names(self, member: int) -> list[str]:
+        """The names of the rule's own rows in the state of a member."""
+        return self._rows.names_of(member)
+
+    def load_member_tensors_(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Continue from `member_tensors`, for the members that are local now."""
+        self._rows.load_(states)
 
 
 class Averager(AveragerState):

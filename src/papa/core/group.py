@@ -19,9 +19,9 @@ from papa.core.product import (
     combine_rows,
     mix_rows_,
     push_columns_,
+    squared_distances,
     update_blocks_,
 )
-from papa.core.row_measures import squared_distances
 from papa.errors import PapaError
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Pushes and measures of members on a CPU in one pass each: `kernels.c`, compiled at installation.
 
 PyTorch's operators read and write the weights several times for the same work. Where there is no C compiler, or for
-other devices and dtypes, they are used instead; see `papa.core.product` and `papa.core.row_measures`.
+other devices and dtypes, they are used instead; see `papa.core.product`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs, Mix
-from papa.core.push import Push
-from papa.core.rules import Rule
+from papa.core.rules import Independent, MergeAll, MergeMany, MergePairs, Mix, Push, Rule
 from papa.couplings.adaptive import AdaptivePush
 from papa.couplings.anchored import Elastic, Gossip, Lookahead, OuterStep
 from papa.couplings.sparse import Shuffle, SparseAverage

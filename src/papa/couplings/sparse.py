@@ -12,8 +12,7 @@ from torch import Tensor
 
 from papa.core import mixing
 from papa.core.layout import Layout
-from papa.core.push import MAX_HALF_LIFE
-from papa.core.rules import AveragingContext, Rule
+from papa.core.rules import MAX_HALF_LIFE, AveragingContext, Rule
 from papa.couplings.masks import Mask, depths, draw_columns, draw_permutations
 from papa.errors import MixingError, did_you_mean
 from papa.streams import stream

@@ -26,15 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa.core.averaging_report import Averaging
+from papa.core.averager import Averaging, LearningRates, check_optimizers, clamped
 from papa.core.group import LocalGroup
 from papa.core.health import WEIGHTS_NOT_FINITE, NonFiniteMember
 from papa.core.layout import is_sharded, named_tensors
-from papa.core.learning_rates import LearningRates, check_optimizers, clamped
 from papa.core.population import Population
 from papa.core.product import accumulation_dtype
-from papa.core.push import Push
-from papa.core.rules import AveragingContext, Rule
+from papa.core.rules import AveragingContext, Push, Rule
 from papa.errors import MemberError, MixingError, RunError
 
 NUM_PUSHES_TO_STALE = 10

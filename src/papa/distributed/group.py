@@ -17,8 +17,7 @@ from torch import Tensor
 from papa.core import mixing
 from papa.core.columns import Columns, chosen_columns, write_columns_
 from papa.core.group import zeros
-from papa.core.product import BlockUpdate, combine_block_, mix_columns_
-from papa.core.row_measures import squared_distances_by_block
+from papa.core.product import BlockUpdate, combine_block_, mix_columns_, squared_distances_by_block
 from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors
 from papa.distributed.exchange import ColumnExchange
 from papa.distributed.reduce import AllReduceMean, mean_by_chunk

@@ -24,9 +24,9 @@ from papa.core.product import (
     combine_rows,
     mix_columns_,
     push_columns_,
+    squared_distances_by_block,
     update_blocks_,
 )
-from papa.core.row_measures import squared_distances_by_block
 from papa.distributed.collectives import MultiProcessGroup, all_gather_object, connection_errors
 from papa.errors import ConfigError, MemberError, RunError
 

@@ -65,7 +65,7 @@ Metric: TypeAlias = Callable[[Tensor, Any], Tensor] | Counting
 class Evaluation(NamedTuple):
     """The result of evaluating a network on all examples.
 
-    Scores are compared by `papa.core.soup.is_as_good` and `papa.core.soup.best_first`.
+    Scores are compared by `papa.core.soups.is_as_good` and `papa.core.soups.best_first`.
     """
 
     score: float

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from papa.core.chosen_soups import stock_ratio
+from papa.core.soups import stock_ratio
 from papa.errors import SoupError
 from papa.files.weights import WeightsFile
 from papa.storage.tensors import TensorInfo

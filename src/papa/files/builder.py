@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papa.align import Alignment
-from papa.core.chosen_soups import loss_and_gradients
+from papa.core.soups import loss_and_gradients
 from papa.errors import ConfigError, SoupError
 from papa.evaluation.scores import Evaluation
 from papa.files.average import WeightedAverage, output_tensors

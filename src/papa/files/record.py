@@ -12,7 +12,7 @@ import torch
 
 from papa._version import __version__
 from papa.align import Alignment
-from papa.core.soup import GreedySoup
+from papa.core.soups import GreedySoup
 from papa.errors import SoupError
 from papa.files.average import is_averaged
 from papa.files.builder import SoupSteps

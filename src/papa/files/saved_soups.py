@@ -11,7 +11,7 @@ from papa.core import layout
 from papa.core.group import gather_or_raise
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.soup import Weights
+from papa.core.soups import Weights
 from papa.distributed.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.errors import SoupError
 from papa.storage.tensors import save_network

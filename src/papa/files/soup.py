@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from papa.core import mixing
-from papa.core.chosen_soups import learned_weights
-from papa.core.soup import GreedySoup, greedy_soup
+from papa.core.soups import GreedySoup, greedy_soup, learned_weights
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation.scores import Evaluation
 from papa.files.average import StockAverage, check_same_architecture

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from papa._version import __version__
-from papa.core.soup import Trial
+from papa.core.soups import Trial
 from papa.files.hub import CARD, card
 from papa.files.output import Output, write_output
 from papa.files.record import SoupMember

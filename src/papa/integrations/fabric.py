@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from papa import attach
 from papa.attach import Joined
-from papa.core.averaging_report import Averaging
+from papa.core.averager import Averaging
 from papa.core.group import Group
 from papa.core.rules import Rule
 from papa.distributed.members import group_of_environment, group_of_process

@@ -19,7 +19,7 @@ from papa.analysis.interpolation import Curve, curve_between
 from papa.analysis.similarity import Features, feature_similarity
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.soup import average_soup
+from papa.core.soups import average_soup
 from papa.errors import PapaError
 from papa.lab.probes import probe_source
 from papa.repair import repair_toward_members, repairable_layers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from papa.align import aligned_soups
 from papa.core import mixing
 from papa.core.population import Population
-from papa.core.soup import GreedySoup, average_soup
+from papa.core.soups import GreedySoup, average_soup
 from papa.errors import PapaError
 from papa.evaluation.scores import Evaluation
 from papa.lab.analysis import Analysis, analyse, derive_symmetries

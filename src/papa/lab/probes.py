@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from papa.core.averaging_report import Averaging, MergeHook
+from papa.core.averager import Averaging, MergeHook
 from papa.core.population import Population
 from papa.core.rules import AveragingContext
 from papa.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from papa.core.averaging_report import Averaging
+from papa.core.averager import Averaging
 from papa.errors import RunError, StoppedError
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory

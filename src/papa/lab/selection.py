@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from papa.core import layout, mixing
 from papa.core.population import Population
 from papa.core.rules import AveragingContext, Rule
-from papa.core.soup import After
+from papa.core.soups import After
 from papa.errors import MixingError
 from papa.repair import repair_toward_members
 from papa.streams import stream

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from papa.core.group import Group, LocalGroup, gather_or_raise
 from papa.core.mixing import check_row, soup_row
 from papa.core.population import Population
-from papa.core.soup import After
+from papa.core.soups import After
 from papa.errors import DataError
 from papa.evaluation.scores import rereadable
 from papa.repair.consumers import feeds_activation, feeds_batch_norm
@@ -90,7 +90,7 @@ def repair_(
 
     Example:
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
-        >>> from papa.core.soup import average_soup
+        >>> from papa.core.soups import average_soup
         >>> child = average_soup(nets)
         >>> report = repair_(child, nets, [torch.randn(32, 4) for _ in range(5)])
         >>> report.repaired

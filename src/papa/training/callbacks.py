@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from papa.core.averaging_report import Averaging
+from papa.core.averager import Averaging
 from papa.evaluation.scores import Evaluation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from papa.core.merges import Independent
+from papa.core.rules import Independent
 from papa.errors import ConfigError
 from papa.evaluation.inputs import Inputs, outputs_of
 from papa.evaluation.scores import Loss, evaluating

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from papa.core.half_life import default_half_life
-from papa.core.push import Push
-from papa.core.rules import Rule
-from papa.core.soup import warn_if_far_worse
+from papa.core.rules import Push, Rule
+from papa.core.soups import warn_if_far_worse
 from papa.errors import ConfigError
 from papa.evaluation.classification import accuracy
 from papa.evaluation.scores import Loss, Metric

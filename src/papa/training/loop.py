@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from papa.advice import spread_of
-from papa.core.averager import Averager
-from papa.core.averaging_report import MergeHook
+from papa.core.averager import Averager, MergeHook
 from papa.core.group import Group, LocalGroup
 from papa.core.health import NonFiniteMember
-from papa.core.merges import Independent
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.rules import Rule
+from papa.core.rules import Independent, Rule
 from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together

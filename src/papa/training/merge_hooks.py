@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from papa.align import AlignMerges
-from papa.core.averaging_report import MergeHook
+from papa.core.averager import MergeHook
 from papa.core.population import Population
 from papa.core.rules import AveragingContext, Rule
 from papa.errors import ConfigError

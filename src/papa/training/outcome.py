@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from papa.core.population import Population
-from papa.core.soup import After, GreedySoup, average_soup, greedy_soup
+from papa.core.soups import After, GreedySoup, average_soup, greedy_soup
 from papa.evaluation.scores import Evaluation
 from papa.training.best_soup import BestSoup
 from papa.training.data import Source

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from papa.core.ensemble import Ensemble
+from papa.core.soups import Ensemble
 from papa.errors import RunError
 from papa.files.evaluation_context import EvaluationContext
 from papa.lab.config import Config

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from papa.core.merges import Independent, MergeAll, MergeMany, MergePairs
-from papa.core.push import Push
-from papa.core.rules import Rule
+from papa.core.rules import Independent, MergeAll, MergeMany, MergePairs, Push, Rule
 from papa.lab.config import NEVER_AVERAGED, Config
 from papa.lab.recipes.couplings import COUPLINGS, coupling_for
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament

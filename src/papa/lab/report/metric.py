@@ -63,7 +63,7 @@ def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
     members = [score for score in validation.get("members", ()) if score is not None]
     if result.get("method") in NEVER_AVERAGED or soup is None or not members:
         return False
-    from papa.core.soup import is_far_worse  # imports torch, which listings do without
+    from papa.core.soups import is_far_worse  # imports torch, which listings do without
 
     return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)
 

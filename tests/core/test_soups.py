@@ -21,7 +21,7 @@ from helpers import (
     snapshot,
 )
 from papa.core.population import Population
-from papa.core.soup import Trial, average_soup, greedy_soup
+from papa.core.soups import Trial, average_soup, greedy_soup
 from papa.errors import MemberError, MixingError, PapaError, SoupError
 
 

@@ -1,8 +1,10 @@
 """REPAIR of averaged networks, and re-estimation of BatchNorm statistics."""
 
-from papa.repair.hook import BatchesFor, RepairMerges, ResetBatchNormAfterMerges
 from papa.repair.repair import (
+    BatchesFor,
+    RepairMerges,
     RepairReport,
+    ResetBatchNormAfterMerges,
     Scope,
     goals_of,
     repair_,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from papa.core.group import Group, LocalGroup, gather_or_raise
+from papa.core.layout import named_tensors
 from papa.core.mixing import check_row, soup_row
 from papa.core.population import Population
+from papa.core.rules import AveragingContext
 from papa.core.soups import After
 from papa.errors import DataError
 from papa.evaluation.scores import rereadable
@@ -29,15 +32,13 @@ from papa.repair.statistics import (
     run_with_hook,
 )
 
-TOLERANCE = 1e-6
-"""The relative difference to the goals at which an exact repair stops."""
-MAX_ROUNDS = 100
-"""The number of times an exact repair rescales one layer, at most."""
-
 Scope: TypeAlias = Literal["all", "activations"]
 """The layers that are repaired: `all` convolutions and linear layers, or those that stand before `activations`: before
 an activation function, which is how the paper describes REPAIR, or before BatchNorm. The two are the same in networks
 such as VGG and ResNet. A transformer's attention projections and the last layers of its MLPs are in `all` only."""
+
+BatchesFor: TypeAlias = Callable[[int], Sequence[Any]]
+"""From a member's index to the batches on which its statistics are computed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,6 @@ def repair_(
     *,
     parent_batches: Sequence[Sequence[Any]] | None = None,
     scope: Scope = "all",
-    exact: bool = False,
 ) -> RepairReport:
     """Give the weighted average of some networks the activation statistics of these networks (REPAIR).
 
@@ -105,8 +105,6 @@ def repair_(
         parent_batches: one list of batches for each local parent, used instead of `batches` for the parents, such as
             the same images under each parent's own augmentation.
         scope: the layers that are repaired, see `Scope`.
-        exact: repair layer by layer until the statistics equal the goals. This takes two passes over the batches for
-            each layer (more for a layer that runs several times), instead of one pass for all.
 
     Returns:
         What was done to each layer.
@@ -122,7 +120,7 @@ def repair_(
     if len(theirs) != len(parents):
         raise DataError(f"parent_batches has {len(theirs)} entries, expected one for each of {len(parents)} parents")
     statistics = statistics_of(parents, theirs, row.nonzero().flatten().tolist(), subject="parent")
-    return repair_toward_(child, goals_of(statistics, row), batches, scope=scope, exact=exact)
+    return repair_toward_(child, goals_of(statistics, row), batches, scope=scope)
 
 
 def repair_toward_members(
@@ -136,7 +134,7 @@ def repair_toward_members(
     statistics = statistics_of(parents, [batches] * len(parents), members)
 
     def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(network, goals_of(statistics, row), batches, scope=scope, restores=False)
+        repair_toward_(network, goals_of(statistics, row), batches, scope=scope)
 
     return repair
 
@@ -215,51 +213,27 @@ def repair_toward_(
     batches: Sequence[Any],
     *,
     scope: Scope = "all",
-    exact: bool = False,
-    restores: bool = True,
 ) -> RepairReport:
-    """REPAIR with the goals of each layer, from `goals_of`; see `repair_`.
-
-    `restores` keeps a copy of the layers meanwhile, to restore them when an error is raised. It is not needed for a
-    network that is thrown away after an error.
-    """
+    """REPAIR with the goals of each layer, from `goals_of`; see `repair_`."""
     plan = repair_plan(child, batches, scope=scope)
     layers = {name: layer for name, layer in repairable_layers(child).items() if name not in plan.left_alone}
-    _check_goals(layers, goals)
-    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()} if restores else {}
+    for name, layer in layers.items():
+        cure = "child and parents must be networks of one architecture"
+        if name not in goals:
+            raise DataError(f"layer '{name}' runs in the child, but not in its parents: {cure}")
+        size, expected = num_channels(layer), len(goals[name].mean)
+        if size != expected:
+            raise DataError(f"layer '{name}' has {size} channels in the child, {expected} in its parents: {cure}")
+    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()}
     try:
-        if exact:
-            for name in sorted(layers, key=list(goals).index):
-                _repair_exactly_(child, name, layers[name], goals[name], batches)
-        else:
-            for name, found in _rescaled_statistics(child, layers, goals, batches).items():
-                _fuse_(layers[name], found, goals[name])
+        for name, found in _rescaled_statistics(child, layers, goals, batches).items():
+            _fuse_(layers[name], found, goals[name])
         reset_batch_norm_(child, batches)
     except BaseException:
         for name, state in kept.items():
             layers[name].load_state_dict(state)
         raise
     return plan
-
-
-def _check_goals(layers: Mapping[str, nn.Module], goals: Mapping[str, Goal]) -> None:
-    for name, layer in layers.items():
-        cure = "child and parents must be networks of one architecture"
-        if name not in goals:
-            raise DataError(f"layer '{name}' runs in the child, but not in its parents: {cure}")
-        found, expected = num_channels(layer), len(goals[name].mean)
-        if found != expected:
-            raise DataError(f"layer '{name}' has {found} channels in the child, {expected} in its parents: {cure}")
-
-
-def _repair_exactly_(child: nn.Module, name: str, layer: nn.Module, goal: Goal, batches: Sequence[Any]) -> None:
-    """Measure and rescale one layer until its statistics equal the goal; a layer that runs once needs one round."""
-    for _ in range(MAX_ROUNDS):
-        found = layer_statistics(child, batches, layers={name: layer})[name]
-        scale, shift = _affine(layer, found, goal)
-        if (scale - 1.0).abs().max() < TOLERANCE and (shift.abs() < TOLERANCE * (goal.std + goal.mean.abs())).all():
-            return
-        _fuse_(layer, found, goal)
 
 
 def _rescaled_statistics(
@@ -311,3 +285,88 @@ def _fuse_(layer: nn.Module, found: ChannelStatistics, goal: Goal) -> None:
     if _has_bias(layer):
         bias = layer.get_parameter("bias")
         bias.copy_((scale * bias.double() + shift).to(bias.dtype))
+
+
+class RepairMerges:
+    """A merge hook that repairs every member after a merge; passed to an `Averager` as `merge_hooks`.
+
+    The members before the merge are the parents, the members after it the children.
+
+    Example:
+        >>> from torch import nn
+        >>> from papa import Averager, MergeAll
+        >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
+        >>> batches = [torch.randn(32, 4) for _ in range(5)]
+        >>> repair = RepairMerges(lambda member: batches)
+        >>> averager = Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=repair)
+        >>> averager.step().rule
+        'MergeAll'
+
+    Args:
+        batches_for: the batches for a member's statistics. Either the same examples for all members, each under its
+            own augmentation (the paper's algorithm: two passes for each member), or one list for all (one pass for
+            each member and one for each distinct child).
+        scope: as for `repair_`.
+    """
+
+    def __init__(self, batches_for: BatchesFor, *, scope: Scope = "all") -> None:
+        self.batches_for, self.scope = batches_for, scope
+
+    @contextlib.contextmanager
+    def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
+        """Compute the parents' statistics before the merge, and repair the children after it."""
+        batches = [self.batches_for(member) for member in population.members]
+        parents = statistics_of(population, batches, range(population.size))
+        yield
+        for index, row in _distinct_children(population, matrix, batches):
+            repair_toward_(population[index], goals_of(parents, row), batches[index], scope=self.scope)
+
+
+class ResetBatchNormAfterMerges:
+    """A merge hook that re-estimates every member's BatchNorm statistics after a merge, and changes nothing else.
+
+    In a network with BatchNorm after every convolution, REPAIR gives networks that compute the same. This needs one
+    pass over the batches for each distinct child and none for the parents. REPAIR also rescales the weights, which
+    there only changes the relative size of the next optimizer steps. `batches_for` is as for `RepairMerges`.
+
+    Example:
+        >>> from torch import nn
+        >>> from papa import Averager, MergeAll
+        >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
+        >>> batches = [torch.randn(32, 4) for _ in range(5)]
+        >>> reset = ResetBatchNormAfterMerges(lambda member: batches)
+        >>> averager = Averager(Population(nets), MergeAll(every_steps=1), merge_hooks=reset)
+    """
+
+    def __init__(self, batches_for: BatchesFor) -> None:
+        self.batches_for = batches_for
+
+    @contextlib.contextmanager
+    def __call__(self, population: Population, matrix: Tensor, context: AveragingContext) -> Iterator[None]:
+        """Re-estimate after the merge."""
+        yield
+        batches = [self.batches_for(member) for member in population.members]
+        for index, _ in _distinct_children(population, matrix, batches):
+            reset_batch_norm_(population[index], batches[index])
+
+
+def _distinct_children(
+    population: Population, matrix: Tensor, batches: Sequence[Sequence[Any]]
+) -> Iterator[tuple[int, Tensor]]:
+    """The index and row of each distinct local child, for the caller to repair; the others become copies of these.
+
+    Children with equal rows and the same batches are equal. A copy of one member needs no repair.
+    """
+    first: dict[tuple[int, tuple[float, ...]], int] = {}
+    for index, member in enumerate(population.members):
+        row = matrix[member]
+        if int(row.count_nonzero()) == 1:
+            continue
+        twin = first.setdefault((id(batches[index]), tuple(row.tolist())), index)
+        if twin == index:
+            yield index, row
+        else:
+            with torch.no_grad():
+                source = named_tensors(population[twin])
+                for name, tensor in named_tensors(population[index], population.averaged).items():
+                    tensor.copy_(source[name])

@@ -178,7 +178,19 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     found = [(layer, layer.momentum, {k: v.clone() for k, v in layer.named_buffers(recurse=False)}) for layer in layers]
     try:
         with evaluating(model):
-            _accumulate(model, layers, batches)
+            num_seen = 0
+            for layer in layers:
+                layer.reset_running_stats()
+                layer.train()
+            for inputs in map(inputs_of, batches):
+                num_here = num_examples(inputs)
+                if num_here:
+                    num_seen += num_here
+                    for layer in layers:
+                        layer.momentum = num_here / num_seen
+                    outputs_of(model, inputs)
+            if not num_seen:
+                raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")
     except BaseException:
         for layer, _, buffers in found:
             for name, value in buffers.items():
@@ -190,21 +202,3 @@ def reset_batch_norm_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
             if layer.num_batches_tracked is not None:
                 layer.num_batches_tracked.copy_(buffers["num_batches_tracked"])
     return model
-
-
-def _accumulate(model: nn.Module, layers: list[_BatchNorm], batches: Iterable[Any]) -> None:
-    num_seen = 0
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.train()
-    for batch in batches:
-        inputs = inputs_of(batch)
-        num_here = num_examples(inputs)
-        if not num_here:
-            continue
-        num_seen += num_here
-        for layer in layers:
-            layer.momentum = num_here / num_seen
-        outputs_of(model, inputs)
-    if not num_seen:
-        raise DataError("there was no batch to estimate BatchNorm statistics from: the data is empty")

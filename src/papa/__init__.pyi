@@ -22,8 +22,8 @@ from .align import align_ as align_
 from .align import align_all_ as align_all_
 from .align import aligned_soups as aligned_soups
 from .align import symmetries as symmetries
-from .analysis.interpolation import interpolate as interpolate
-from .analysis.similarity import feature_similarity as feature_similarity
+from .analysis import feature_similarity as feature_similarity
+from .analysis import interpolate as interpolate
 from .attach import Joined as Joined
 from .attach import averaging as averaging
 from .attach import join as join

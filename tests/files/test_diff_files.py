@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from papa.analysis.interpolation import Curve
+from papa.analysis import Curve
 from papa.errors import SoupError
 from papa.files import EvaluationContext, average, diff_files
 

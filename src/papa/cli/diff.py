@@ -18,7 +18,7 @@ from papa.errors import ConfigError
 from papa.storage import json_text
 
 if TYPE_CHECKING:
-    from papa.analysis.interpolation import Curve
+    from papa.analysis import Curve
     from papa.files import Difference, FileDiff
 
 DESCRIPTION = """Compares the weights in two files, tensor by tensor, and optionally the loss between them.

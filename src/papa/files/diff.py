@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from papa.analysis.interpolation import Curve
+from papa.analysis import Curve
 from papa.errors import SoupError
 from papa.evaluation.scores import Evaluation
 from papa.files.average import WeightedAverage, check_same_architecture, differences, is_averaged

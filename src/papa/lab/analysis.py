@@ -15,8 +15,7 @@ from papa.align import Symmetries, permute_all_, symmetries
 from papa.align.aligning import match_to_member
 from papa.align.matching import Matcher
 from papa.align.permute import inverses
-from papa.analysis.interpolation import Curve, curve_between
-from papa.analysis.similarity import Features, feature_similarity
+from papa.analysis import Curve, Features, curve_between, feature_similarity
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.soups import average_soup

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 import papa
 from _bench import Result, finish, parser, peak_extra_megabytes
 from papa.core.group import LocalGroup
-from papa.lab.report.draw import SERIES_COLORS, standalone_svg
+from papa.lab.report.draw import SERIES_COLORS, Chart, Line, line_chart, standalone_svg
 from papa.lab.report.page import run_page
-from papa.lab.report.plot import Line, LinePlot
 from papa.training import Settings
 from papa.training.checkpoint import CheckpointWriter, member_state
 from papa.training.entry import start_training
@@ -161,22 +160,22 @@ def memory(cases: Mapping[float, Case]) -> dict[float, float]:
     return {place: peak_extra_megabytes(partial(hold, place)) for place in cases}
 
 
-def picture(found: Mapping[str, Mapping[float, float]]) -> LinePlot:
+def picture(found: Mapping[str, Mapping[float, float]]) -> Chart:
     """How often the time has doubled since two members, and how often the number of members has."""
     lines = [Line("proportional", [(float(size), math.log2(size / MEMBERS[0])) for size in MEMBERS], color="quiet")]
     lines += [
         Line(name, [(x, math.log2(y / next(iter(times.values())))) for x, y in times.items()], color=color)
         for (name, times), color in zip(found.items(), itertools.cycle(SERIES_COLORS), strict=False)
     ]
-    return LinePlot(
-        name="growth",
-        title="Time against the number of members",
-        caption="Doublings of the time of two members; a straight line has a fixed exponent.",
-        x_label="members",
-        y_label="doublings of the time",
-        lines=lines,
+    (chart,) = line_chart(
+        "growth",
+        "Time against the number of members",
+        "Doublings of the time of two members; a straight line has a fixed exponent.",
+        ("members", "doublings of the time"),
+        lines,
         is_log=True,
     )
+    return chart
 
 
 def main() -> None:

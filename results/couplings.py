@@ -13,9 +13,8 @@ from papa.core.population import Population
 from papa.couplings.masks import depths
 from papa.lab.config import ModelConfig
 from papa.lab.models import make_model
-from papa.lab.report.draw import SERIES_COLORS
+from papa.lab.report.draw import SERIES_COLORS, Chart, Line, line_chart
 from papa.lab.report.metric import metric_of
-from papa.lab.report.plot import Line, LinePlot
 from papa.lab.report.table import gap_text, mean_gap_closed
 from results.study import Study, Table
 from results.tables import Record, by_seed, markdown, mean_text, paired, score, shows
@@ -219,23 +218,21 @@ def _gain(runs: Sequence[Record], records: Sequence[Record]) -> tuple[str, str]:
     return ("", "") if found is None else (mean_text(list(found.by_seed.values())), shows(found))
 
 
-def picture(records: Sequence[Record]) -> LinePlot:
+def picture(records: Sequence[Record]) -> Chart:
     """The average soup against what is sent."""
     found = {method: runs for method, runs in by_method(records).items() if method in BY_METHOD}
     places = {method: (megabytes(BY_METHOD[method], runs[0]), fmean(_soups(runs))) for method, runs in found.items()}
-    return LinePlot(
-        name="couplings",
-        title="What a coupling sends, and what its soup reaches",
-        caption="Means over ten seeds. Further left: less is sent; higher: a better network.",
-        x_label="megabytes sent by a member in the whole training",
-        y_label="average soup, test accuracy, %",
-        lines=[
-            Line(method, [place], color=SERIES_COLORS[index % len(SERIES_COLORS)])
-            for index, (method, place) in enumerate(places.items())
-        ],
+    lines = [Line(method, [place], SERIES_COLORS[index % 6]) for index, (method, place) in enumerate(places.items())]
+    (chart,) = line_chart(
+        "couplings",
+        "What a coupling sends, and what its soup reaches",
+        "Means over ten seeds. Further left: less is sent; higher: a better network.",
+        ("megabytes sent by a member in the whole training", "average soup, test accuracy, %"),
+        lines,
         is_log=True,
         names_points=True,
     )
+    return chart
 
 
 STUDY = Study(

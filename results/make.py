@@ -9,8 +9,7 @@ from pathlib import Path
 
 from papa.cli import main as papa
 from papa.errors import PapaError, RunError, did_you_mean
-from papa.lab.report.draw import standalone_svg
-from papa.lab.report.plot import AnyPlot
+from papa.lab.report.draw import Chart, standalone_svg
 from papa.lab.runs import is_run, read_run
 from papa.storage import write_atomically
 from results.page import detail_page, headline_plot, readme_with_headline, results_page
@@ -89,13 +88,13 @@ def write() -> int:
 
 def write_pictures() -> int:
     """Write the README's figure, and those of studies that were run."""
-    plots: dict[Path, AnyPlot] = {PICTURE: headline_plot()}
+    charts: dict[Path, Chart] = {PICTURE: headline_plot()}
     for name, (table, draw) in PICTURES.items():
         if records := read_records(table.all_commands):
-            plots[ASSETS / f"{name}.svg"] = draw(list(records.values()))
+            charts[ASSETS / f"{name}.svg"] = draw(list(records.values()))
     ASSETS.mkdir(parents=True, exist_ok=True)
-    for path, plot in plots.items():
-        write_atomically(path, standalone_svg(plot))
+    for path, chart in charts.items():
+        write_atomically(path, standalone_svg(chart))
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
 

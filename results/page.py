@@ -13,8 +13,8 @@ from typing import Any
 from papa.cli.recipe_argument import take_budget
 from papa.core.rules import Push
 from papa.errors import RunError
+from papa.lab.report.draw import Chart
 from papa.lab.report.figures import members_to_soup
-from papa.lab.report.plot import DotPlot
 from results import claims
 from results.controls import controls
 from results.record import FOLDER, all_records, read_records, runs_of
@@ -79,16 +79,16 @@ def _headline_words(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def headline_plot(records: Path = FOLDER) -> DotPlot:
+def headline_plot(records: Path = FOLDER) -> Chart:
     """The README's figure: from single networks to one, for the first data set of its table."""
     name, command, _ = HEADLINE
     runs = list(read_records([command], records).values())
     members = _listed(record["config"]["members"] for record in runs)
     methods = {run["method"] for run in runs}
-    plot = members_to_soup(runs, f"{name}: {members} networks, {len(methods)} ways to train them")
-    if plot is None:
+    chart = members_to_soup(runs, f"{name}: {members} networks, {len(methods)} ways to train them")
+    if chart is None:
         raise RunError(f"there is no record of the runs of '{command}': collect them first")
-    return plot
+    return chart
 
 
 def prose_of(name: str, records: Path = FOLDER, prose: Path = PROSE, studies: Sequence[Study] = STUDIES) -> str:

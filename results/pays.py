@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 
-from papa.lab.report.draw import SERIES_COLORS
-from papa.lab.report.plot import Line, LinePlot, Point
+from papa.lab.report.draw import SERIES_COLORS, Chart, Line, Point, line_chart
 from papa.lab.report.table import LOWEST, gap_text, mean_gap_closed
 from results.controls import role_of
 from results.study import Study, Table
@@ -93,35 +92,35 @@ def table(records: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
-def picture_of_gains(records: Sequence[Record]) -> LinePlot:
+def picture_of_gains(records: Sequence[Record]) -> Chart:
     """PAPA's soup minus one network trained longer, against the length of training."""
     lines = _lines(records, lambda runs: (found.values or []) if (found := gain(runs)) else [], lowest=LOWEST_GAIN)
-    return LinePlot(
-        name="where-it-pays",
-        title="PAPA's soup minus one network trained 4 times longer",
-        caption=f"Above zero the population is the better use of the compute. Less than {LOWEST_GAIN:g} points is "
+    (chart,) = line_chart(
+        "where-it-pays",
+        "PAPA's soup minus one network trained 4 times longer",
+        f"Above zero the population is the better use of the compute. Less than {LOWEST_GAIN:g} points is "
         "drawn as that. Areas: one standard deviation.",
-        x_label="epochs over the data",
-        y_label="accuracy, points",
-        lines=lines,
+        ("epochs over the data", "accuracy, points"),
+        lines,
         has_zero=True,
         is_log=True,
     )
+    return chart
 
 
-def picture_of_shares(records: Sequence[Record]) -> LinePlot:
+def picture_of_shares(records: Sequence[Record]) -> Chart:
     """The share of the ensemble's gain that PAPA's soup keeps, against the length of training."""
-    return LinePlot(
-        name="gap-closed",
-        title="The share of the ensemble's gain that PAPA's soup keeps",
-        caption="100% is the ensemble of 4 independent networks, 0% one of them; less than -100% is drawn as that. "
+    (chart,) = line_chart(
+        "gap-closed",
+        "The share of the ensemble's gain that PAPA's soup keeps",
+        "100% is the ensemble of 4 independent networks, 0% one of them; less than -100% is drawn as that. "
         "Areas: one standard deviation.",
-        x_label="epochs over the data",
-        y_label="share, %",
-        lines=_lines(records, shares, lowest=LOWEST),
+        ("epochs over the data", "share, %"),
+        _lines(records, shares, lowest=LOWEST),
         has_zero=True,
         is_log=True,
     )
+    return chart
 
 
 def _lines(

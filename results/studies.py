@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from papa.lab.report.plot import LinePlot
+from papa.lab.report.draw import Chart
 from results import claims, couplings, pays
 from results.evidence import CIFAR10, EVIDENCE
 from results.short import SHORT
@@ -20,7 +20,7 @@ PAGES: dict[str, tuple[Study, ...]] = {
 STUDIES = tuple(study for studies in PAGES.values() for study in studies)
 HEADLINE = "CIFAR-10, VGG-11", CIFAR10.main_command, CIFAR10.control_command("long")
 """The title of the README's table, the command of its populations, and that of one network trained longer."""
-PICTURES: dict[str, tuple[Table, Callable[[Sequence[Record]], LinePlot]]] = {
+PICTURES: dict[str, tuple[Table, Callable[[Sequence[Record]], Chart]]] = {
     "where-it-pays": (pays.STUDY.tables[-1], pays.picture_of_gains),
     "gap-closed": (pays.STUDY.tables[-1], pays.picture_of_shares),
     "couplings": (couplings.STUDY.tables[-1], couplings.picture),

@@ -19,13 +19,12 @@ from papa.lab.report.table import (
     KEYS,
     SOUPS,
     cells_of,
-    compare_rows,
+    compare_table,
     details_table,
     gap_text,
     mean_gap_closed,
     runs_by_setting,
     scores_of,
-    with_gap_closed,
     with_soups,
 )
 
@@ -50,7 +49,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def side_by_side(records: Sequence[Record]) -> str:
     """Means and standard deviations over seeds, the details of the metric, and every single run."""
-    parts = [markdown(*with_gap_closed(records, compare_rows(records)))]
+    parts = [markdown(*compare_table(records))]
     head, details = details_table(records)
     if details:
         parts.append(markdown(head, details))

@@ -18,7 +18,7 @@ from papa.errors import ConfigError, RunError
 from papa.lab.config import METHODS, Config, settled
 from papa.lab.recipes import Recipe
 from papa.lab.report.page import compare_page
-from papa.lab.report.table import compare_rows, paper_rows, with_gap_closed
+from papa.lab.report.table import compare_table
 from papa.lab.runs import RunDirectory, read_run
 from papa.storage import write_atomically
 
@@ -111,6 +111,6 @@ def _print_comparison(outcomes: Outcomes, out: Path) -> None:
     results = list(outcomes.results.values())
     metrics = [read_run(path).events for path in outcomes.results]
     write_atomically(out / "report.html", compare_page(results, metrics))
-    print_table(*with_gap_closed(results, [*compare_rows(results), *paper_rows(results)]))
+    print_table(*compare_table(results))
     print_details(results)
     print(f"report: {out / 'report.html'}")

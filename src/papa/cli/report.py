@@ -119,11 +119,11 @@ def _write_figures(runs: Sequence[Run], options: ReportOptions, ending: str) -> 
         sections = compare_figures([run.result for run in runs], [run.events for run in runs])
     else:
         sections = run_figures(runs[0].result, runs[0].events)
-    plots = [plot for section in sections.values() for plot in section]
-    if not plots:
+    charts = [chart for section in sections.values() for chart in section]
+    if not charts:
         raise RunError(f"{runs[0].path} has nothing to draw yet: no epoch is done")
-    _write({out / f"{plot.name}.{ending}": RENDERERS[ending](plot) for plot in plots}, options)
-    print(f"wrote {len(plots)} figures to {out}")
+    _write({out / f"{chart.name}.{ending}": RENDERERS[ending](chart) for chart in charts}, options)
+    print(f"wrote {len(charts)} figures to {out}")
 
 
 def _write(contents: Mapping[Path, bytes], options: ReportOptions) -> None:

@@ -1,4 +1,4 @@
-"""Every plot is drawn here; elsewhere those of the same form are drawn once (`plot_forms`)."""
+"""Every figure is drawn here; elsewhere those of the same form are drawn once (`plot_forms`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 from papa.lab.report import draw, page
-from papa.lab.report.plot import AnyPlot
+from papa.lab.report.draw import Chart
 
 DRAWN: dict[str, str] = {}
 
 
-def svg(plot: AnyPlot) -> str:
-    """The drawing of an equal plot."""
-    key = repr(plot)
+def svg(chart: Chart) -> str:
+    """The drawing of an equal figure."""
+    key = repr((chart.name, chart.alt, chart.caption, chart.numbers))
     if key not in DRAWN:
-        DRAWN[key] = draw.svg(plot)
+        DRAWN[key] = draw.svg(chart)
     return DRAWN[key]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _every_plot_is_drawn() -> Iterator[None]:
+def _every_figure_is_drawn() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "svg", svg)
         yield

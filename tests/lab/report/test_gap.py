@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from papa.lab.report.export import latex_text
 from papa.lab.report.page import compare_page
-from papa.lab.report.table import compare_rows, gap_closed, mean_gap_closed, with_gap_closed
+from papa.lab.report.table import compare_rows, compare_table, gap_closed, mean_gap_closed
 from papa.lab.runs import Run
 from report_samples import make_result
 
@@ -42,10 +42,12 @@ def test_a_comparison_of_losses_has_the_gap_closed_and_more_digits() -> None:
     for result in results:
         result["config"]["data"] = {"name": "text"}
         result["test"].update(mean=1.5, ensemble=1.0)
-    _, rows = with_gap_closed(results, compare_rows(results))
+    _, rows = compare_table(results)
     assert [row[-1] for row in rows] == ["below -100%", "50%"]
     assert rows[1][3] == "1.2500"
-    assert "Average soup of papa: 1.250 loss per token with one network" in compare_page(results)
+    assert "average soup of papa, one network, has 1.250 loss per token on test data, 0.250 better" in compare_page(
+        results
+    )
 
 
 def make(method: str, seed: int = 1, *, soup: float = 0.0, members: int = 2, **average: Any) -> dict[str, Any]:
@@ -82,8 +84,7 @@ def test_options_of_a_coupling_do_not_matter_for_its_yardstick() -> None:
 def test_a_comparison_with_independent_members_has_a_column_of_it() -> None:
     independent, papa = make("independent", soup=10.0), make("papa", soup=91.5)
     independent["aligned"] = {"test": {"average_soup": 90.5, "greedy_soup": 91.0}}
-    results = [independent, papa]
-    head, rows = with_gap_closed(results, [*compare_rows(results), ("paper's papa", "", "", "", "")])
+    head, rows = compare_table([independent, {**papa, "paper": {"ensemble": 95.0}}])
     assert head[-1] == "gap closed"
     assert {row[0]: row[-1] for row in rows} == {
         "independent": "below -100%",
@@ -96,11 +97,11 @@ def test_a_comparison_with_independent_members_has_a_column_of_it() -> None:
 
 def test_without_independent_members_there_is_none_and_without_a_gap_it_is_empty() -> None:
     papa, independent = make("papa", soup=91.0), make("independent", soup=10.0)
-    head, rows = with_gap_closed([papa], compare_rows([papa]))
+    head, rows = compare_table([papa])
     assert "gap closed" not in head
     assert rows == compare_rows([papa])
     independent["test"]["ensemble"] = 90.0
-    head, rows = with_gap_closed([papa, independent], compare_rows([papa, independent]))
+    head, rows = compare_table([papa, independent])
     assert head[-1] == "gap closed"
     assert [row[-1] for row in rows] == ["", ""]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from papa.lab.report.page import POLICY, compare_page, run_page, summary
+from papa.lab.report.page import POLICY, compare_page, run_page
 from papa.lab.report.table import details_table
 from papa.lab.result import as_stored, checked_result, parsed_event
 from papa.storage import json_text
@@ -97,7 +97,6 @@ def test_a_run_page_has_its_figures_with_words_and_numbers_behind_them() -> None
         "checks",
         "score-around-merges",
         "change-by-merging",
-        "greedy-soup",
         "similarity",
         "interpolation-score",
         "interpolation-loss",
@@ -112,6 +111,8 @@ def test_a_run_page_has_its_figures_with_words_and_numbers_behind_them() -> None
     "words",
     [
         "Members in it: 0, 1.",
+        "+ member 2",
+        "left out",
         "Step 5: member 1 became non-finite (loss is not finite); left out.",
         "Step 20: writing a checkpoint failed: no space left on the device.",
         "2.5 MB communicated.",
@@ -228,23 +229,8 @@ def test_no_value_in_any_place_breaks_a_page(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_no_value_in_any_place_breaks_the_words_of_a_page(data: st.DataObject) -> None:
     """As above, with many more values, since drawing takes nearly all of the time."""
-    with mock.patch("papa.lab.report.page.svg", lambda plot: f"<svg><title>{html.escape(plot.alt)}</title></svg>"):
+    with mock.patch("papa.lab.report.page.svg", lambda chart: f"<svg><title>{html.escape(chart.alt)}</title></svg>"):
         check_pages_with_a_replaced_value(data)
-
-
-def test_a_comparison_begins_with_a_sentence_that_says_what_it_shows() -> None:
-    results = [make_result("independent"), make_result("papa", shift=1.0), make_result("papa-all", shift=0.5)]
-    sentence = (
-        "Average soup of papa: 93.5% accuracy with one network; the ensemble of 2 independent networks: 93.0%; "
-        "one of them alone: 91.0% on average."
-    )
-    assert summary(results) == sentence
-    page = compare_page(results)
-    assert page.index(sentence) < page.index("<svg")
-    assert summary(results[1:2]) == (
-        "Average soup of papa: 93.5% accuracy with one network; the ensemble of the same 2 networks: 94.0%."
-    )
-    assert summary([{"method": "papa"}]) == ""
 
 
 def test_half_a_character_in_a_command_loses_no_report() -> None:

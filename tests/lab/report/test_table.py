@@ -2,7 +2,7 @@ from papa.lab.report.page import compare_page
 from papa.lab.report.table import (
     cells_of,
     compare_rows,
-    compare_rows_with_paper,
+    compare_table,
     paper_cells,
     run_rows,
     runs_by_setting,
@@ -86,7 +86,7 @@ def test_the_best_average_soup_has_a_row() -> None:
 
 def test_the_papers_row_follows_its_method() -> None:
     results = [{**make_result("independent"), "paper": {"ensemble": 95.0}}, make_result("papa")]
-    assert [row[0] for row in compare_rows_with_paper(results)] == ["independent", "paper's independent", "papa"]
+    assert [row[0] for row in compare_table(results)[1]] == ["independent", "paper's independent", "papa"]
 
 
 def test_unfinished_runs_are_left_out() -> None:

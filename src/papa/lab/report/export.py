@@ -14,11 +14,10 @@ from papa.lab.report.table import (
     COLUMNS,
     KEYS,
     SOUPS,
-    compare_rows_with_paper,
+    compare_table,
     run_rows,
     runs_by_setting,
     scores_of,
-    with_gap_closed,
 )
 from papa.lab.report.words import printable, text
 from papa.lab.runs import Run
@@ -106,10 +105,7 @@ def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def latex_text(runs: Sequence[Run]) -> str:
     r"""A table for a paper, with booktabs lines; its preamble needs `\usepackage{booktabs}`."""
     results = [run.result for run in runs]
-    head: tuple[str, ...] = ("data", *COLUMNS)
-    rows = run_rows(results[0])
-    if len(results) > 1:
-        head, rows = with_gap_closed(results, compare_rows_with_paper(results))
+    head, rows = compare_table(results) if len(results) > 1 else (("data", *COLUMNS), run_rows(results[0]))
     name = ", ".join(dict.fromkeys(text(result["recipe"]) for result in results))
     body = [" & ".join(map(latex_escaped, row)) + r" \\" for row in rows]
     body = ["{}" * line.startswith("[") + line for line in body]  # otherwise the \\ above takes the [ as its argument

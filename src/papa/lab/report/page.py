@@ -5,28 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from papa._version import __version__
 from papa.lab.config import METHODS, NEVER_AVERAGED, flat
-from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, svg
-from papa.lab.report.figures import compare_figures, data_of, members_to_soup, run_figures
+from papa.lab.report.conclusion import conclusion
+from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, Chart, evenly_spaced, svg
+from papa.lab.report.figures import compare_figures, run_figures
 from papa.lab.report.metric import advice_on_epoch, is_soup_far_worse, metric_of
-from papa.lab.report.plot import AnyPlot, evenly_spaced
 from papa.lab.report.table import (
     COLUMNS,
     KEYS,
     NOT_FINISHED,
     REMARKS,
+    Table,
     cells_of,
-    compare_rows_with_paper,
+    compare_table,
+    data_of,
     details_table,
-    paper_rows,
     run_rows,
     runs_by_setting,
     scores_of,
-    with_gap_closed,
 )
 from papa.lab.report.words import printable, text
 from papa.packages import require
@@ -47,13 +46,15 @@ def run_page(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> 
     return _rendered(
         "run.html.j2",
         title=f"{text(result['recipe'])}: {text(result['method'])}{counted}, seed {result['seed']}",
+        summary=conclusion([result]),
         words=_about(result),
         notes=[*_unfinished(result, events), *_warnings(result, events)],
         tiles=_tiles(result),
         scores=(("data", *COLUMNS), run_rows(result)),
         details=details_table([result]),
-        plots=_drawn(run_figures(result, events)),
+        charts=_drawn(run_figures(result, events)),
         greedy_members=", ".join(map(str, result.get("greedy_members") or ())),
+        greedy_trials=_greedy_trials(result),
         policies=_policies(result),
         seconds=_seconds(result),
         averagings=result.get("num_averagings"),
@@ -77,13 +78,13 @@ def compare_page(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequenc
     return _rendered(
         "compare.html.j2",
         title=f"{', '.join(recipes)}: {_counted(len(results), 'run')} compared",
-        summary=summary(results),
+        summary=conclusion(results),
         words=words,
         notes=notes,
-        plots=_drawn(compare_figures(results, metrics)),
-        scores=with_gap_closed(results, compare_rows_with_paper(results)),
+        charts=_drawn(compare_figures(results, metrics)),
+        scores=compare_table(results),
         has_independent=any(result["method"] == "independent" for result in results),
-        has_paper=bool(paper_rows(results)),
+        has_paper=any(result.get("paper") for result in results),
         details=details_table(results),
         runs=(("run", *COLUMNS, "seconds"), [_single(result) for result in results]),
         **_provenance(results[0] if results else {}),
@@ -103,31 +104,10 @@ def table_page(
 
     For a figure of the paper, it is drawn from the results and metrics of the runs.
     """
-    plots = _drawn(compare_figures(results, metrics))
+    charts = _drawn(compare_figures(results, metrics))
     return _rendered(
-        "table.html.j2", title=title, words=words, plots=plots, scores=(head, rows), runs=(("row", "directory"), runs)
+        "table.html.j2", title=title, words=words, charts=charts, scores=(head, rows), runs=(("row", "directory"), runs)
     )
-
-
-def summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """One sentence on what a comparison shows: its best average soup, and the ensemble it should be compared with."""
-    plot = members_to_soup(results)
-    rows = {} if plot is None else {label: {k: fmean(v) for k, v in row.items()} for label, row in plot.rows.items()}
-    soups = {label: row[KEYS["average_soup"]] for label, row in rows.items() if KEYS["average_soup"] in row}
-    if plot is None or not soups:
-        return ""
-    metric = metric_of(results)
-    best = (max if metric.higher_is_better else min)(soups, key=lambda label: soups[label])
-    reference = plot.reference or best
-    networks = {len(scores_of(result).get("members", ())) for result in results} - {0}
-    count = f"{networks.pop()} " if len(networks) == 1 else ""
-    ensemble = f"{count}independent networks" if plot.reference else f"the same {count}networks"
-    sentence = f"Average soup of {best}: {metric.short(soups[best])} {metric.name} with one network"
-    if KEYS["ensemble"] in rows[reference]:
-        sentence += f"; the ensemble of {ensemble}: {metric.short(rows[reference][KEYS['ensemble']])}"
-    if plot.reference and KEYS["mean"] in rows[reference]:
-        sentence += f"; one of them alone: {metric.short(rows[reference][KEYS['mean']])} on average"
-    return f"{sentence}."
 
 
 @cache
@@ -152,15 +132,15 @@ def _rendered(template: str, **values: Any) -> str:
     return printable(_environment().get_template(template).render(values))
 
 
-def _drawn(sections: Mapping[str, Sequence[AnyPlot]]) -> dict[str, list[dict[str, Any]]]:
-    """The plots of each section as templates show them."""
+def _drawn(sections: Mapping[str, Sequence[Chart]]) -> dict[str, list[dict[str, Any]]]:
+    """The figures of each section as templates show them."""
 
-    def drawn(plot: AnyPlot) -> dict[str, Any]:
-        head, rows = plot.table()
+    def drawn(chart: Chart) -> dict[str, Any]:
+        head, rows = chart.numbers
         shown = evenly_spaced(rows, MAX_NUMBERS)
-        return {"plot": plot, "svg": svg(plot), "table": (head, shown), "is_thinned": len(shown) < len(rows)}
+        return {"chart": chart, "svg": svg(chart), "table": (head, shown), "is_thinned": len(shown) < len(rows)}
 
-    return {name: [drawn(plot) for plot in plots] for name, plots in sections.items()}
+    return {name: [drawn(chart) for chart in charts] for name, charts in sections.items()}
 
 
 def _counted(count: int, thing: str) -> str:
@@ -232,6 +212,17 @@ def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             remark = "" if paper is None else f"; paper, full setting: {paper:.2f}"
             tiles.append((f"{KEYS[key]}, {data}", metric_of([result]).text(value), REMARKS[key] + remark))
     return tiles
+
+
+def _greedy_trials(result: Mapping[str, Any]) -> Table:
+    """The steps of the greedy soup."""
+    metric = metric_of([result])
+    rows = [
+        (f"+ member {trial['members'][-1]}", metric.text(trial["score"]), "kept" if trial["kept"] else "left out")
+        for trial in result.get("greedy_trials") or ()
+        if trial["members"] and trial["score"] is not None
+    ]
+    return ("step", f"{metric.name} on validation data", ""), rows[:MAX_ROWS]
 
 
 def _policies(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -13,6 +13,8 @@ from papa.lab.report.words import text
 
 Settings: TypeAlias = dict[str, list[tuple[int, Mapping[str, Any]]]]
 """Runs with their index, by the label of their setting."""
+Table: TypeAlias = tuple[tuple[str, ...], Sequence[tuple[str, ...]]]
+"""Head and rows."""
 NOT_COMPARED = ("recipe", "method", "seed", "device", "analysis", "data.root")
 """Options that do not change what is trained, or that the label already names."""
 
@@ -68,6 +70,17 @@ def scores_of(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return result.get("test") or result.get("validation") or {}
 
 
+def data_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """Which data the scores of some runs are from: test, validation, or both."""
+    kinds = ["test" if one.get("test") else "validation" for one in results if scores_of(one)]
+    return " or ".join(dict.fromkeys(kinds)) or "test"
+
+
+def is_independent(runs: Sequence[tuple[int, Mapping[str, Any]]]) -> bool:
+    """Whether these runs of a setting have independent members."""
+    return bool(runs[0][1].get("method") == "independent")
+
+
 def other_soups(result: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """The soups of one of `SOUPS`; empty if there are none, as for a single network, which is its own soup."""
     is_single = len(scores_of(result).get("members") or ()) == 1
@@ -107,16 +120,6 @@ def with_soups(name: str, kind: str | None) -> str:
     return f"{name}, {SOUPS[kind]}" if kind in SOUPS else name
 
 
-def paper_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The paper's rows for the methods of some runs, as far as it has them."""
-    firsts = {label: runs[0][1] for label, runs in runs_by_setting(results).items()}
-    return [
-        (with_soups(f"paper's {label}", first.get("paper_soups")), *paper_cells(first["paper"]))
-        for label, first in firsts.items()
-        if first.get("paper")
-    ]
-
-
 def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row per method, in order of appearance: its name and, under `COLUMNS`, means over its runs.
 
@@ -143,15 +146,7 @@ def compare_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def compare_rows_with_paper(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of `compare_rows`, each followed by the paper's for the same method and soups, if it has one."""
-    papers = {row[0]: row for row in paper_rows(results)}
-    ours = compare_rows(results)
-    paired = [row for own in ours for row in (own, papers.pop(f"paper's {own[0]}", None)) if row is not None]
-    return [*paired, *papers.values()]
-
-
-def details_table(results: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def details_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Head and rows of the metric's details, such as the F1 of each class; no rows if it has none.
 
     One row per method for its members' mean, their ensemble and the soups, means over its runs; each followed by the
@@ -230,7 +225,7 @@ def mean_gap_closed(
     """
     found = []
     for run in runs:
-        independent = scores_of(_independent_counterpart(run, results))
+        independent = scores_of(independent_counterpart(run, results))
         own = run if soups is None else run.get(soups) or {}
         scores = (scores_of(own).get("average_soup"), independent.get("mean"), independent.get("ensemble"))
         if None not in scores:
@@ -241,25 +236,31 @@ def mean_gap_closed(
     return gap_closed(soup, mean, ensemble, higher_is_better=metric_of(runs).higher_is_better)
 
 
-def with_gap_closed(
-    results: Sequence[Mapping[str, Any]], rows: Sequence[tuple[str, ...]]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of a comparison, with the gap closed if there are independent members among the runs.
+def compare_table(results: Sequence[Mapping[str, Any]], *, has_paper: bool = True) -> Table:
+    """Head and rows of a comparison, each method followed by the paper's row for the same method and soups.
 
-    The rows are those of `compare_rows`, and perhaps the paper's, which get an empty cell.
+    With independent members among the runs, the last column says how much of their gap each soup closes.
     """
+    settings = runs_by_setting(results)
+    papers = {}
+    for label, group in settings.items():
+        if has_paper and (paper := group[0][1].get("paper")):
+            own = with_soups(label, group[0][1].get("paper_soups"))
+            papers[own] = (f"paper's {own}", *paper_cells(paper))
+    rows = [row for own in compare_rows(results) for row in (own, papers.pop(own[0], None)) if row is not None]
+    rows += papers.values()
     head = ("method", *COLUMNS)
-    if not any(result.get("method") == "independent" for result in results):
-        return head, list(rows)
-    cells: dict[str, str] = {}
-    for label, group in runs_by_setting(results).items():
-        for soups in (None, *SOUPS):
-            share = mean_gap_closed([result for _, result in group], results, soups)
-            cells[with_soups(label, soups)] = gap_text(share)
-    return (*head, GAP_COLUMN), [(*row, cells.get(row[0], "")) for row in rows]
+    if not any(is_independent(group) for group in settings.values()):
+        return head, rows
+    gaps = {
+        with_soups(label, soups): gap_text(mean_gap_closed([result for _, result in group], results, soups))
+        for label, group in settings.items()
+        for soups in (None, *SOUPS)
+    }
+    return (*head, GAP_COLUMN), [(*row, gaps.get(row[0], "")) for row in rows]
 
 
-def _independent_counterpart(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def independent_counterpart(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The independent run that differs from a run only in how members are averaged; empty if there is none."""
     wanted = _training_options(run)
     independent = (other for other in results if other.get("method") == "independent")

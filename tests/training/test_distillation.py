@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,9 @@ from torch.nn import functional as F
 
 import papa
 from helpers import assert_same_bits, small_data, small_net
-from papa.errors import ConfigError
+from papa.errors import ConfigError, DataError
 from papa.evaluation.scores import evaluating
-from papa.training.distillation import distillation, match_probabilities
+from papa.training.distillation import distillation, match_probabilities, mix_pairs
 
 OPTIONS = {"num_epochs": 2, "batch_size": 20, "seed": 3}
 
@@ -39,7 +41,7 @@ def test_the_loss_is_the_weighted_sum_and_the_teacher_stays_as_it_was() -> None:
     with evaluating(ensemble):
         parts = match_probabilities(outputs, ensemble(inputs)), F.cross_entropy(outputs, targets)
     for weight in (0.0, 0.3, 1.0):
-        task = distillation(ensemble, papa.Task(), weight=weight)
+        task = distillation(ensemble, papa.Task(), weight=weight, match=match_probabilities)
         assert task.objective is not None
         expected = weight * parts[0] + (1.0 - weight) * parts[1]
         torch.testing.assert_close(task.objective(network, inputs, targets), expected)
@@ -48,15 +50,16 @@ def test_the_loss_is_the_weighted_sum_and_the_teacher_stays_as_it_was() -> None:
 
 
 def test_without_the_teacher_it_is_plain_training() -> None:
-    distilled = papa.distill(teacher(), small_net, small_data(), weight=0.0, **OPTIONS)  # type: ignore[arg-type]
+    distilled = papa.distill(teacher(), small_net, small_data(), mix=False, weight=0.0, **OPTIONS)  # type: ignore[arg-type]
     plain = papa.train(small_net, small_data(), num_members=1, rule=papa.Independent(), **OPTIONS)  # type: ignore[arg-type]
     assert_same_bits(distilled.average_soup.state_dict(), plain.average_soup.state_dict())
 
 
-def test_a_student_comes_closer_to_its_teacher() -> None:
+@pytest.mark.parametrize("mix", [False, True])
+def test_a_student_comes_closer_to_its_teacher(mix: bool) -> None:
     ensemble, data = teacher(), small_data()
     inputs, _ = data.train.batch(torch.arange(len(data.train)))
-    student = papa.distill(ensemble, small_net, data, weight=1.0, num_epochs=8, batch_size=20).average_soup
+    student = papa.distill(ensemble, small_net, data, mix=mix, weight=1.0, num_epochs=8, batch_size=20).average_soup
     torch.manual_seed(9)
     fresh = small_net()
     with torch.no_grad(), evaluating(ensemble), evaluating(fresh):
@@ -82,6 +85,54 @@ def test_a_regression_is_matched_by_its_own_loss() -> None:
     torch.testing.assert_close(found.average_soup.weight, linear.weight, rtol=0.1, atol=0.05)
 
 
-def test_a_weight_outside_0_to_1_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the weight of the teacher is 1.5, expected 0 to 1"):
-        distillation(teacher(), papa.Task(), weight=1.5)
+def test_inputs_are_mixed_in_pairs_in_proportions_of_their_own() -> None:
+    inputs = torch.eye(50)
+    found = mix_pairs(inputs, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(50))
+    assert set(found.count_nonzero(dim=1).tolist()) <= {1, 2}
+    shares = found.diagonal()
+    assert len(shares.unique()) == 50
+    assert 0.35 < float(shares.mean()) < 0.65
+    torch.testing.assert_close(mix_pairs(inputs.double(), torch.Generator().manual_seed(0)), found.double())
+
+
+def test_teacher_and_student_see_the_same_mixed_inputs_after_augmentation() -> None:
+    seen: list[list[torch.Tensor]] = [[], []]
+
+    class Watched(nn.Module):
+        def __init__(self, place: int) -> None:
+            super().__init__()
+            self.net, self.place = small_net(), place
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled() or self.place == 0:
+                seen[self.place].append(inputs)
+            return self.net(inputs)
+
+    def augment(inputs: torch.Tensor, targets: torch.Tensor, generator: torch.Generator) -> tuple:
+        return torch.full_like(inputs, float(torch.rand((), generator=generator))), targets
+
+    transforms = papa.training.Transforms(augment=augment)
+    papa.distill(Watched(0), lambda: Watched(1), small_data(), transforms=transforms, num_epochs=1, batch_size=20)
+    students = [inputs for inputs in seen[1] if inputs.std() == 0]
+    assert len(students) > 2
+    assert all(any(torch.equal(inputs, one) for one in seen[0]) for inputs in students)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": 1.5, "mix": False}, "the weight of the teacher is 1.5, expected 0 to 1"),
+        ({"weight": 0.5}, "the weight of the teacher is 0.5, but mixed inputs have no targets: pass mix=False"),
+    ],
+)
+def test_wrong_weights_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        papa.distill(teacher(), small_net, small_data(), num_epochs=1, **options)
+
+
+def test_tokens_cannot_be_mixed() -> None:
+    data = torch.randint(7, (40, 5)), torch.randint(2, (40,))
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(20, 2))
+    with pytest.raises(DataError, match=r"inputs to mix are torch.int64, .*: pass mix=False"):
+        papa.distill(net, lambda: net, data, num_epochs=1, batch_size=10)

@@ -1,6 +1,6 @@
 """One member per process in Lightning, started by papa or by torchrun:
 
-papa each --members 2 --out out/soup.safetensors -- python examples/lightning_members.py
+torchrun --nproc-per-node 2 -m papa.member --soup out/soup.safetensors examples/lightning_members.py
 torchrun --nproc-per-node 2 examples/lightning_members.py
 """
 
@@ -34,7 +34,7 @@ inputs = torch.randn(768, 8, generator=torch.Generator().manual_seed(0))
 targets = (inputs[:, :2].prod(dim=1) > 0).long()
 training, held_out = TensorDataset(inputs[:512], targets[:512]), TensorDataset(inputs[512:], targets[512:])
 
-strategy = MemberPerRank()  # only torchrun needs it: a process of `papa each` looks like a single one
+strategy = MemberPerRank()  # only torchrun alone needs it: with papa.member a process looks like a single one
 L.seed_everything(strategy.member)  # each member has its own weights and its own order of the data
 trainer = L.Trainer(
     max_epochs=12,

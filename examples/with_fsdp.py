@@ -1,6 +1,7 @@
 """Several ranks train each member, by FSDP2 in a plain torchrun script; papa adds the lines marked with `+`:
 
-papa each --members 2 -- torchrun --standalone --nproc-per-node 2 examples/with_fsdp.py --seed {member}
+torchrun --nproc-per-node 2 -m papa.member --member 0 --members 2 --store HOST:29400 examples/with_fsdp.py --seed 0
+torchrun --nproc-per-node 2 -m papa.member --member 1 --members 2 --store HOST:29400 examples/with_fsdp.py --seed 1
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Language models that the transformers Trainer trains, one in each process:
 
-papa each --members 2 -- python examples/with_trainer.py --seed {member} --output-dir out/{member} --soup out/soup
+torchrun --nproc-per-node 2 -m papa.member examples/with_trainer.py --seed {member} --output-dir out/{member}
 """
 
 import argparse

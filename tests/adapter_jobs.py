@@ -1,7 +1,7 @@
 """Trainings by papa's adapters and by `papa.train`, each with checkpoints, that the soak test kills and resumes.
 
 Every job continues from what it finds in its directory, and writes its last weights to `result/` there. Libraries are
-imported once, by the server that forks these processes. As a program, with a directory: a member of `papa each`.
+imported once, by the server that forks these processes. As a program, with a directory: a member of `papa.member`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import papa
 from papa.storage.tensors import save_network
 from papa.training import Callback, Monitoring, Training
 
-EACH = "papa each"
+MEMBER = "papa.member"
 LIBRARIES = ["accelerate", "lightning.pytorch", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"]
 LIBRARIES += [f"papa.integrations.{name}" for name in ("accelerate", "fabric", "lightning", "transformers")]
 """What the jobs import."""
@@ -278,8 +278,8 @@ def folders_of(directory: Path) -> list[Path]:
     return [directory / f"checkpoints-{member}" for member in range(NUM_MEMBERS)]
 
 
-def each_member(directory: Path) -> None:
-    """A member of `papa each`, in a script that saves and loads its own state."""
+def plain_member(directory: Path) -> None:
+    """A member of `papa.member`, in a script that saves and loads its own state."""
     member, folders = member_index(), folders_of(directory)
     net = seeded_net(member)
     optimizer, data = make_optimizer(net), loader(member)
@@ -362,7 +362,7 @@ def trainer_member(directory: Path) -> None:
 
 
 def fork_members(job: Callable[[Path], None], directory: Path) -> int:
-    """Run a job for each member in forked processes, with the variables that `papa each` sets; returns the code."""
+    """Run a job for each member in forked processes, with the variables that `papa.member` sets; returns the code."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -391,7 +391,7 @@ JOBS: dict[str, Callable[[Path], int]] = {
     "own loop": own_loop,
     "Accelerate": accelerate,
     "Fabric": fabric,
-    EACH: lambda directory: fork_members(each_member, directory),
+    MEMBER: lambda directory: fork_members(plain_member, directory),
     "Lightning, one member per process": lambda directory: fork_members(lightning_member, directory),
     "Accelerate, one member per process": lambda directory: fork_members(accelerate_member, directory),
     "Trainer, one member per process": lambda directory: fork_members(trainer_member, directory),
@@ -405,12 +405,13 @@ def run(name: str, directory: Path) -> int:
 
 
 def command(directory: Path) -> list[str]:
-    """The same as the job `EACH`, by the command line and in new processes."""
+    """The same as the job `MEMBER`, by torchrun and in new processes."""
     for folder in folders_of(directory):
         folder.mkdir(exist_ok=True)
-    own = ["-m", "papa", "each", "--members", str(NUM_MEMBERS), "--out", str(directory / "soup.safetensors"), "--"]
-    return [sys.executable, *own, sys.executable, __file__, str(directory)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_MEMBERS)]
+    own = ["-m", "papa.member", "--overwrite", "--soup", str(directory / "soup.safetensors")]
+    return [sys.executable, *torchrun, *own, __file__, str(directory)]
 
 
 if __name__ == "__main__":
-    each_member(Path(sys.argv[1]))
+    plain_member(Path(sys.argv[1]))

@@ -22,7 +22,7 @@ def wait_for(path: Path) -> int:
 
 def main() -> None:
     directory, fates = Path(sys.argv[1]), dict(fate.split("=") for fate in sys.argv[2:])
-    member = int(os.environ.get("PAPA_MEMBER", os.environ.get("RANK", "")))
+    member = int(os.environ["PAPA_MEMBER"])
     is_first_start = not (directory / f"start-{member}").exists()
     (directory / f"start-{member}").touch()
     torch.manual_seed(member)

@@ -268,8 +268,8 @@ class Torchrun(Forked):
         self._started.wait()
 
 
-class Each(Torchrun):
-    """Any command of `papa each`, which ends its members also when it is killed."""
+class Members(Torchrun):
+    """A command with `papa.member`, whose processes end also when torchrun is killed."""
 
     may_leave_children = False
 

@@ -1,4 +1,4 @@
-"""One member per thread, each with a group of its own, as the processes of `papa each` have."""
+"""One member per thread, each with a group of its own, as the processes of `papa.member` have."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def train(kind: str, directory: Path, port: int) -> dict[str, Any]:
     elif kind == "ddp after":
         trained = net = DistributedDataParallel(net, process_group=mesh["data"].get_group())
     where: Any = mesh
-    if kind == "fsdp, own connections":  # as `papa each -- torchrun` makes them
+    if kind == "fsdp, own connections":  # as `papa.member` makes them
         data_group = mesh["data"].get_group()
         where = connect_members(member=member, num_members=2, address=f"127.0.0.1:{port}", data_group=data_group)
     population = Population([net], group=where)

@@ -179,35 +179,26 @@ def run(minutes: float, seed: int) -> tuple[dict[str, str], list[str]]:
     with tempfile.TemporaryDirectory(prefix="papa-soak-", dir="/dev/shm") as temporary:
         directory = Path(temporary)
         soup, log = directory / "soup.safetensors", (directory / "log").open("w")
-        options = ["--members", str(NUM_MEMBERS), "--out", str(soup), "--asynchronous", "--restarts", "1000000"]
-        script = [sys.executable, str(Path(__file__).resolve()), "--train", str(directory), "{member}"]
-        each = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "papa",
-                "each",
-                *options,
-                "--published",
-                str(directory / "published"),
-                "--",
-                *script,
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        launchers = []
+        for member in range(NUM_MEMBERS):  # one torchrun for each: it restarts its own member only
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000000"]
+            options = ["--member", str(member), "--members", str(NUM_MEMBERS), "--soup", str(soup)]
+            options += ["--asynchronous", str(directory / "published")]
+            script = [str(Path(__file__).resolve()), "--train", str(directory), "{member}"]
+            command = [sys.executable, "-m", *torchrun, "--monitor-interval", "0.1", "-m", "papa.member"]
+            launchers.append(subprocess.Popen([*command, *options, *script], stdout=log, stderr=log))
         soak = Soak(directory, seed)
         while any(state_of(directory, member) is None for member in range(NUM_MEMBERS)):
             time.sleep(0.1)
         first, end = state_of(directory, 0), time.monotonic() + 60 * minutes
         assert first is not None
-        while time.monotonic() < end and each.poll() is None and len(soak.failures) < 10:
+        while time.monotonic() < end and all(one.poll() is None for one in launchers) and len(soak.failures) < 10:
             soak.phase("calm")
             soak.phase("disturbed")
         last = state_of(directory, 0)
         assert last is not None
         (directory / "end").touch()
-        code = each.wait()
+        code = max(launcher.wait() for launcher in launchers)
         soak.check()
         return report(soak, first, last, code, (directory / "log").read_text(), soup)
 
@@ -217,7 +208,7 @@ def report(
 ) -> tuple[dict[str, str], list[str]]:
     """The figures and the failures."""
     failures = soak.failures
-    if code != 0 or "Traceback" in log:
+    if code != 0 or "Error" in log:
         failures.append(f"exit code {code}\n{log[-3000:]}")
     if int(first[0]) != int(last[0]):
         failures.append("member 0 was started again, though nobody disturbed it")
@@ -233,7 +224,7 @@ def report(
     if any(not torch.allclose(found[name], expected[name].to(found[name].dtype)) for name in expected):
         failures.append("the soup is not the mean of the newest weights of all members")
     counts = soak.counts
-    restarts = log.count("starting it again")
+    restarts = log.count("exitcode: -9")
     if restarts != counts["killed"]:
         failures.append(f"{counts['killed']} members were killed, and {restarts} started again")
     return {

@@ -19,8 +19,8 @@ from typing import Any
 
 import adapter_jobs
 from crashes import (
-    Each,
     Forked,
+    Members,
     Ranks,
     Reader,
     Torchrun,
@@ -129,9 +129,9 @@ class Adapter(Job):
         return Forked(fork(partial(adapter_jobs.run, self.name, directory), log), may_leave_children=True)
 
     def start_anyhow(self, directory: Path, log: Path, generator: random.Random) -> tuple[str, Forked, float]:
-        if self.name == adapter_jobs.EACH and generator.random() < 0.3:
+        if self.name == adapter_jobs.MEMBER and generator.random() < 0.3:
             directory.mkdir(exist_ok=True)
-            return f"of {self.name}, by its command", Each(adapter_jobs.command(directory)), 12.0
+            return f"of {self.name}, by its command", Members(adapter_jobs.command(directory)), 12.0
         return f"of {self.name}", self.start(directory, log), 0.0
 
     def differences(self, whole: Path, killed: Path) -> Iterable[str]:

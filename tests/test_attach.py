@@ -235,10 +235,10 @@ def test_closed_members_are_left_alone_and_forgotten() -> None:
 
 
 def test_a_member_of_a_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """With a group of one process; several are in tests/distributed/test_members.py."""
+    """With a group of one process; several are in tests/test_member.py."""
     (net,) = make_members(1)
     (optimizer,) = make_optimizers([net])
-    with pytest.raises(ConfigError, match=r"not one of several members: start it with `papa each --members 3"):
+    with pytest.raises(ConfigError, match=r"not one of several members: start it with torchrun"):
         join(net, optimizer, Push(alpha=0.9))
     monkeypatch.setenv("PAPA_WEIGHTS", str(tmp_path / "weights"))
     join(net, optimizer, Push(half_life=0.2), num_steps=12, group=LocalGroup())

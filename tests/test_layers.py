@@ -13,7 +13,7 @@ import pytest
 import papa
 
 PACKAGE = Path(papa.__file__).parent
-BASE = ("_version", "errors", "streams", "process", "packages")
+BASE = ("_version", "member", "errors", "streams", "process", "packages")
 LAYERS = (
     *("storage", "evaluation", "core", "distributed", "couplings", "repair", "align", "analysis", "advice"),
     *("files", "training", "attach", "integrations", "lab", "cli"),

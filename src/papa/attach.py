@@ -8,30 +8,45 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from papa.core.averager import Averager, Averaging, MergeHook
 from papa.core.diagnostics import MIN_STEPS
+from papa.core.group import LocalGroup
 from papa.core.health import OnNonFinite
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.rules import Rule
+from papa.core.rules import Independent, Rule
 from papa.core.soups import average_soup
 from papa.distributed.asynchronous import AsyncAverager
-from papa.distributed.members import PUBLISHED, WEIGHTS, group_of_environment, published_of_environment
+from papa.distributed.members import (
+    group_of_environment,
+    member_of_environment,
+    published_of_environment,
+    start_of,
+)
 from papa.errors import MixingError, PapaWarning
+from papa.files import soup_files
 from papa.files.saved_soups import member_state
+from papa.member import PUBLISHED, SOUP, WEIGHTS
 from papa.storage.tensors import save_network
+
+LOG = logging.getLogger(__name__)
 
 MIN_SHARE = 0.5
 """Trainings that end before this share of `num_steps` were not as long as planned."""
@@ -110,11 +125,12 @@ def join(
     num_steps: int | None = None,
     group: Any = None,
     asynchronous: bool | None = None,
+    required: bool = True,
     **options: Any,
 ) -> Joined:
     """Make this process's network a member of a population, with one member per process.
 
-    The processes are those that `papa each` started, or those of `group`. Afterwards the network is averaged with the
+    The processes are those that `papa.member` started, or those of `group`. Afterwards the network is averaged with the
     others whenever its optimizer steps. Every process must take the same number of steps, unless members are
     asynchronous: then each goes at its own speed, and is pushed toward the newest weights of the others.
 
@@ -128,34 +144,39 @@ def join(
         optimizer: its optimizer, or several; also as wrapped by Accelerate, Lightning and the like.
         rule: how to average.
         num_steps: the number of optimizer steps of the whole training.
-        group: None for the processes of `papa each`; otherwise as for `Population`.
+        group: None for the processes of `papa.member`; otherwise as for `Population`.
         asynchronous: whether members go at their own speed
-            (`papa.distributed.asynchronous.AsyncAverager`); None for what `papa each` was started with.
+            (`papa.distributed.asynchronous.AsyncAverager`); None for what `papa.member` was started with.
+        required: False to train this network alone where `papa.member` did not start the process.
         options: `num_steps_taken`, `average`, `merge_hooks`, `on_nonfinite`, `measure` and `on_averaging`, as for
             `averaging`; for asynchronous members `average`, `on_nonfinite`, `max_staleness` and `on_averaging`.
     """
+    if not required and group is None and member_of_environment() is None:
+        LOG.warning("papa.join does nothing: this process is not one of several members of a population")
+        options = {name: value for name, value in options.items() if name != "max_staleness"}
+        return averaging([model], optimizer, Independent(), num_steps=num_steps, group=LocalGroup(), **options)
     if asynchronous or (asynchronous is None and group is None and PUBLISHED in os.environ):
         if group is not None:
-            raise MixingError("asynchronous members have no group: start them with `papa each`")
-        if not isinstance(optimizer, Optimizer) and isinstance(optimizer, Sequence):
-            raise MixingError(f"asynchronous members have one optimizer each, found {len(optimizer)}")
+            raise MixingError("asynchronous members have no group: start them with papa.member --asynchronous DIR")
         return _join_asynchronously(model, optimizer, rule, num_steps=num_steps, **options)
     group = group_of_environment() if group is None else group
     joined = averaging([model], optimizer, rule, num_steps=num_steps, group=group, **options)
-    directory = os.environ.get(WEIGHTS)
-    if directory:
-        joined.save_member_at_end(Path(directory) / f"{joined.population.members[0]}.safetensors")
+    weights, soup = os.environ.get(WEIGHTS), os.environ.pop(SOUP, None)
+    if weights:
+        joined.call_at_end(lambda: _save_member(joined.population, Path(weights), soup))
     return joined
 
 
 def _join_asynchronously(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     rule: Rule,
     *,
     on_averaging: Callable[[Averaging], object] | None = None,
     **options: Any,
 ) -> Joined:
+    if not isinstance(optimizer, Optimizer) and isinstance(optimizer, Sequence):
+        raise MixingError(f"asynchronous members have one optimizer each, found {len(optimizer)}")
     unknown = sorted(options.keys() - {"num_steps", "average", "on_nonfinite", "max_staleness"})
     if unknown:
         raise MixingError(f"asynchronous members have no {', '.join(unknown)}: remove it, or let members wait")
@@ -163,8 +184,44 @@ def _join_asynchronously(
     inner = unwrapped(optimizer)
     averager = AsyncAverager(model, inner, rule, published, member=member, num_members=num_members, **options)
     joined = Joined(averager, on_averaging=on_averaging)
-    joined.call_at_end(averager.publish)
+    soup = os.environ.pop(SOUP, None)
+
+    def publish() -> None:
+        averager.publish()
+        if soup:
+            # The last member to end finds the last weights of all. Until then, others may replace their files.
+            with FileLock(published.directory / ".lock"), tempfile.TemporaryDirectory() as copies:
+                files = [published.path(other) for other in range(num_members) if published.version(other)]
+                _write_soup({int(file.stem): Path(shutil.copy(file, copies)) for file in files}, Path(soup))
+
+    joined.call_at_end(publish)
     return joined
+
+
+def _save_member(population: Population, directory: Path, soup: str | None) -> None:
+    """Write the weights of this process's member; with a soup, the last member to end writes it instead of them all."""
+    state = member_state(population)
+    if not state:
+        return  # another process that trains this member writes it
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {member: directory / f"{member}.safetensors" for member in range(population.size)}
+    start = start_of(population.group)
+    with FileLock(directory / ".lock"):
+        save_network(files[population.members[0]], state, {"start": start})
+        if soup and all(file.exists() and _start_in(file) == start for file in files.values()):
+            _write_soup(files, Path(soup))
+            shutil.rmtree(directory)
+
+
+def _start_in(file: Path) -> str:
+    """The start of the processes that wrote a member; an earlier start may have left files."""
+    with safe_open(file, framework="pt") as opened:
+        return str((opened.metadata() or {}).get("start", ""))
+
+
+def _write_soup(files: Mapping[int, Path], soup: Path) -> None:
+    soup.parent.mkdir(parents=True, exist_ok=True)
+    soup_files(list(files.values()), soup, overwrite=True, names=[f"member {member}" for member in files])
 
 
 class Joined:
@@ -185,16 +242,20 @@ class Joined:
         self._optimizers = averager.optimizers
         if not self._optimizers:
             raise MixingError("there is no optimizer, expected one for each member: their steps are what is counted")
+        self.num_counted = 0
+        """The steps of all optimizers."""
         self._counts = dict.fromkeys(self._optimizers, 0)
+        """The steps that each optimizer has taken since all of them took one."""
         self._at_end: Callable[[], object] | None = None
         self._has_checked = self._has_warned = self._has_warned_of_length = False
-        self._handles = [one.register_step_post_hook(lambda one, *_: self._count(one)) for one in self._optimizers]
+        self._handles = [one.register_step_post_hook(lambda one, *_: self.count(one)) for one in self._optimizers]
         _count_skipped_steps()
         for optimizer in self._optimizers:
             _joined[optimizer] = weakref.ref(self)
 
-    def _count(self, optimizer: Optimizer) -> None:
-        """An optimizer stepped, or a scaler skipped its step."""
+    def count(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer stepped, or that a scaler skipped its step."""
+        self.num_counted += 1
         self.averager.record_lr(optimizer)  # a schedule may change it before all members have taken their step
         self._counts[optimizer] += 1
         lowest, highest = min(self._counts.values()), max(self._counts.values())
@@ -245,22 +306,6 @@ class Joined:
         """Continue from a `state_dict`."""
         self.averager.load_state_dict(state)
 
-    def save_member_at_end(self, path: str | os.PathLike[str]) -> None:
-        """Write the first local member to a file after the last of `num_steps`, or else when the process ends.
-
-        Args:
-            path: of a safetensors file.
-        """
-        file = Path(path)
-
-        def save() -> None:
-            state = member_state(self.population)
-            if state:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                save_network(file, state)
-
-        self.call_at_end(save)
-
     def call_at_end(self, function: Callable[[], object]) -> None:
         """Call a function after the last of `num_steps`, or else when the process ends."""
         self._at_end = function
@@ -269,7 +314,7 @@ class Joined:
     def _at_exit(self) -> None:
         if not hasattr(sys, "last_value"):  # no error has ended the process
             self._check_length()
-        self._end()
+            self._end()
 
     def _end(self) -> None:
         function, self._at_end = self._at_end, None
@@ -312,6 +357,37 @@ class Joined:
         return f"Joined({self.averager!r})"
 
 
+_joined: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Joined]] = weakref.WeakKeyDictionary()
+"""What counts the steps of an optimizer."""
+
+
+def _count_skipped_steps() -> None:
+    """Let `GradScaler.step` report steps that it skips, which call no hook of the optimizer.
+
+    Otherwise a member whose gradients overflow would be a step behind the others, and wait for them at the end.
+    Libraries keep their scalers to themselves, so it is the class that has to tell; it does so for joined optimizers
+    only.
+    """
+    step = GradScaler.step
+    if hasattr(step, "counts_skipped_steps"):
+        return
+
+    @functools.wraps(step)
+    def counting(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        inner = optimizer if optimizer in _joined else unwrapped(optimizer)
+        joined = _joined.get(inner, lambda: None)()
+        if joined is None:
+            return step(self, optimizer, *args, **kwargs)
+        before = joined.num_counted
+        result = step(self, optimizer, *args, **kwargs)
+        if joined.num_counted == before:
+            joined.count(inner)
+        return result
+
+    counting.counts_skipped_steps = True  # type: ignore[attr-defined]
+    GradScaler.step = counting  # type: ignore[method-assign]
+
+
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer inside of a library's wrapper, such as `AcceleratedOptimizer` or `LightningOptimizer`.
 
@@ -323,39 +399,3 @@ def unwrapped(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise MixingError(f"an optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     return optimizer
-
-
-_joined: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Joined]] = weakref.WeakKeyDictionary()
-"""What counts the steps of an optimizer."""
-
-
-def _count_skipped_steps() -> None:
-    """Let `GradScaler.step` report steps that it skips, which call no hook of the optimizer.
-
-    Otherwise a member whose gradients overflow would be a step behind the others, and wait for them at the end.
-    """
-    step = GradScaler.step
-    if hasattr(step, "counts_skipped_steps"):
-        return
-
-    @functools.wraps(step)
-    def counting(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        inner = unwrapped(optimizer)
-        has_stepped = False
-
-        def note(*_: Any) -> None:
-            nonlocal has_stepped
-            has_stepped = True
-
-        handle = inner.register_step_post_hook(note)
-        try:
-            result = step(self, optimizer, *args, **kwargs)
-        finally:
-            handle.remove()
-        joined = _joined.get(inner, lambda: None)()
-        if joined is not None and not has_stepped:
-            joined._count(inner)
-        return result
-
-    counting.counts_skipped_steps = True  # type: ignore[attr-defined]
-    GradScaler.step = counting  # type: ignore[method-assign]

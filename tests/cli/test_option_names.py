@@ -42,7 +42,7 @@ def test_a_command_spells_its_options_as_all_others_do(command: str) -> None:
         assert f"--{name}" not in own
 
 
-@pytest.mark.parametrize("command", ["run", "compare", "reproduce", "report", "soup", "each", "predict"])
+@pytest.mark.parametrize("command", ["run", "compare", "reproduce", "report", "soup", "predict"])
 def test_every_out_may_be_shortened(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = {"run": ["digits"], "compare": ["digits"], "reproduce": ["table:ablation1"]}.get(command, [])
     with pytest.raises(SystemExit):
@@ -97,7 +97,6 @@ def test_what_is_like_no_option_and_what_is_no_number(capsys: pytest.CaptureFixt
             "the configuration of digits cannot run:\n"
             "  --average.half-life is 690.0, expected more than 0 and at most 1",
         ),
-        (["each", "--members=x", "--", "true"], "--members is x, expected a whole number"),
     ):
         assert main(arguments) == 2
         assert capsys.readouterr().err == f"papa: {message}\n"

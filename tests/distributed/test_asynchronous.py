@@ -8,20 +8,17 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
 import papa
 from papa import MergeAll, Push, average_soup, join
-from papa.cli import main
 from papa.core.group import LocalGroup
 from papa.distributed.asynchronous import AsyncAverager, PublishedFiles
 from papa.errors import ConfigError, MemberError, MixingError
@@ -190,7 +187,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         make_averagers(tmp_path, on_nonfinite="drop")
     with pytest.raises(MixingError, match="max_staleness is -1, expected a number of steps"):
         make_averagers(tmp_path, max_staleness=-1)
-    with pytest.raises(ConfigError, match="not one of several asynchronous members: start it with `papa each"):
+    with pytest.raises(ConfigError, match="not one of several asynchronous members: start it with torchrun"):
         join(*make_member(0), RULE, asynchronous=True)
     with pytest.raises(MixingError, match="asynchronous members have no merge_hooks: remove it"):
         join(*make_member(0), RULE, asynchronous=True, merge_hooks=())
@@ -268,92 +265,28 @@ def test_no_reader_sees_a_part_of_a_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for a thread."""
-    while not condition():
-        time.sleep(0.01)
+def start_member(directory: Path, member: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(papa.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    options = ["--member", str(member), "--members", "3", "--asynchronous", str(directory / "published")]
+    options += ["--soup", str(directory / "soup.safetensors")]
+    command = ["-m", "papa.member", *options, str(SCRIPT), str(directory), "1=killed", "2=stopped"]
+    return subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.fixture
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(papa.__file__).parents[1]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def check_soup(soup: Path, files: list[Path]) -> None:
-    expected = average_soup([torch.load(file, weights_only=True) for file in files])
-    found = load_file(soup)
+def test_a_killed_member_is_started_again_alone_and_nobody_waits_for_a_stopped_one(tmp_path: Path) -> None:
+    """Members 0 and 1 take all of their steps while member 2 is stopped, and only then does member 0 let it go on."""
+    members = [start_member(tmp_path, member) for member in range(3)]
+    assert members[1].communicate()[0] == "begins at step 0\n"
+    assert members[1].returncode == -signal.SIGKILL
+    members[1] = start_member(tmp_path, 1)
+    said = [member.communicate()[0] for member in members]
+    assert [member.returncode for member in members] == [0, 0, 0]
+    assert said[1].startswith("begins at step 6\n")  # its last push before it was killed
+    assert said[2].endswith("counted (2,)\n")  # the others had long ended
+    states = [torch.load(tmp_path / f"{member}.pt", weights_only=True) for member in range(3)]
+    expected, found = average_soup(states), load_file(tmp_path / "soup.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.usefixtures("importable")
-def test_a_killed_member_is_started_again_alone_and_nobody_waits_for_a_stopped_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Members 0 and 1 take all of their steps while member 2 is stopped, and only then does member 0 let it go on."""
-    soup, kept = tmp_path / "soup.safetensors", tmp_path / "published"
-    options = ["--members", "3", "-o", str(soup), "--asynchronous", "--restarts", "1", "--published", str(kept)]
-    script = [sys.executable, str(SCRIPT), str(tmp_path), "1=killed", "2=stopped"]
-    assert main(["each", *options, "--", *script]) == 0
-    shown = capfd.readouterr()
-    assert shown.err == "papa: member 1 failed with signal SIGKILL: starting it again\n"
-    assert [line[4:] for line in shown.out.splitlines() if line.startswith("[1] begins")] == [
-        "begins at step 0",
-        "begins at step 6",  # its last push before it was killed
-    ]
-    assert shown.out.count("[0] begins at step 0") == shown.out.count("[2] begins at step 0") == 1
-    assert "[2] counted (2,)" in shown.out  # the others had long ended
-    check_soup(soup, [tmp_path / f"{member}.pt" for member in range(3)])
-    assert sorted(path.name for path in kept.iterdir()) == ["0.safetensors", "1.safetensors", "2.safetensors"]
-    assert main(["each", *options, "--", *script]) == 2
-    assert f"{soup} exists: choose another --out, or add --overwrite" in capfd.readouterr().err
-    assert main(["each", *options, "--overwrite", "--", *script]) == 2
-    assert f"{kept} has weights of an earlier training: remove them, or add --resume" in capfd.readouterr().err
-
-
-def test_the_soup_is_without_members_that_failed_for_good(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    net, _ = make_member(0)
-    save_file(net.state_dict(), tmp_path / "net.safetensors")
-    command = f"cp {tmp_path}/net.safetensors $PAPA_PUBLISHED/{{member}}.safetensors; exit $(({{member}} % 2 * 5))"
-    options = ["--members", "4", "-o", str(tmp_path / "soup.safetensors"), "--asynchronous", "--restarts", "2"]
-    assert main(["each", *options, "--", "sh", "-c", command]) == 5
-    shown = capfd.readouterr().err
-    assert shown.count("member 3 failed with exit code 5: starting it again") == 2
-    assert shown.count("member 3 failed with exit code 5: the others go on without it") == 1
-    assert "papa: the soup is without member 1, 3" in shown
-    assert is_same(load_file(tmp_path / "soup.safetensors"), dict(net.state_dict()))
-
-
-def test_wrong_uses_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["each", "--members", "2", "--published", str(tmp_path), "--", "true"]) == 2
-    assert "--published and --resume are for --asynchronous" in capsys.readouterr().err
-    assert main(["each", "--members", "2", "--asynchronous", "--resume", "--", "true"]) == 2
-    assert "--resume needs --published" in capsys.readouterr().err
-    assert main(["each", "--members", "2", "--asynchronous", "--", "true"]) == 2
-    assert "members did not call papa.join, so there is no soup" in capsys.readouterr().err
-
-
-def is_there(process: int) -> bool:
-    """Whether a process runs, and is not merely waiting for its parent."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
-@pytest.mark.usefixtures("importable")
-def test_members_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
-    code = f"import os, time, pathlib; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch(); time.sleep(1000)"
-    each = subprocess.Popen(
-        [sys.executable, "-m", "papa", "each", "--members", "2", "--", sys.executable, "-c", code],
-        stdout=subprocess.DEVNULL,
-    )
-    eventually(lambda: len(list(tmp_path.iterdir())) == 2)
-    members = [int(path.name) for path in tmp_path.iterdir()]
-    os.kill(members[0], signal.SIGSTOP)
-    each.kill()
-    each.wait()
-    eventually(lambda: not any(map(is_there, members)))
+    names = sorted(path.name for path in (tmp_path / "published").glob("[!.]*"))
+    assert names == ["0.safetensors", "1.safetensors", "2.safetensors"]

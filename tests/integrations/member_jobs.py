@@ -1,7 +1,7 @@
 """Trainings of two members in processes of their own with transformers, PEFT and Accelerate.
 
 Run as a program with a directory: it imports these libraries once, which takes seconds, and forks all processes from
-that state. Members find each other as under `papa each`. What they write is read by `test_transformers.py`.
+that state. Members find each other as under `papa.member`. What they write is read by `test_transformers.py`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def run_example(directory: Path, name: str, arguments: str) -> None:
 def fork_members(
     job: Callable[[], object], weights: Path, *, num_members: int = NUM_MEMBERS, num_ranks: int = 1
 ) -> None:
-    """Run a job in forked processes, with the variables that `papa each` sets, and torchrun if a member has ranks."""
+    """Run a job in forked processes, with the variables that `papa.member` sets, and torchrun if a member has ranks."""
     store_port, *ports = free_ports(1 + num_members)
     weights.mkdir()
     children = []

@@ -147,7 +147,7 @@ def test_one_model_is_a_member_of_its_group(monkeypatch: pytest.MonkeyPatch, tmp
     accelerator = Accelerator(cpu=True)
     models, optimizers, *_ = make_parts()
     model, optimizer = accelerator.prepare(models[0], optimizers[0])
-    with pytest.raises(ConfigError, match="not one of several members: start it with `papa each"):
+    with pytest.raises(ConfigError, match="not one of several members: start it with torchrun"):
         PopulationAveraging(accelerator, model, optimizer, RULE, num_steps=1)
     with PopulationAveraging(accelerator, model, optimizer, RULE, num_steps=1, group=LocalGroup()) as averaging:
         accelerator.backward(loss_of(model, [torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)]))

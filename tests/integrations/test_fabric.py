@@ -111,5 +111,5 @@ def test_one_member_per_process(plain: Any) -> None:
 
 def test_a_process_alone_is_named() -> None:
     fabric = new_fabric()
-    with pytest.raises(ConfigError, match="not one of several members: start it with `papa each"):
+    with pytest.raises(ConfigError, match="not one of several members: start it with torchrun"):
         adapter.join(fabric, *fabric.setup(*make(0)), RULE)

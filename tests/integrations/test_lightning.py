@@ -261,7 +261,7 @@ class SeveralProcesses(pl.strategies.SingleDeviceStrategy):
 
 
 def test_processes_that_are_no_members_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not one of several members: start it with `papa each"):
+    with pytest.raises(ConfigError, match="not one of several members: start it with torchrun"):
         make_trainer(tmp_path, PopulationAveraging(RULE)).fit(Net(0), loader(0), VALIDATION)
     with pytest.raises(ConfigError, match="not one of several members"):
         MemberPerRank()

@@ -120,7 +120,7 @@ def test_the_examples_run(trained: Path) -> None:
 
 
 def test_ranks_of_a_member_join_together(trained: Path) -> None:
-    """`papa each -- torchrun`: each rank averages its shards, and the first one leaves the whole member."""
+    """One torchrun for each member: each rank averages its shards, and the first one leaves the whole member."""
     members = [load_file(trained / "weights fsdp" / f"{member}.safetensors") for member in range(2)]
     assert {name: tuple(tensor.shape) for name, tensor in members[0].items()} == {
         "0.weight": (32, 8),
@@ -186,7 +186,7 @@ def begin(tmp_path: Path, state: TrainerState, **options: Any) -> PopulationAver
 
 
 def test_a_callback_begins_where_the_checkpoint_says(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not one of several members: start it with `papa each"):
+    with pytest.raises(ConfigError, match="not one of several members: start it with torchrun"):
         begin(tmp_path, TrainerState(max_steps=10))
     with pytest.warns(papa.PapaWarning, match="the checkpoint has no state of PopulationAveragingCallback"):
         callback = begin(tmp_path, TrainerState(max_steps=10, global_step=4), group=LocalGroup())

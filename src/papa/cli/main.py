@@ -29,7 +29,6 @@ COMMANDS = {
     "eval": "score the networks of a finished run",
     "predict": "label images with the network of a finished run",
     "report": "write the page, table or figures of existing runs",
-    "each": "train one member per process, with a script of your own",
     "soup": "average checkpoint files into one network",
     "diff": "compare two checkpoints",
     "sample": "print what the language models of a run say",

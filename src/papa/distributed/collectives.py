@@ -27,6 +27,8 @@ LOG = logging.getLogger(__name__)
 class OwnGroup:
     """What papa must know of a process group that is not registered with `torch.distributed`."""
 
+    start: str
+    """Tells this start of its processes from earlier ones."""
     open_another: Callable[[str], dist.ProcessGroup]
     """Opens another group of the same processes, given its name."""
 

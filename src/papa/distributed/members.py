@@ -3,7 +3,7 @@
 Frameworks that find the default process group of `torch.distributed`, or `RANK` and `WORLD_SIZE` in the environment,
 take members for copies of one network: they average their gradients, save rank 0 only, and scale learning rates. So
 members are connected by a process group that is not registered with `torch.distributed`, over a TCP store, and the
-processes know each other from variables of papa's own, which `papa each` sets.
+processes know each other from variables of papa's own, which `papa.member` sets.
 """
 
 from __future__ import annotations
@@ -11,30 +11,19 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
-from torch.distributed.rendezvous import rendezvous
 
+from papa.core.group import Group
 from papa.distributed.asynchronous import PublishedFiles
 from papa.distributed.collectives import OwnGroup, own_groups
 from papa.distributed.group import DistributedGroup
-from papa.distributed.torchrun import RENDEZVOUS_TIMEOUT, agree_on_session, rank_of_torchrun, rendezvous_errors
+from papa.distributed.torchrun import agree_on_session, rank_of_torchrun
 from papa.errors import ConfigError, LostError
-
-MEMBER, MEMBERS, STORE, START, WEIGHTS = "PAPA_MEMBER", "PAPA_MEMBERS", "PAPA_STORE", "PAPA_START", "PAPA_WEIGHTS"
-"""The environment variables of a member's process: its index, the number of members, the address of the store, the
-number of this start (restarted members must not read the messages of those before), and the directory for its final
-weights."""
-
-PUBLISHED = "PAPA_PUBLISHED"
-"""The environment variable with the directory in which asynchronous members publish their weights."""
-
-SOUP = "soup"
-"""The file in that directory with the path of a soup that members wrote themselves."""
+from papa.member import MEMBER, MEMBERS, PUBLISHED, STORE, STORE_RUNS
 
 CONNECT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a member waits for the others to start."""
@@ -42,12 +31,12 @@ CONNECT_TIMEOUT = datetime.timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = datetime.timedelta(days=7)
 """How long a member waits for another, which may train or evaluate much longer; one that died is noticed at once."""
 
-_connected: dict[tuple[str, ...], DistributedGroup] = {}
-"""The groups of this process by the variables they were made from: connections are opened once."""
+_connected: dict[tuple[object, ...], DistributedGroup] = {}
+"""The groups of this process by what they were made from: connections are opened once."""
 
 
 def member_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """The index of this process's member and the number of members; None if `papa each` did not start it.
+    """The index of this process's member and the number of members; None if `papa.member` did not start it.
 
     Example:
         >>> member_of_environment({"PAPA_MEMBER": "1", "PAPA_MEMBERS": "3"})
@@ -66,84 +55,73 @@ def member_of_environment(environment: Mapping[str, str] = os.environ) -> tuple[
 
 
 def group_of_environment(*, exchange: str = "exact") -> DistributedGroup:
-    """The group of the members that `papa each` started; `exchange` is one of `papa.distributed.EXCHANGES`."""
+    """The group of the members that `papa.member` started; `exchange` is one of `papa.distributed.group.EXCHANGES`."""
     found = member_of_environment()
     if found is None or STORE not in os.environ:
         raise ConfigError(
-            "this process is not one of several members: start it with `papa each --members 3 -- python train.py`, or "
-            "pass a group, such as papa.distributed.connect_members(member=0, num_members=3, address='127.0.0.1:29400')"
+            "this process is not one of several members: start it with torchrun --nproc-per-node 3 -m papa.member "
+            "train.py, or pass a group"
         )
-    data_group = _data_group()
-    key = (*(os.environ[name] for name in (MEMBER, MEMBERS, STORE)), os.environ.get(START, "0"), exchange)
-    if key not in _connected:
-        member, num_members = found
-        _connected[key] = connect_members(
-            member=member,
-            num_members=num_members,
-            address=os.environ[STORE],
-            session=os.environ.get(START, "0"),
-            exchange=exchange,
-            data_group=data_group,
-            is_store_running=True,
-        )
-    return _connected[key]
-
-
-def group_of_ranks(*, exchange: str = "exact") -> DistributedGroup:
-    """The group of the processes that torchrun started, with one member each, unseen by `torch.distributed`."""
-    rank = rank_of_torchrun()
-    if rank is None:
+    data_group = None
+    if dist.is_initialized():
+        data_group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    elif "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            "this process is not one of several ranks: start it with torchrun --nproc-per-node 3 train.py"
+            f"this process is one of {os.environ['WORLD_SIZE']} that train one member, and not connected with the "
+            "others: call torch.distributed.init_process_group() before it joins the population"
         )
-    address, port, num_ranks = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], int(os.environ["WORLD_SIZE"])
-    key = ("ranks", str(rank), str(num_ranks), address, port, exchange)
-    if key not in _connected:
-        is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
-        with rendezvous_errors(address, port):
-            store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
-            own = PrefixStore(f"papa/{agree_on_session(PrefixStore('papa', store), rank, num_ranks)}", store)
-            group = open_group(own, rank, num_ranks, hostname="127.0.0.1" if is_one_machine else address)
-        _connected[key] = DistributedGroup(group, exchange=exchange)
-    return _connected[key]
+    return _group_at(*found, os.environ[STORE], exchange, data_group, os.environ.get(STORE_RUNS) == "1")
 
 
 def group_of_process(*, exchange: str = "exact") -> DistributedGroup:
-    """The group of the members that `papa each` or torchrun started."""
-    is_of_torchrun = MEMBER not in os.environ and rank_of_torchrun() is not None
-    return (group_of_ranks if is_of_torchrun else group_of_environment)(exchange=exchange)
+    """The group of the members that `papa.member` started, or of the processes of torchrun, with one member each."""
+    rank = None if MEMBER in os.environ else rank_of_torchrun()
+    if rank is None:
+        return group_of_environment(exchange=exchange)
+    num_ranks, address = os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
+    host = "127.0.0.1" if os.environ.get("LOCAL_WORLD_SIZE") == num_ranks else address
+    is_store_running = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _group_at(rank, int(num_ranks), f"{host}:{os.environ['MASTER_PORT']}", exchange, None, is_store_running)
 
 
-def report_soup(path: str | os.PathLike[str]) -> None:
-    """Report to `papa each`, if it started this process, where the members wrote their soup."""
-    if WEIGHTS in os.environ:
-        Path(os.environ[WEIGHTS], SOUP).write_text(os.fspath(path))
+def _group_at(
+    member: int,
+    num_members: int,
+    address: str,
+    exchange: str,
+    data_group: dist.ProcessGroup | None,
+    is_store_running: bool,
+) -> DistributedGroup:
+    key = (member, num_members, address, exchange)
+    if key not in _connected:
+        _connected[key] = connect_members(
+            member=member,
+            num_members=num_members,
+            address=address,
+            exchange=exchange,
+            data_group=data_group,
+            is_store_running=is_store_running,
+        )
+    return _connected[key]
 
 
 def published_of_environment() -> tuple[PublishedFiles, int, int]:
-    """Where the members that `papa each --asynchronous` started publish; this member; their number."""
+    """Where the asynchronous members that `papa.member` started publish; this member; their number."""
     found = member_of_environment()
     if PUBLISHED not in os.environ or found is None:
         raise ConfigError(
-            "this process is not one of several asynchronous members: start it with "
-            "`papa each --members 3 --asynchronous -- python train.py`"
+            "this process is not one of several asynchronous members: start it with torchrun --nproc-per-node 3 "
+            "-m papa.member --asynchronous DIR train.py"
         )
     files = PublishedFiles(os.environ[PUBLISHED])
     files.remove_unfinished(found[0])
     return files, *found
 
 
-def _data_group() -> dist.ProcessGroup | None:
-    """The processes that train the member of this process, if `papa each` started a launcher such as torchrun."""
-    if dist.is_initialized():
-        return dist.group.WORLD if dist.get_world_size() > 1 else None
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" in os.environ and num_ranks != "1":
-        raise ConfigError(
-            f"this process is one of {num_ranks} that train one member, and not connected with the others: call "
-            "torch.distributed.init_process_group() before it joins the population"
-        )
-    return None
+def start_of(group: Group) -> str:
+    """What tells this start of a group's processes from earlier ones, where papa connected them; else nothing."""
+    processes = group.process_group if isinstance(group, DistributedGroup) else None
+    return own_groups[processes].start if processes is not None and processes in own_groups else ""
 
 
 def connect_members(
@@ -151,7 +129,6 @@ def connect_members(
     member: int,
     num_members: int,
     address: str,
-    session: str = "0",
     exchange: str = "exact",
     data_group: dist.ProcessGroup | None = None,
     is_store_running: bool = False,
@@ -162,11 +139,10 @@ def connect_members(
         member: the index of this process's member.
         num_members: the number of members.
         address: host and port of the store that processes connect to; that of member 0, which runs it.
-        session: the same for all members, and new after a restart.
-        exchange: how weights travel; see `papa.distributed.EXCHANGES`.
+        exchange: how weights travel; see `papa.distributed.group.EXCHANGES`.
         data_group: the processes that train this member, where there are several: each is connected with those of the
             same rank that train other members.
-        is_store_running: whether another process runs the store, as `papa each` does.
+        is_store_running: whether another process runs the store, as torchrun does.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -180,7 +156,10 @@ def connect_members(
             timeout=CONNECT_TIMEOUT,
             wait_for_workers=False,
         )
-        group = open_group(PrefixStore(f"papa/{session}/{rank}", store), member, num_members, hostname=host)
+        shared = PrefixStore(f"papa/{rank}", store)
+        # Members that were started again must not read the messages of those before.
+        start = agree_on_session(shared, member, num_members, timeout=CONNECT_TIMEOUT)
+        group = open_group(PrefixStore(start, shared), member, num_members, hostname=host, start=start)
         return DistributedGroup(group, exchange=exchange, data_group=data_group)
     except RuntimeError as error:
         raise LostError(
@@ -189,7 +168,9 @@ def connect_members(
         ) from error
 
 
-def open_group(store: Store, rank: int, num_ranks: int, *, hostname: str, name: str = "main") -> ProcessGroup:
+def open_group(
+    store: Store, rank: int, num_ranks: int, *, hostname: str, start: str, name: str = "main"
+) -> ProcessGroup:
     """A process group over a store that is not registered with `torch.distributed`; all its processes must call it.
 
     The store is shared by these processes alone, and may have several groups with different names. On one machine they
@@ -207,5 +188,7 @@ def open_group(store: Store, rank: int, num_ranks: int, *, hostname: str, name: 
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
-    own_groups[group] = OwnGroup(lambda name: open_group(store, rank, num_ranks, hostname=hostname, name=name))
+    own_groups[group] = OwnGroup(
+        start, lambda name: open_group(store, rank, num_ranks, hostname=hostname, start=start, name=name)
+    )
     return group

@@ -120,7 +120,9 @@ def _connect() -> None:
     atexit.register(disconnect)
 
 
-def agree_on_session(store: Store, rank: int, num_ranks: int) -> str:
+def agree_on_session(
+    store: Store, rank: int, num_ranks: int, *, timeout: datetime.timedelta = RENDEZVOUS_TIMEOUT
+) -> str:
     """A key prefix that the processes of this start share with no earlier start.
 
     torchrun's store outlives its processes, and would send new processes to the addresses of old ones. So every
@@ -129,7 +131,7 @@ def agree_on_session(store: Store, rank: int, num_ranks: int) -> str:
     """
     if rank == 0:
         session = uuid.uuid4().hex
-        waiting, deadline = set(range(1, num_ranks)), time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+        waiting, deadline = set(range(1, num_ranks)), time.monotonic() + timeout.total_seconds()
         while waiting:
             for other in waiting:
                 if store.check([f"token/{other}"]):
@@ -137,7 +139,7 @@ def agree_on_session(store: Store, rank: int, num_ranks: int) -> str:
             waiting = {other for other in waiting if not store.check([f"{session}/ready/{other}"])}
             if waiting and time.monotonic() > deadline:
                 raise RunError(
-                    f"rank {min(waiting)} did not connect within {RENDEZVOUS_TIMEOUT.total_seconds():g} seconds: are "
+                    f"rank {min(waiting)} did not connect within {timeout.total_seconds():g} seconds: are "
                     "all processes started, and can their machines reach this one?"
                 )
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Averaging in a loop that Accelerate prepares: p models in one process, or one in each process of `papa each`."""
+"""Averaging in a loop that Accelerate prepares: p models in one process, or one in each process of `papa.member`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PopulationAveraging:
 
     Args:
         accelerator: what prepared the models.
-        models: the prepared models of all members; or the one of this process, started by `papa each`.
+        models: the prepared models of all members; or the one of this process, started by `papa.member`.
         optimizers: their prepared optimizers.
         rule: how to average.
         num_steps: the number of optimizer steps of the whole training, per member.
@@ -73,8 +73,8 @@ class PopulationAveraging:
             if accelerator.num_processes > 1 and not is_member:
                 raise ConfigError(
                     f"Accelerate trains one network in {accelerator.num_processes} processes: its copies are no "
-                    "members of a population. Start one process for each member with `papa each --members 3 -- python "
-                    "train.py`, or prepare several models in each process"
+                    "members of a population. Start one process for each member with `torchrun --nproc-per-node 3 -m "
+                    "papa.member train.py`, or prepare several models in each process"
                 )
             self.joined = join(inner_module(models), optimizers, rule, num_steps=num_steps, **options)
         else:

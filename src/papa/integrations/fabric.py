@@ -65,7 +65,7 @@ def join(
 ) -> Joined:
     """Make this process's network a member of a population, with one member per process; distances are logged.
 
-    The processes are those that `papa each` started, or the ranks of torchrun with `Fabric(strategy=MemberPerRank())`.
+    The processes are those of `papa.member`, or the ranks of torchrun with `Fabric(strategy=MemberPerRank())`.
 
     Args:
         fabric: whose loggers get the distances.
@@ -98,7 +98,7 @@ class OwnMember:
 
 
 class MemberPerRank(OwnMember, SingleDeviceStrategy):
-    """Trains one member in each process that `torchrun` or `papa each` started, each a single process to Fabric.
+    """Trains one member in each process that `torchrun` or `papa.member` started, each a single process to Fabric.
 
     Args:
         device: where this process trains; None for the accelerator of its local rank if there is one, else the CPU.

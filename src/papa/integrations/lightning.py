@@ -44,7 +44,7 @@ OWN = "current_model_state"
 
 
 class MemberPerRank(OwnMember, SingleDeviceStrategy):
-    """Trains one member in each process that `torchrun` or `papa each` started, each with its own logs and checkpoints.
+    """Trains one member in each process that `torchrun` started, each with its own logs and checkpoints.
 
     Lightning would wrap the processes of torchrun in data parallelism, which averages gradients and makes members
     copies of one network, and would save rank 0 only. With this strategy they know each other through papa alone:
@@ -69,7 +69,7 @@ class MemberPerRank(OwnMember, SingleDeviceStrategy):
 class PopulationAveraging(Callback):
     """Averages the module of this process with those of the others, one member per process.
 
-    The processes are those that `papa each` started, or the ranks of torchrun with the strategy `MemberPerRank`. Each
+    The processes are those that `papa.member` started, or the ranks of torchrun with the strategy `MemberPerRank`. Each
     is an ordinary training on one device. What Lightning's own `WeightAveraging` promises holds here too:
 
     - it begins when fitting begins, and counts optimizer steps, so accumulated batches do not count;
@@ -115,8 +115,8 @@ class PopulationAveraging(Callback):
         if self.group is None and trainer.world_size > 1:
             raise ConfigError(
                 f"the trainer has {trainer.world_size} processes, which train one network: for one member per process, "
-                "use Trainer(strategy=papa.integrations.lightning.MemberPerRank()), or start the script with papa each "
-                "and Trainer(devices=1)"
+                "use Trainer(strategy=papa.integrations.lightning.MemberPerRank()), or start the script with torchrun "
+                "-m papa.member and Trainer(devices=1)"
             )
         _check_directories(trainer, group_for(trainer.strategy, self.group))
         self._other, self._holds_soup = None, False

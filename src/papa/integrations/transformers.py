@@ -16,7 +16,7 @@ from papa.attach import Joined, averaging, join
 from papa.core.layout import named_tensors
 from papa.core.rules import Rule
 from papa.couplings.by_name import options_of, rule_of
-from papa.distributed.members import group_of_environment, report_soup
+from papa.distributed.members import group_of_environment
 from papa.errors import ConfigError, PapaWarning
 from papa.files.saved_soups import soup_state
 from papa.packages import importing
@@ -32,7 +32,7 @@ TENSORS = "papa.pt"
 
 
 class PopulationAveragingCallback(TrainerCallback, ExportableState):
-    """Averages the Trainer's model with those of the other processes that `papa each` started.
+    """Averages the Trainer's model with those of the other processes that `papa.member` started.
 
     Each process is an ordinary training of one member, with its own output directory and its own checkpoints:
 
@@ -42,7 +42,7 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
     ```
 
     ```console
-    papa each --members 3 -- python train.py --seed {member} --output_dir out/{member}
+    torchrun --nproc-per-node 3 -m papa.member train.py --seed {member} --output_dir out/{member}
     ```
 
     Checkpoints of the Trainer have the state of the averaging: a training that resumes, in all processes from the same
@@ -52,10 +52,10 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
     Args:
         rule: how to average; or its name and options, `{"name": "Push", "half_life": 0.003}`, as JSON can hold them.
         soup: where the average soup is saved when training ends, as by `save_pretrained`; None to leave it to
-            `papa each`, which writes a plain file of weights.
+            `papa.member --soup`, which writes a plain file of weights.
         average: which tensors are averaged, as for `papa.Population`.
         on_nonfinite: as for `papa.Averager`.
-        group: None for the processes of `papa each`; otherwise as for `papa.Population`. It is not saved.
+        group: None for the processes of `papa.member`; otherwise as for `papa.Population`. It is not saved.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
         }
         if self.soup is None:
             self.joined = join(model, kwargs["optimizer"], self.rule, **options)
-        else:  # the soup is saved here, so `papa each` needs no weights
+        else:  # the soup is saved here
             self.joined = averaging([model], kwargs["optimizer"], self.rule, **options)
         if state.global_step:
             self._resume(args, state)
@@ -151,7 +151,6 @@ class PopulationAveragingCallback(TrainerCallback, ExportableState):
                 for part in (model, kwargs.get("processing_class")):
                     if part is not None:
                         part.save_pretrained(self.soup, **({"state_dict": weights} if part is model else {}))
-                report_soup(self.soup)
             self.joined.population.group.barrier()
         self._close()
 

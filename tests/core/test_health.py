@@ -233,7 +233,7 @@ class Poison(Callback):
         self.step_losses.append([])
 
     def on_step_end(self, training: Training) -> None:
-        self.step_losses[-1] = training.recent_losses[:, (training.step - 1) % 3].tolist()
+        self.step_losses[-1] = training.recent_losses[(training.step - 1) % 3].tolist()
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         self.epoch_losses.append(record.losses)

@@ -11,7 +11,7 @@ from helpers import make_training
 from papa import Independent, MergeAll, Push, Rule, train
 from papa.errors import ConfigError, DataError
 from papa.streams import global_stream, stream
-from papa.training import AveragingOptions, Callback, EpochRecord, Numerics, Repair, Stacked, Training, Transforms
+from papa.training import AveragingOptions, Callback, EpochRecord, Numerics, Repair, Training, Transforms
 from papa.training.batches import Batches
 from papa.training.data import Data, as_source
 from papa.training.schedules import cosine
@@ -359,8 +359,6 @@ def test_a_step_of_more_examples_than_there_are_is_refused() -> None:
         train(make_net, make_data(), num_epochs=1, batch_size=16, accumulate=6)
     with pytest.raises(ConfigError, match=r"accumulate is 0, expected a whole number, at least 1"):
         train(make_net, make_data(), num_epochs=1, accumulate=0)
-    with pytest.raises(ConfigError, match=r"stacked engine takes one batch per step, got accumulate=2"):
-        train(make_net, make_data(), num_epochs=1, batch_size=16, accumulate=2, engine=Stacked)
 
 
 def test_clipping_bounds_the_step() -> None:

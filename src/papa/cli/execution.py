@@ -29,8 +29,7 @@ class TrainingOptions:
     """Options of every command that trains."""
 
     workers: int | None = None
-    """Processes per run; None to choose. The result depends on it, by rounding, only with --train.engine stacked or
-    auto."""
+    """Processes per run; None to choose. The result depends on it, by rounding, only with --train.engine stacked."""
     checkpoint_minutes: float = 10.0
     """Longest time between checkpoints; there is also one at the end of each epoch."""
     keep: int = 2

@@ -41,7 +41,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 REPAIR_POLICIES = ("own", "shared")
 REPAIR_SCOPES = ("all", "activations", "batch-norm")
 ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
-ENGINES = ("loop", "stacked", "auto")
+ENGINES = ("loop", "stacked")
 ON_NONFINITE = ("restart", "drop", "stop")
 EXCHANGES = ("exact", "fast")
 DEPTHS = ("decreasing", "constant", "increasing")
@@ -215,8 +215,7 @@ class TrainConfig:
     test_each_epoch: bool = False
     """Score members, ensemble and average soup on the test data too, whenever they are scored on validation data."""
     engine: str = option("loop", known=ENGINES)
-    """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches. auto
-    measures both at the start and takes the faster; results then depend on the machine, by rounding."""
+    """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches."""
 
 
 @dataclass(frozen=True, kw_only=True)

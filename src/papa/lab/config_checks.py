@@ -33,8 +33,6 @@ def problems_of(config: Config) -> Iterator[str]:
         yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
     if train.engine == "stacked" and train.precision == "float16":
         yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
-    if train.engine == "stacked" and average.align != "none":
-        yield f"--train.engine is stacked, which cannot align members (--average.align {average.align}): use loop"
     if diversity.grid == "dart" and diversity.per_batch:
         yield "--diversity.grid is dart, which has one policy per member: leave out --diversity.per-batch"
     if train.engine == "stacked" and train.accumulate > 1:
@@ -62,8 +60,8 @@ def _coupling_problems(config: Config) -> Iterator[str]:
         yield f"--average.align is {average.align} with --method {method}, which cannot be aligned: use none"
     if method in WITH_ANCHORS and average.mutation:
         yield f"--average.mutation is {average.mutation} with --method {method}, whose anchors it does not reach: use 0"
-    if config.train.engine == "stacked" and (method == "grawa" or (method == "wash" and coupling.move_momentum)):
-        yield f"--train.engine is stacked, which keeps gradients and momenta that --method {method} needs: use loop"
+    if config.train.engine == "stacked" and method == "grawa":
+        yield f"--train.engine is stacked, which keeps the gradients that --method {method} needs: use loop"
     cadence = 500 if coupling.every_steps is None else coupling.every_steps
     if method == "diloco" and cadence % coupling.fragments:
         yield f"--coupling.fragments is {coupling.fragments}, expected a divisor of the {cadence} steps of a round"

@@ -1,6 +1,5 @@
 """Training a population: `papa.train`, its options and callbacks, the loop, checkpoints, and the outcome."""
 
-from papa.training.auto import Auto
 from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback, EpochRecord, EpochScores, Log
 from papa.training.entry import start_training, train
@@ -27,7 +26,6 @@ from papa.training.trajectory import TrajectoryAverage
 __all__ = [
     "Align",
     "Augment",
-    "Auto",
     "AveragingOptions",
     "BestSoup",
     "Callback",

@@ -8,15 +8,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from papa.errors import DataError
+from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, each
 from papa.evaluation.scores import Batch
 from papa.streams import derive, global_stream, seed_global_, stream
-from papa.training.data import Data, LoaderBatches, Source, stream_batches
+from papa.training.data import Arrays, Data, LoaderBatches, Source, Subset, stream_batches
 from papa.training.options import Augment, Settings
 
 REPAIR_SEED = 666
 """The paper's: REPAIR uses the same data on every call, whatever the run's seed."""
+
+
+EXAMPLES_AHEAD = 4096
+"""The number of examples that stacked members gather and prepare at once."""
 
 
 class Batches:
@@ -52,6 +56,37 @@ class Batches:
         seed_global_(derive(self.seed, "data", member, number))
         generator = stream(self.seed, "augment", member, number)
         return self.augments[index](*self._next(member, number), generator)
+
+    def stacked(self, step: int) -> Iterator[Batch]:
+        """The training batches of all local members from a step on, each stacked to `(members, batch_size, ...)`.
+
+        If nothing about them is random, many steps are gathered and prepared at a time.
+        """
+        is_plain = not self.is_augmented and not self.data.parts and _is_in_memory(self.data.train)
+        while not is_plain:
+            drawn = [self.training_batch(index, step) for index in range(len(self.members))]
+            forms = [
+                f"{tuple(_one(inputs).shape)} and targets {tuple(targets.shape)} of {targets.dtype}"
+                for inputs, targets in drawn
+            ]
+            for member, form in zip(self.members, forms, strict=True):
+                if form != forms[0]:
+                    raise DataError(
+                        f"member {member} trains on inputs of shape {form}, member {self.members[0]} on {forms[0]}: "
+                        "stacked members need batches of one shape, leave out engine=Stacked"
+                    )
+            all_inputs, all_targets = zip(*drawn, strict=True)
+            yield torch.stack(all_inputs), torch.stack(all_targets)
+            step += 1
+        epoch, position = divmod(step, self.num_per_epoch)
+        while True:
+            orders = torch.stack([self.order(member, epoch) for member in self.members])
+            steps = orders.view(len(orders), -1, self.batch_size).transpose(0, 1)[position:]
+            for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
+                inputs, targets = self.data.train.batch(part.flatten())
+                prepared = _one(self.prepare(self.to_device(inputs))), self.to_device(targets)
+                yield from zip(*(one.view(*part.shape, *one.shape[1:]) for one in prepared), strict=True)
+            epoch, position = epoch + 1, 0
 
     def order(self, member: int, epoch: int) -> Tensor:
         """The indices of a member's training examples in an epoch, in order."""
@@ -156,3 +191,16 @@ class Batches:
 
 def _to_channels_last(part: Tensor) -> Tensor:
     return part.to(memory_format=torch.channels_last) if part.dim() == 4 else part
+
+
+def _one(inputs: Inputs) -> Tensor:
+    if not isinstance(inputs, Tensor):
+        raise ConfigError("stacked members take inputs of one tensor, not tensors by name: leave out engine=Stacked")
+    return inputs
+
+
+def _is_in_memory(source: Source) -> bool:
+    """Whether examples are fixed tensors in memory."""
+    while isinstance(source, Subset):
+        source = source.source
+    return isinstance(source, Arrays)

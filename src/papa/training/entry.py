@@ -105,8 +105,8 @@ def train(
         averaging: REPAIR, alignment, non-finite members.
         numerics: precision, memory format, gradient clipping.
         monitoring: keep the best soup; score test data after every epoch.
-        engine: how members take a step: None for one after the other, `papa.training.Stacked` for all at once,
-            `papa.training.Auto` for the faster of both, which is measured at the start.
+        engine: how members take a step: None for one after the other, `papa.training.Stacked` for all at once, which is
+            faster for tiny networks.
         callbacks: see `papa.training.Callback`.
         checkpoints: a directory for this training alone, or `CheckpointOptions`. The state is saved there after each
             epoch, every ten minutes and after Ctrl-C; the same call continues from there, to the same bits, and once

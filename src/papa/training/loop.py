@@ -29,7 +29,7 @@ from papa.training.callbacks import Callback, EpochRecord, EpochScores
 from papa.training.checks import check_callbacks, check_makers, checked_optimizer
 from papa.training.data import Data, LoaderBatches, Source, Subset, as_data
 from papa.training.lr_table import LRTable
-from papa.training.options import Length, Settings
+from papa.training.options import Engine, Length, Settings
 from papa.training.probe import with_probe
 from papa.training.task import own_loss
 
@@ -87,13 +87,13 @@ class Training:
         self.step = 0
         self.seconds = {"train": 0.0, "average": 0.0, "evaluate": 0.0}
         self.loss_sums = torch.zeros(len(self.members), dtype=torch.float64, device=self.device)
-        self.recent_losses = torch.zeros(len(self.members), NUM_BAD_LOSSES, device=self.device)
+        self.recent_losses = [torch.zeros_like(self.loss_sums) for _ in range(NUM_BAD_LOSSES)]
         self.nonfinite: list[dict[str, Any]] = []
         """Members that were found non-finite so far, as lines of the metrics."""
         self._is_stopped = False
         self.set_lr_()
         self.use_rule(Independent())
-        self.engine = None if settings.engine is None else settings.engine(self)
+        self.engine: Engine = OneByOne(self) if settings.engine is None else settings.engine(self)
         self.callbacks: list[Callback] = []
         self._add(callbacks)
 
@@ -102,12 +102,6 @@ class Training:
 
         A rule without a `probe` gets the loss on a training batch.
         """
-        engine = self.settings.engine
-        if engine is not None and not getattr(engine, "can_loop", False) and getattr(rule, "move_momentum", False):
-            raise ConfigError(
-                "the stacked engine holds the optimizers' state, which the rule would have to permute: use the loop "
-                "engine, or do not move the momentum"
-            )
         self.averager = Averager(
             self.population,
             with_probe(rule, self),
@@ -118,7 +112,7 @@ class Training:
             on_nonfinite=self.settings.averaging.on_nonfinite,
             unhealthy_reason=lambda index: f"its loss was not finite for {NUM_BAD_LOSSES} steps",
             watched=self._watched_losses,
-            watch_batches=isinstance(self.data.train, LoaderBatches) and engine is None,
+            watch_batches=isinstance(self.data.train, LoaderBatches),
         )
 
     def _limited(self, num_batches: int) -> Data:
@@ -184,8 +178,7 @@ class Training:
             callback.on_train_end(self, error)
 
     def _take_steps(self) -> None:
-        if self.engine is not None:
-            self.engine.start_()
+        self.engine.start_()
         # Steps seed the global generators, which belong to the caller.
         with torch.random.fork_rng(devices=accelerators_in_use()):
             while self.step < self.length.num_steps and not self._is_stopped:
@@ -198,8 +191,7 @@ class Training:
                         callback.on_epoch_end(self, record)
                 for callback in self.callbacks:
                     callback.on_step_complete(self)
-        if self.engine is not None:
-            self.engine.hand_back_()
+        self.engine.hand_back_()
 
     def stop(self) -> None:
         """End training after this step, for callbacks; soups and scores are computed as usual.
@@ -226,7 +218,7 @@ class Training:
         for callback in self.callbacks:
             callback.on_step_begin(self)
         with self._timed("train"):
-            self._step_members()
+            self.engine.step_()
             self.step += 1
             self.set_lr_()
         with self._timed("average"):
@@ -236,21 +228,9 @@ class Training:
             for callback in self.callbacks:
                 callback.on_averaging(self, averaging)
 
-    def _step_members(self) -> None:
-        if self.engine is not None:
-            self.engine.step_()
-        else:
-            self.step_each_()
-
-    def step_each_(self) -> None:
-        """Take a step with each local member, one after the other."""
-        for index, member in enumerate(self.members):
-            if member not in self.population.dropped:
-                self._member_step(index)
-
     def loss_of(self, model: Callable[[Inputs], Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """A network's mean loss on a batch, in the precision of the training."""
-        with self._autocast():
+        with self.autocast():
             if self.task.objective is not None:
                 return self.task.objective(model, inputs, targets)
             if self.task.loss is own_loss:
@@ -258,37 +238,14 @@ class Training:
                 return own_loss(logits_of(outputs), targets) if loss is None else checked_loss(loss)
             return checked_loss(self.task.loss(logits_of(outputs_of(model, inputs)), targets))
 
-    def _member_step(self, index: int) -> None:
-        model, optimizer, scaler = self.population[index], self.optimizers[index], self.scalers[index]
-        optimizer.zero_grad(set_to_none=True)
-        accumulate = self.settings.accumulate
-        losses = []
-        for number in range(self.step * accumulate, (self.step + 1) * accumulate):
-            inputs, targets = self.batches.training_batch(index, number)
-            seed_global_(derive(self.seed, "forward", self.members[index], number))
-            loss = self.loss_of(model, self.batches.formatted(inputs), targets) / accumulate
-            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        clip_norm = self.settings.numerics.clip_norm
-        if clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        total = torch.stack(losses).sum()
-        self.loss_sums[index] += total
-        self.recent_losses[index, self.step % NUM_BAD_LOSSES] = total
-
     def add_losses_(self, losses: Tensor) -> None:
         """Record every local member's loss of a step, for the epoch's mean and the health check."""
-        self.loss_sums += losses.detach()
-        self.recent_losses[:, self.step % NUM_BAD_LOSSES] = losses.detach()
+        losses = losses.detach()
+        self.loss_sums += losses
+        self.recent_losses[self.step % NUM_BAD_LOSSES] = losses
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of forward passes."""
         if self.settings.numerics.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.settings.numerics.autocast)
@@ -305,16 +262,16 @@ class Training:
 
         Read only when members are averaged or an epoch ends, so that no other step waits for an accelerator.
         """
-        return torch.where(torch.isfinite(self.recent_losses).any(dim=1), 0.0, math.nan)
+        return torch.where(torch.isfinite(torch.stack(self.recent_losses)).any(dim=0), 0.0, math.nan)
 
     def _handle_nonfinite(self, found: Sequence[NonFiniteMember]) -> None:
         for one in found:
             if one.member in self.members:
                 index = one.member - self.members.start
-                self.recent_losses[index] = self.loss_sums[index] = 0.0
+                for losses in (*self.recent_losses, self.loss_sums):
+                    losses[index] = 0.0
                 self.scalers[index] = self._make_scaler()
-                if self.engine is not None:
-                    self.engine.reset_member_(index)
+                self.engine.reset_member_(index)
                 for callback in self.callbacks:
                     callback.reset_member_(index, self.population[index])
             self.nonfinite.append(one.to_json())
@@ -390,7 +347,7 @@ class Training:
         ensemble_of: Sequence[int] | None = None,
     ) -> tuple[list[Evaluation], Evaluation]:
         """Score some networks, and their ensemble, on a source without augmentation."""
-        with self._timed("evaluate"), self._autocast():
+        with self._timed("evaluate"), self.autocast():
             return evaluate_together(
                 models,
                 self.batches.evaluation(source),
@@ -401,3 +358,51 @@ class Training:
                 gather=gather,
                 ensemble_of=ensemble_of,
             )
+
+
+class OneByOne:
+    """The plain engine: members take a step one after the other."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def start_(self) -> None:
+        pass
+
+    def hand_back_(self) -> None:
+        pass
+
+    def reset_member_(self, index: int) -> None:
+        pass
+
+    def step_(self) -> None:
+        """Take a step with each local member that was not dropped."""
+        training = self.training
+        losses = torch.zeros_like(training.loss_sums)
+        for index, member in enumerate(training.members):
+            if member not in training.population.dropped:
+                losses[index] = self._step_of(index)
+        training.add_losses_(losses)
+
+    def _step_of(self, index: int) -> Tensor:
+        """One member's step; returns its loss, the mean over its batches."""
+        training, settings = self.training, self.training.settings
+        model, optimizer, scaler = training.population[index], training.optimizers[index], training.scalers[index]
+        optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for number in range(training.step * settings.accumulate, (training.step + 1) * settings.accumulate):
+            inputs, targets = training.batches.training_batch(index, number)
+            seed_global_(derive(training.seed, "forward", training.members[index], number))
+            loss = training.loss_of(model, training.batches.formatted(inputs), targets) / settings.accumulate
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        if settings.numerics.clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), settings.numerics.clip_norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.stack(losses).sum()

@@ -136,7 +136,7 @@ class Monitoring:
 
 
 class Engine(Protocol):
-    """A way for all local members to take a step other than one after the other."""
+    """A way for all local members to take a step: one after the other, or together."""
 
     def start_(self) -> None:
         """Called before the first step, and before the first step after a checkpoint was loaded."""
@@ -145,7 +145,7 @@ class Engine(Protocol):
         """Every local member takes a step."""
 
     def hand_back_(self) -> None:
-        """Bring the members' optimizers up to date, for a checkpoint or at the end."""
+        """Called after the last step: the members' optimizers are used without the engine from now on."""
 
     def reset_member_(self, index: int) -> None:
         """Clear the optimizer state of a local member that was restarted."""
@@ -190,8 +190,7 @@ class Settings:
     numerics: Numerics = Numerics()
     monitoring: Monitoring = Monitoring()
     engine: Callable[[Training], Engine] | None = None
-    """How members take a step: None for one after the other, `papa.training.Stacked` for all at once,
-    `papa.training.Auto` for the faster of both."""
+    """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
     same_order: bool = False
     """Whether all members see the training data in the same order, instead of each in its own."""
 

@@ -35,7 +35,7 @@ class TrainingLoss:
         step, training = self._training.step, self._training
         if self._batch[0] != step:
             self._batch = step, list(training.batches.evaluation(self._source(step)))
-        with training._autocast(), evaluating(network), torch.no_grad():
+        with training.autocast(), evaluating(network), torch.no_grad():
             task = training.task
             losses = [task.loss(logits_of(task.apply(network, inputs)), targets) for inputs, targets in self._batch[1]]
             return fmean(map(float, losses))

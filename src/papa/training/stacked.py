@@ -1,216 +1,250 @@
-"""The stacked engine: all local members take a step in one vectorised call.
+"""Stacked members: all local members take a step in one call, for tiny networks that are mostly overhead one by one.
 
-The matrix holds each parameter of all members as one strided tensor, `(members, *shape)`. Tiny networks with tiny
-batches are mostly overhead when trained one after the other; stacked, ten cost little more than one. Results equal the
-loop's to float tolerance.
+The matrix holds each parameter of all members as one tensor, `(members, *shape)`. The losses of all members are one
+call by `torch.func.vmap`, their gradients one backward pass, and one optimizer steps the stacked tensors. Results equal
+the loop's to float tolerance.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from papa.errors import ConfigError, DataError
-from papa.evaluation.inputs import Inputs
+from papa.errors import ConfigError
+from papa.evaluation.inputs import logits_of, outputs_of
 from papa.evaluation.scores import Batch
-from papa.streams import derive
-from papa.training.data import Arrays, Source, Subset
-from papa.training.draws import Draws, Watch
 from papa.training.loop import Training
-from papa.training.stacked_optimizer import StackedOptimizer, clipped
-from papa.training.traced import Recorded, record
+from papa.training.task import own_loss
 
-EXAMPLES_AHEAD = 4096
-"""The number of examples to gather and prepare at once, if nothing about them is random."""
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step that was recorded."""
-
-    trained: list[str]
-    """The names of parameters that get a gradient."""
-    frozen: list[str]
-    """The names of other parameters."""
-    draws: Draws
-    run: Recorded
+ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
+"""Optimizers that update every number by itself, so that one of them can step the stacked weights of all members."""
+IGNORED = -100
+"""The target that `cross_entropy` leaves out."""
+COUNTERS = ("step", "mu_product")
+"""State that is not of the shape of the weights, and the same for all members."""
+Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 class Stacked:
     """Trains all local members at once; pass the class to `papa.train` as `engine`.
 
+    Networks that draw random numbers, such as dropout, or decide on numbers in tensors are refused, as are optimizers
+    that look at whole tensors, float16 with its gradient scaler, and several batches per step. Hooks on modules and
+    code in `forward` run once for all members.
+
     Example:
         >>> from papa import train
         >>> inputs = torch.randn(200, 4)
-        >>> targets = (inputs.sum(dim=1) > 0).long()
-        >>> outcome = train(
-        ...     lambda: nn.Linear(4, 2), (inputs, targets), num_members=3, num_epochs=2, batch_size=1, engine=Stacked
-        ... )
-
-    A network's Python code runs when its step is recorded, not in every step: callbacks on modules and counters kept in
-    Python see no steps, and the parameters' `.grad` stays None. Random numbers, such as dropout masks, are those that
-    the loop draws. Optimizers that look at whole tensors, and float16 with its gradient scaler are refused.
+        >>> data = inputs, (inputs.sum(dim=1) > 0).long()
+        >>> make = lambda: torch.nn.Linear(4, 2)
+        >>> outcome = train(make, data, num_members=3, num_epochs=2, batch_size=1, engine=Stacked)
 
     Args:
         training: the training whose members take steps.
     """
 
     def __init__(self, training: Training) -> None:
-        if any(scaler is not None for scaler in training.scalers):
-            raise ConfigError(
-                "the stacked engine has no gradient scaler, which float16 needs: use bfloat16 or float32, or the loop "
-                "engine"
-            )
+        if training.settings.numerics.autocast is torch.float16:
+            raise ConfigError("stacked members have no gradient scaler, which float16 needs: use bfloat16 or float32")
         if training.settings.accumulate > 1:
             raise ConfigError(
-                f"the stacked engine takes one batch per step, got accumulate={training.settings.accumulate}: use the "
-                "loop engine, or a larger batch"
+                f"stacked members take one batch per step, got accumulate={training.settings.accumulate}: use a larger "
+                "batch, or leave out engine=Stacked"
             )
-        if training.settings.averaging.align is not None:
-            raise ConfigError(
-                "the stacked engine holds the optimizers' state, which alignment would have to permute: use the loop "
-                "engine, or no alignment"
-            )
-        self.training = training
-        self.optimizer = StackedOptimizer(training.population, training.optimizers)
-        self._steps: dict[tuple[Any, ...], _Step] = {}
-        self._batches: Iterator[Batch] = iter(())
-
-    def start_(self) -> None:
-        """Take over the members' optimizer state; steps are recorded again."""
-        self._steps.clear()
-        self.take_over_()
-
-    def take_over_(self) -> None:
-        """Take over the members' optimizer state, and start from the current step."""
-        population = self.training.population
-        population.refresh_()
-        self.optimizer.take_over_()
+        self.training, population = training, training.population
+        self._parameters = [dict(model.named_parameters()) for model in population]
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
-        data = self.training.data
-        is_plain = not self.training.batches.is_augmented and not data.parts and _is_in_memory(data.train)
-        self._batches = self._plain_batches() if is_plain else self._drawn_batches()
+        self._matrices = population.matrices
+        stacked = population._stacked()
+        self.leaves = {name: stacked[name].detach() for name in self._parameters[0]}
+        """Each parameter of all members, by name."""
+        every = population[0].named_parameters(remove_duplicate=False)
+        shared = {id(parameter): name for name, parameter in self._parameters[0].items()}
+        self._tied = {name: shared[id(parameter)] for name, parameter in every if name not in self.leaves}
+        self._check_optimizers()
+        self.optimizer = self._make_optimizer(training.optimizers[0])
+        self._num_shared = 0
+        self._known_switches: list[bool] = []
+        self._batches: Iterator[Batch] = iter(())
+
+    def _check_optimizers(self) -> None:
+        """All must have the same type and settings, and update every number by itself."""
+        found: list[list[dict[str, Any]]] = []
+        for index, optimizer in enumerate(self.training.optimizers):
+            kind = type(optimizer)
+            if kind not in ELEMENTWISE:
+                known = ", ".join(one.__name__ for one in ELEMENTWISE)
+                raise ConfigError(
+                    f"stacked members cannot be stepped by {kind.__name__}, expected one of {known}, which update "
+                    "every number by itself: leave out engine=Stacked"
+                )
+            names = {id(parameter): name for name, parameter in self._parameters[index].items()}
+            if any(id(one) not in names for group in optimizer.param_groups for one in group["params"]):
+                raise ConfigError(
+                    f"the optimizer of member {index} trains a tensor that is not a parameter of the member: leave out "
+                    "engine=Stacked"
+                )
+            groups = optimizer.param_groups
+            found.append([{**group, "params": [names[id(one)] for one in group["params"]]} for group in groups])
+            if found[index] != found[0] or kind is not type(self.training.optimizers[0]):
+                raise ConfigError(
+                    f"the optimizer of member {index} has other settings than that of member 0, and stacked members "
+                    "share them: leave out engine=Stacked"
+                )
+
+    def _make_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """A copy of a member's optimizer, for the stacked tensors."""
+        memo: dict[int, Any] = {id(self._parameters[0][name]): leaf for name, leaf in self.leaves.items()}
+        memo[id(optimizer.state)] = defaultdict(dict)
+        return copy.deepcopy(optimizer, memo)
+
+    def start_(self) -> None:
+        """Take over the state of the members' optimizers, and begin with the current step."""
+        training = self.training
+        training.population.refresh_()
+        self.optimizer.state.clear()
+        for name, leaf in self.leaves.items():
+            pairs = zip(training.optimizers, self._parameters, strict=True)
+            states = [optimizer.state.get(own[name], {}) for optimizer, own in pairs]
+            for key in states[0]:
+                values = [state.get(key) for state in states]
+                is_shared = key in COUNTERS or not isinstance(values[0], Tensor)
+                if any(value is None or (is_shared and value != values[0]) for value in values):
+                    raise ConfigError(
+                        f"the optimizers of members have other values as '{key}' of '{name}', which stacked members "
+                        "share: leave out engine=Stacked"
+                    )
+                self.optimizer.state[leaf][key] = copy.deepcopy(values[0]) if is_shared else torch.stack(values)
+        self._share_state_()
+        self._batches = training.batches.stacked(training.step)
+
+    def _share_state_(self) -> None:
+        """Let the state of each member's optimizer be its part of the stacked state, in the same memory."""
+        for name, leaf in self.leaves.items():
+            state = self.optimizer.state.get(leaf, {})
+            for key, value in state.items():
+                is_shared = key in COUNTERS or not isinstance(value, Tensor)
+                if not is_shared:  # in the memory order of the weights, as rules that move momenta expect it
+                    value = state[key] = torch.empty_like(leaf, dtype=value.dtype).copy_(value)
+                for index, optimizer in enumerate(self.training.optimizers):
+                    own = optimizer.state[self._parameters[index][name]]
+                    own[key] = value if is_shared else value[index]
+        self._num_shared = len(self.optimizer.state)
 
     def hand_back_(self) -> None:
-        """Return the optimizer state to the members' optimizers."""
-        self.optimizer.hand_back_()
+        """Give the members' optimizers memory of their own for their state, at the end of training."""
+        for optimizer in self.training.optimizers:
+            for state in optimizer.state.values():
+                state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
+    @torch.no_grad()
     def reset_member_(self, index: int) -> None:
-        """Clear a member's optimizer state; step counters are shared by all members."""
-        self.optimizer.forget_(index)
+        """Set a member's part of the optimizer state to zero, its initial value; counters are shared and stay."""
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if key not in COUNTERS and isinstance(value, Tensor):
+                    value[index].zero_()
+        self._share_state_()
 
     def step_(self) -> None:
         """Take a step with every local member."""
-        training, leaves = self.training, self.optimizer.leaves
-        if self.optimizer.follow_matrix_():
-            self._steps.clear()  # they were recorded for another memory order
+        training = self.training
+        self._follow_members_()
         inputs, targets = next(self._batches)
-        step = self._step_for(inputs, targets)
-        trained, others = [leaves[name] for name in step.trained], [leaves[name] for name in step.frozen]
-        step.draws.draw_(derive(training.seed, "forward", member, training.step) for member in training.members)
-        buffers = self._stacked_buffers()
+        # Copies: `vmap` drops what a forward pass writes to tensors with gaps, as those of the matrix are.
+        buffers = [torch.stack([own[name] for own in self._buffers]) for name in self._buffers[0]]
+        try:
+            losses = self._losses(inputs, targets, [*self.leaves.values(), *buffers])
+        except RuntimeError as error:  # whatever torch raises at what vmap cannot do
+            raise ConfigError(
+                f"members cannot be stacked: a {type(training.population[0]).__name__} fails in torch.vmap, as "
+                "networks with dropout or decisions on numbers do "
+                f"({str(error).strip().partition(chr(10))[0]}): leave out engine=Stacked"
+            ) from error
+        trained = [leaf for leaf in self.leaves.values() if leaf.requires_grad]
+        # A parameter that nothing uses has no gradient and is not updated, not even by weight decay, as in the loop.
+        gradients: Gradients = torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
         with torch.no_grad():
-            *gradients, losses = step.run(*trained, *others, *buffers.values(), inputs, targets, *step.draws.tensors)
-            for name, buffer in buffers.items():
+            for name, buffer in zip(self._buffers[0], buffers, strict=True):
                 for own, value in zip(self._buffers, buffer, strict=True):
                     own[name].copy_(value)
             if training.settings.numerics.clip_norm is not None:
-                gradients = clipped(gradients, training.settings.numerics.clip_norm)
-        for leaf in others:
-            leaf.grad = None
+                gradients = _clipped(gradients, training.settings.numerics.clip_norm)
         for leaf, gradient in zip(trained, gradients, strict=True):
             leaf.grad = gradient
+        for joint, group in zip(self.optimizer.param_groups, training.optimizers[0].param_groups, strict=True):
+            # Schedules change the members' settings. Fused kernels take no tensors with gaps.
+            joint.update({**group, "params": joint["params"], "fused": False})
         self.optimizer.step()
+        if len(self.optimizer.state) != self._num_shared:
+            self._share_state_()
         training.add_losses_(losses)
 
-    def _stacked_buffers(self) -> dict[str, Tensor]:
-        """Contiguous copies: `vmap` would drop what a forward pass writes to strided ones."""
-        return {name: torch.stack([own[name] for own in self._buffers]) for name in self._buffers[0]}
+    def _losses(self, inputs: Tensor, targets: Tensor, tensors: list[Tensor]) -> Tensor:
+        """The loss of each member, from the parameters and buffers of all."""
+        task = self.training.task
+        is_usual = task.objective is None and task.loss in (own_loss, F.cross_entropy)
+        if not is_usual or targets.dim() != 2 or targets.is_floating_point():
 
-    def _switches(self, index: int) -> tuple[bool, ...]:
-        """Which parameters a member trains, and the mode of its modules; both may change between steps."""
-        trained = [parameter.requires_grad for parameter in self.optimizer.parameters[index].values()]
-        return (*trained, *[module.training for module in self._modules[index]])
+            def loss(inputs: Tensor, targets: Tensor, *tensors: Tensor) -> Tensor:
+                return self.training.loss_of(self._network(tensors), inputs, targets)
 
-    def _step_for(self, inputs: Tensor, targets: Tensor) -> _Step:
-        """The step recorded for batches of this shape."""
-        key = (inputs.shape, inputs.dtype, targets.shape, targets.dtype, self._switches(0))
-        if key not in self._steps:
-            for index in range(1, len(self._modules)):
-                if self._switches(index) != self._switches(0):
-                    raise ConfigError(
-                        f"member {self.training.members[index]} trains other parameters than member "
-                        f"{self.training.members[0]}, or has modules in another mode: use the loop engine"
-                    )
-            self._steps[key] = self._record(inputs, targets)
-        return self._steps[key]
+            return vmap(loss)(inputs, targets, *tensors)
 
-    def _record(self, inputs: Tensor, targets: Tensor) -> _Step:
-        leaves, loss_of = self.optimizer.leaves, self.training.loss_of
-        network = copy.deepcopy(self.training.population[0])
-        with Watch() as watch:
-            names = _names_with_gradient(copy.deepcopy(network), self.training, inputs[0], targets[0])
-        draws = Draws(watch.draws, num_members=len(self._modules))
-        trained = {name: leaves[name] for name in names}
-        frozen = {name: leaf for name, leaf in leaves.items() if name not in trained}
-        others = {**frozen, **self._stacked_buffers()}
-        run = record(network, loss_of, trained=trained, others=others, inputs=inputs, targets=targets, draws=draws)
-        return _Step(names, list(frozen), draws, run)
+        def logits(inputs: Tensor, *tensors: Tensor) -> Tensor:
+            return logits_of(outputs_of(self._network(tensors), inputs))  # type: ignore[no-any-return]
 
-    def _plain_batches(self) -> Iterator[Batch]:
-        """All members' batches, gathered and prepared many steps at a time; used if nothing about them is random."""
-        training = self.training
-        while True:
-            epoch, position = divmod(training.step, training.length.steps_per_epoch)
-            orders = torch.stack([training.batches.order(member, epoch) for member in training.members])
-            steps = orders.view(len(orders), -1, training.settings.batch_size).transpose(0, 1)[position:]
-            for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
-                inputs, targets = training.data.train.batch(part.flatten())
-                inputs = _one(training.batches.prepare(training.batches.to_device(inputs)))
-                targets = targets.to(training.device)
-                stacked = (each.view(*part.shape, *each.shape[1:]) for each in (inputs, targets))
-                yield from zip(*stacked, strict=True)
+        with self.training.autocast():  # the cross-entropy of classes in one call: vmap takes three times as long
+            outputs = vmap(logits)(inputs, *tensors)
+            found = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+            return found.sum(dim=1) / (targets != IGNORED).sum(dim=1)
 
-    def _drawn_batches(self) -> Iterator[Batch]:
-        """Each member's batch as the loop draws it, stacked."""
-        training = self.training
-        while True:
-            drawn = [training.batches.training_batch(index, training.step) for index in range(len(training.population))]
-            batches = [(_one(inputs), targets) for inputs, targets in drawn]
-            forms = [f"{tuple(targets.shape)} of {targets.dtype}" for _, targets in batches]
-            for index, form in enumerate(forms):
-                if form != forms[0] or batches[index][0].shape != batches[0][0].shape:
-                    raise DataError(
-                        f"member {training.members[index]} trains on inputs of shape {tuple(batches[index][0].shape)} "
-                        f"and targets {form}, member {training.members[0]} on {tuple(batches[0][0].shape)} and "
-                        f"{forms[0]}: stacked members need batches of one shape, use the loop engine"
-                    )
-            inputs, targets = zip(*batches, strict=True)
-            yield torch.stack(inputs), torch.stack(targets)
+    def _network(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        """One member, from its parameters and buffers."""
+        named = dict(zip((*self.leaves, *self._buffers[0]), tensors, strict=True))
+        named.update({name: named[first] for name, first in self._tied.items()})
+        return partial(functional_call, self.training.population[0], named, tie_weights=False)
+
+    def _follow_members_(self) -> None:
+        """Train what the members train, in the memory that they are in; all must be alike."""
+        population = self.training.population
+        if self._matrices is not population.matrices:  # it was laid out anew, for another memory order
+            self._matrices = population.matrices
+            for name, leaf in self.leaves.items():
+                leaf.data = population._stacked()[name]
+        if self._switches(0) == self._known_switches:
+            return
+        self._known_switches = self._switches(0)
+        for index, member in enumerate(self.training.members):
+            if self._switches(index) != self._known_switches:
+                raise ConfigError(
+                    f"member {member} trains other parameters than member {self.training.members[0]}, or has modules "
+                    "in another mode: leave out engine=Stacked"
+                )
+        for name, leaf in self.leaves.items():
+            leaf.grad = None
+            leaf.requires_grad_(self._parameters[0][name].requires_grad)
+
+    def _switches(self, index: int) -> list[bool]:
+        """Which parameters a member trains, and the mode of its modules."""
+        trained = [parameter.requires_grad for parameter in self._parameters[index].values()]
+        return trained + [module.training for module in self._modules[index]]
 
 
-def _one(inputs: Inputs) -> Tensor:
-    if not isinstance(inputs, Tensor):
-        raise ConfigError("stacked members take inputs of one tensor, not tensors by name: use the loop engine")
-    return inputs
-
-
-def _is_in_memory(source: Source) -> bool:
-    """Whether examples are fixed tensors in memory."""
-    while isinstance(source, Subset):
-        source = source.source
-    return isinstance(source, Arrays)
-
-
-def _names_with_gradient(network: nn.Module, training: Training, inputs: Tensor, targets: Tensor) -> list[str]:
-    """Parameters that get a gradient; the others are not updated, as in the loop, not even by weight decay."""
-    network.zero_grad(set_to_none=True)
-    with torch.enable_grad():
-        training.loss_of(network, inputs, targets).backward()  # type: ignore[no-untyped-call]
-    return [name for name, parameter in network.named_parameters() if parameter.grad is not None]
+def _clipped(gradients: Gradients, max_norm: float) -> Gradients:
+    """Gradients scaled down so that no member's has a larger norm, as `clip_grad_norm_` does for one network."""
+    parts = [torch.linalg.vector_norm(one.flatten(1), dim=1) for one in gradients if one is not None]
+    scales = (max_norm / (torch.linalg.vector_norm(torch.stack(parts), dim=0) + 1e-6)).clamp(max=1.0)
+    return tuple(
+        None if one is None else one * scales.to(one.dtype).view(-1, *[1] * (one.dim() - 1)) for one in gradients
+    )

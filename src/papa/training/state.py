@@ -6,19 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from papa.errors import MixingError, RunError
 from papa.training import checkpoint
-from papa.training.auto import LOOP, STACKED, Auto
 from papa.training.loop import NUM_BAD_LOSSES, Training
 
 
 def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
     """The state of the local members."""
-    if training.engine is not None:
-        training.engine.hand_back_()
     states = {}
     of_averager = training.averager.member_tensors()
     for index, member in enumerate(training.members):
@@ -26,7 +22,7 @@ def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict
         scaler = training.scalers[index]
         numbers["scaler"] = None if scaler is None else scaler.state_dict()
         numbers["loss_sum"] = float(training.loss_sums[index])
-        numbers["bad_losses"] = (~torch.isfinite(training.recent_losses[index])).tolist()
+        numbers["bad_losses"] = [not math.isfinite(losses[index]) for losses in training.recent_losses]
         tensors.update({f"averager.{name}": tensor for name, tensor in of_averager[index].items()})
         tensors.update({f"callbacks.{name}": tensor for name, tensor in _callback_state(training, index).items()})
         states[member] = (tensors, numbers)
@@ -59,7 +55,6 @@ def shared_state(training: Training) -> dict[str, Any]:
         "seconds": dict(training.seconds),
         "nonfinite": list(training.nonfinite),
         "dropped": sorted(training.population.dropped),
-        **({"engine": training.engine.chosen} if isinstance(training.engine, Auto) else {}),
         **({"rule": dict(training.averager.rule_state)} if training.averager.rule_state else {}),
     }
 
@@ -84,8 +79,6 @@ def _check_shared(training: Training, step: int, state: Mapping[str, Any]) -> No
         raise RunError(f"the checkpoint has {nonfinite!r} as non-finite members, expected a list of events")
     if not isinstance(dropped, list) or not all(type(j) is int and 0 <= j < size for j in dropped):
         raise RunError(f"the checkpoint has {dropped!r} as dropped members, expected some of {size}")
-    if state.get("engine") not in (None, LOOP, STACKED):
-        raise RunError(f"the checkpoint has {state['engine']!r} as the engine, expected {LOOP} or {STACKED}")
     try:
         training.averager.checked_rule_state(state.get("rule"))
     except MixingError as error:
@@ -123,8 +116,6 @@ def load_state_(
     training.nonfinite, training.population.dropped = list(state["nonfinite"]), frozenset(state["dropped"])
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
-    if isinstance(training.engine, Auto):
-        training.engine.chosen = state.get("engine")  # the other one would change the last bits
     training.averager.rule_state = training.averager.checked_rule_state(state.get("rule"))
     training.averager.load_member_tensors_(of_averager)
     training.go_to_(step)
@@ -141,7 +132,7 @@ def _load_member_(
         scaler.load_state_dict(numbers["scaler"])
     training.loss_sums[index] = math.nan if numbers["loss_sum"] is None else float(numbers["loss_sum"])
     for position, is_bad in enumerate(numbers["bad_losses"]):
-        training.recent_losses[index, position] = math.nan if is_bad else 0.0
+        training.recent_losses[position][index] = math.nan if is_bad else 0.0
     for number, callback in enumerate(training.callbacks):
         own = _with_prefix(tensors, f"callbacks.{number}.")
         if own:

@@ -22,7 +22,6 @@ from papa.lab.selection import CandidateScorer, Mutation
 from papa.process import find_device
 from papa.training import (
     Align,
-    Auto,
     AveragingOptions,
     BestSoup,
     Callback,
@@ -103,7 +102,7 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
             validate_every=config.train.validate_every,
             test_each_epoch=config.train.test_each_epoch,
         ),
-        engine={"loop": None, "stacked": Stacked, "auto": Auto}[config.train.engine],
+        engine={"loop": None, "stacked": Stacked}[config.train.engine],
         same_order=config.diversity.same_order,
     )
 

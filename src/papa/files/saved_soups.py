@@ -80,7 +80,7 @@ def _mean_of(
 ) -> dict[str, Tensor]:
     """The mean under the names of a state dict, sharded as members are."""
     row = soup_row(population.size, population.active) if weights is None else weights
-    combined = population._combined(row)
+    combined = population.combined(row)
     model = population[_first_active(population)]
     names: dict[int, str] = {}
     for name, tensor in layout.named_tensors(model).items():

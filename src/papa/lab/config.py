@@ -69,7 +69,7 @@ MERGE_OPTIONS = frozenset({"average.every_epochs"})
 COUPLING_OPTIONS = {
     "papa-auto": ("every_steps", "check_every"),
     "sparta": ("every_steps", "share", "by_lines"),
-    "wash": ("every_steps", "share", "by_lines", "depth", "move_momentum"),
+    "wash": ("every_steps", "share", "by_lines", "depth"),
     "easgd": ("every_steps", "rate"),
     "lookahead": ("every_steps", "rate"),
     "diloco": ("every_steps", "outer_lr", "outer_momentum", "fragments"),
@@ -298,8 +298,6 @@ class CouplingConfig:
     """sparta, wash: choose weights that are neighbours in memory together; each on its own takes longer."""
     depth: str = option("decreasing", known=DEPTHS)
     """wash: how the share changes from the first to the last layer."""
-    move_momentum: bool = False
-    """wash: permute the optimizers' momenta with the weights."""
     rate: float | None = option(None, at_least=0, at_most=1)
     """easgd: the moving rate, 0.9; lookahead: the part of the way to the mean, 0.5; dppf: the pull, 0.1."""
     outer_lr: float | None = option(None, above=0)

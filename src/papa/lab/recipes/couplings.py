@@ -22,7 +22,6 @@ COUPLINGS: dict[str, Callable[[CouplingConfig, int], Callable[..., Rule]]] = {
         Shuffle,
         seed=seed,
         depth=cast(Depth, options.depth),
-        move_momentum=options.move_momentum,
         by_lines=options.by_lines,
         **given(share=options.share),
     ),

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from _bench import Parts, Result, finish, parser, positive
 from papa.lab.config import Config
 from papa.lab.launch import RunSpec, execute
-from papa.lab.recipes.registry import find
+from papa.lab.recipes import find
 from papa.lab.recorder import Recorder
 from papa.process import configure_process
 from papa.training import Callback, Training

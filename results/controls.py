@@ -43,7 +43,7 @@ class Control:
     label: str
     role: str
     """Whose runs: `independent`, `papa` and so on for populations, `papa-same-init` for one initialisation of all
-    members; `long`, `batch` or `distilled` for one network."""
+    members; `longer`, `larger-batches` or `distilled` for one network."""
     of: Score
 
 
@@ -53,11 +53,11 @@ CONTROLS = (
     Control(label="... with EMA (mean of p)", role="independent", of=along_trajectory("mean")),
     Control(label="the best of p by validation", role="independent", of=best_by_validation),
     Control(label="greedy soup of p independent networks", role="independent", of=score("greedy_soup")),
-    Control(label="one network, p times longer", role="long", of=score("mean")),
-    Control(label="... with early stopping", role="long", of=best_epoch),
-    Control(label="... with EMA", role="long", of=along_trajectory("mean")),
+    Control(label="one network, p times longer", role="longer", of=score("mean")),
+    Control(label="... with early stopping", role="longer", of=best_epoch),
+    Control(label="... with EMA", role="longer", of=along_trajectory("mean")),
     Control(label="one network, distilled from the ensemble of p", role="distilled", of=score("mean")),
-    Control(label="one network, batches p times larger", role="batch", of=score("mean")),
+    Control(label="one network, batches p times larger", role="larger-batches", of=score("mean")),
     Control(label="PAPA-2, average soup", role="papa-2", of=score("average_soup")),
     Control(label="PAPA-all, average soup", role="papa-all", of=score("average_soup")),
     Control(label="**PAPA, average soup**", role="papa", of=score("average_soup")),
@@ -70,11 +70,6 @@ CONTROLS = (
 
 def role_of(record: Record) -> str:
     """What a run is compared as; see `Control.role`."""
-    if record["method"] == "longer":
-        return "long"
-    for role in ("long", "batch"):
-        if record["recipe"].endswith(f"-{role}"):
-            return role
     if record["config"]["train"].get("teacher"):
         return "distilled"
     if record["method"] == "papa" and record["config"]["diversity"].get("same_init"):

@@ -66,7 +66,7 @@ STEPS_PER_EPOCH = 4
 @functools.cache
 def share_by_depth() -> float:
     """The part of its share that `wash` permutes: all in the first layer, nothing in the last."""
-    layout = Population([_network(ModelConfig(name="digits-cnn"))]).layout
+    layout = Population([_network(ModelConfig(name="digits-cnn"))])._layout
     slots = [(slot.numel, depth) for slot, depth in zip(layout.slots, depths(layout), strict=True) if slot.is_parameter]
     return sum(numel * (1.0 - depth) for numel, depth in slots) / sum(numel for numel, _ in slots)
 

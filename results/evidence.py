@@ -21,8 +21,8 @@ class Kind:
     name: str = ""
     """Of the study; the recipe's by default."""
     methods: str = METHODS
-    controls: tuple[str, ...] = ("long", "batch")
-    """Recipes of one network with the same compute, by the ends of their names."""
+    controls: tuple[str, ...] = ("longer", "larger-batches")
+    """Methods of one network with the same compute."""
     seeds: str = "1,2,3"
     root: str = "DATA"
     options: str = ""
@@ -60,8 +60,8 @@ class Kind:
         return self.command(self.recipe, self.methods, self.seeds, self.study_name)
 
     def control_command(self, role: str) -> str:
-        """One network with the compute of a population: `long` or `batch`."""
-        return self.command(f"{self.recipe}-{role}", "independent", self.seeds, f"{self.study_name}-{role}")
+        """One network with the compute of a population: `longer` or `larger-batches`."""
+        return self.command(self.recipe, role, self.seeds, f"{self.study_name}-{role}")
 
     @property
     def study(self) -> Study:
@@ -76,8 +76,8 @@ class Kind:
         ]
         batch_tuning = [
             self.command(
-                *(f"{self.recipe}-batch", "independent", self.tuning_seeds, f"tune/{self.study_name}-batch-{rate:g}"),
-                *(self.tuning_options, f"--train.lr {rate:g}"),
+                *(self.recipe, "larger-batches", self.tuning_seeds, f"tune/{self.study_name}-batch-{rate:g}"),
+                *(self.tuning_options, f"--train.larger-batch-lr {rate:g}"),
             )
             for rate in self.batch_rates
         ]

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from papa.cli.recipe_argument import take_budget
+from papa.cli.options import take_budget
 from papa.core.rules import Push
 from papa.errors import RunError
 from papa.lab.report.draw import Chart

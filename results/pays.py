@@ -25,8 +25,7 @@ def commands(size: int, epochs: int) -> tuple[str, str]:
     words = f"--seeds 1,2,3 --data.max-train {size} --parallel 2 --data.root DATA"
     return (
         f"papa compare {RECIPE} --methods independent,papa --train.epochs {epochs} {words} --out {place}",
-        f"papa compare {RECIPE}-long --methods independent --train.epochs {NUM_MEMBERS * epochs} {words} "
-        f"--out {place}-long",
+        f"papa compare {RECIPE} --methods longer --train.epochs {epochs} {words} --out {place}-long",
     )
 
 
@@ -38,7 +37,7 @@ def by_case(records: Sequence[Record]) -> dict[Case, list[Record]]:
     """The runs of each size and length: populations, and the longer training that they are compared with."""
     found: dict[Case, list[Record]] = {}
     for record in records:
-        epochs = record["config"]["train"]["epochs"] // (NUM_MEMBERS if role_of(record) == "long" else 1)
+        epochs = record["config"]["train"]["epochs"] // (NUM_MEMBERS if role_of(record) == "longer" else 1)
         found.setdefault((record["config"]["data"]["max_train"], epochs), []).append(record)
     return dict(sorted(found.items()))
 
@@ -51,7 +50,7 @@ def of_role(records: Sequence[Record], role: str) -> list[Record]:
 def gain(records: Sequence[Record]) -> Difference | None:
     """PAPA's soup minus one network trained longer, by seed."""
     soups = by_seed(of_role(records, "papa"), score("average_soup"))
-    return paired(soups, by_seed(of_role(records, "long"), score("mean")))
+    return paired(soups, by_seed(of_role(records, "longer"), score("mean")))
 
 
 def shares(records: Sequence[Record]) -> list[float]:
@@ -71,7 +70,7 @@ def table(records: Sequence[Record]) -> str:
     rows = []
     for (size, epochs), runs in by_case(records).items():
         difference = gain(runs)
-        long = of_role(runs, "long")
+        long = of_role(runs, "longer")
         populations = [*of_role(runs, "independent"), *of_role(runs, "papa")]
         rows.append(
             (

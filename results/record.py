@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -52,8 +53,11 @@ def runs_of(command: str) -> Mapping[str, Config]:
     own: dict[str, Any] = {name: str(given.pop(name)) for name in ("methods", "seeds") if name in given}
     given.pop("parallel", None)
     base = find(recipe).config(given.pop("budget", None))
-    options = CompareOptions(config=Config.from_json(_nested(given), base=base), **own)
-    return {str(Path(*path.parts[1:])): config.check() for config, path in jobs_of(options, Path(out))}
+    base = replace(base, method=str(own.get("methods", CompareOptions.methods)).split(",")[0])
+    nested = _nested(given)
+    coupling = nested.pop("coupling", {})
+    options = CompareOptions(config=Config.from_json(nested, base=base), coupling=coupling, **own)
+    return {str(Path(*path.parts[1:])): config for config, path in jobs_of(options, Path(out))}
 
 
 def _given(arguments: Sequence[str]) -> dict[str, Any]:

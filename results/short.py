@@ -29,7 +29,7 @@ MAIN_CIFAR10, MAIN_CIFAR100 = (
     _compare(recipe, f"main/{recipe}", "--analysis", SIDE_BY_SIDE, methods=ALL_METHODS)
     for recipe in ("cifar10-vgg11", "cifar100-resnet18")
 )
-LONG_CIFAR10 = _compare("cifar10-vgg11-long", "long/cifar10-vgg11", SIDE_BY_SIDE, methods="independent")
+LONG_CIFAR10 = _compare("cifar10-vgg11", "long/cifar10-vgg11", "--diversity.per-batch", SIDE_BY_SIDE, methods="longer")
 # Every main run ends with the analysis, so that nothing has to be trained twice for it.
 
 HALF_LIVES = {

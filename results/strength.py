@@ -282,14 +282,14 @@ class Populations(Callback):
             previous=rule.previous(training.step),
             state=self.states[number],
         )
-        if isinstance(rule, AdaptivePush) and rule.probe is not None and rule.is_check(context):
-            probe, networks = rule.probe, [training.population[member] for member in members]
-            losses = tuple(probe(network) for network in networks)
-            context = replace(context, losses=losses, mean_loss=probe(average_soup(networks)))
+        if rule.looks_at(context):
+            probe, networks = rule.probe, [training.population[member] for member in members]  # type: ignore[attr-defined]
+            probed = tuple(probe(network) for network in networks)
+            context = replace(context, probed=probed, probed_mean=probe(average_soup(networks)))
         self.states[number] = dict(rule.next_state(context))
         context = replace(context, state=self.states[number])
         rows.copy_(rule.matrix(context).float() @ rows)
-        if "half_life" in self.states[number] and context.losses is not None:
+        if "half_life" in self.states[number] and context.probed is not None:
             self.half_lives[number].append(round(self.states[number]["half_life"], 1))
 
 

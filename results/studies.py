@@ -18,7 +18,7 @@ PAGES: dict[str, tuple[Study, ...]] = {
 }
 """The pages in `docs/results/`, and their studies."""
 STUDIES = tuple(study for studies in PAGES.values() for study in studies)
-HEADLINE = "CIFAR-10, VGG-11", CIFAR10.main_command, CIFAR10.control_command("long")
+HEADLINE = "CIFAR-10, VGG-11", CIFAR10.main_command, CIFAR10.control_command("longer")
 """The title of the README's table, the command of its populations, and that of one network trained longer."""
 PICTURES: dict[str, tuple[Table, Callable[[Sequence[Record]], Chart]]] = {
     "where-it-pays": (pays.STUDY.tables[-1], pays.picture_of_gains),

@@ -221,8 +221,8 @@ def main_tables(records: Sequence[Record]) -> str:
 
 def against_long(records: Sequence[Record]) -> str:
     """A population compared with one network that was trained as long as all members together."""
-    long = [record for record in records if record["recipe"].endswith("-long")]
-    others = [record for record in records if not record["recipe"].endswith("-long")]
+    long = _of_method(records, "longer")
+    others = [record for record in records if record["method"] != "longer"]
     rows = [
         (f"{method}: average soup less one network, trained longer", difference)
         for method in dict.fromkeys(record["method"] for record in others if record["method"] != "independent")

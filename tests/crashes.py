@@ -25,7 +25,7 @@ import torch
 import fork_server
 import papa.distributed.start
 from papa.cli import main
-from papa.lab.config import Config, settled
+from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
@@ -289,7 +289,7 @@ class Reader:
     """Reads every checkpoint of a run, as in a resume."""
 
     def __init__(self, config: Config) -> None:
-        training = build(settled(config))
+        training = build(config.settled)
         self.num_members = training.population.size
         self.expected = expected_states(training)
 

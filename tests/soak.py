@@ -33,7 +33,7 @@ from adapter_jobs import LIBRARIES
 from alterations import alter, kinds
 from crashes import small_config
 from lab.recipes.test_smoke import write_data
-from papa.lab.config import COUPLING_OPTIONS, METHODS
+from papa.lab.config import COUPLINGS, METHODS
 from papa.lab.recipes.build import build
 from soak_kills import Job, Kills, adapter_jobs_, run_jobs
 
@@ -111,9 +111,7 @@ def average_often(method: str, num_averagings: int, seconds: float) -> dict[str,
     """Average a population many times; returns the memory after a tenth and at the end."""
     config = replace(small_config(), method=method)
     average = replace(config.average, every_steps=1, every_epochs=1e-6, repair=0)
-    coupling = config.coupling
-    if "every_steps" in COUPLING_OPTIONS.get(method, ()):
-        coupling = replace(coupling, every_steps=1)
+    coupling = {"every_steps": 1} if method in COUPLINGS else {}
     training = build(replace(config, average=average, coupling=coupling, train=replace(config.train, epochs=10**7)))
     for parameter in (parameter for net in training.population for parameter in net.parameters()):
         parameter.grad = torch.ones_like(parameter)  # for rules that look at gradients

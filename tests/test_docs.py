@@ -15,13 +15,12 @@ from types import ModuleType
 import pytest
 
 import papa
-from papa.cli import main, report, watch
-from papa.cli.arguments import parse, split_names, split_numbers
-from papa.cli.compare import CompareOptions, jobs_of
+from papa.cli import main
+from papa.cli.compare import jobs_of, parse_compare
 from papa.cli.main import COMMANDS
-from papa.cli.recipe_argument import take_recipe
-from papa.cli.run import RunOptions, take_recipe_or_file
-from papa.lab.config import METHODS
+from papa.cli.options import parse_options, take_recipe
+from papa.cli.report import ReportOptions
+from papa.cli.run import parse_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,20 +75,11 @@ def test_a_command_of_the_docs_is_understood(line: str, capsys: pytest.CaptureFi
         arguments = arguments[: arguments.index("--")]
     assert command in COMMANDS
     if command == "run":
-        recipe, rest, _ = take_recipe_or_file(arguments)
-        parse(lambda config: RunOptions(config=config), recipe, rest, command="run")[0].config.check()
+        parse_run(arguments)
     elif command == "compare":
-        recipe, rest = take_recipe(arguments, "")
-        assert recipe is not None
-        options, _ = parse(lambda config: CompareOptions(config=config), recipe, rest, command="compare")
-        for config, _ in jobs_of(options, Path("runs")):
-            config.check()
-        assert split_names("--methods", options.methods, list(METHODS))
-        assert split_numbers("--seeds", options.seeds)
+        assert jobs_of(*parse_compare(*take_recipe(arguments, "")))
     elif command == "report":
-        assert report.parse_options(arguments).directories
-    elif command == "watch":
-        assert watch.parse_options(arguments).directory
+        assert parse_options(ReportOptions, arguments, prog="papa report", description="").directories
     elif command in ("ls", "show"):
         assert main([command, *arguments]) == 0
     else:

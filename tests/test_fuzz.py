@@ -141,7 +141,7 @@ def test_configs(tmp_path: Path) -> None:
             run.config.write_bytes(mutate_bytes(text, generator))
         else:
             run.config.write_text(json.dumps(mutate_value(json.loads(text), generator)))
-        num_refused += refused(lambda: Config.from_json(run.read_config()).check())
+        num_refused += refused(lambda: Config.from_json(run.read_config()))
     assert num_refused > 800
 
 

@@ -17,7 +17,6 @@ EXTRAS = {
     "torchvision": "lab",
     "jinja2": "report",
     "matplotlib": "report",
-    "tokenizers": "text",
     **{name: name for name in ("accelerate", "lightning", "transformers")},
 }
 

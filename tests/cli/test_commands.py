@@ -10,7 +10,7 @@ from papa.cli import main
 from papa.cli.main import COMMANDS
 from papa.cli.run import config_to_resume
 from papa.lab.config import Config
-from papa.lab.recipes import find
+from papa.lab.recipes import RECIPES, find
 from papa.lab.runs import RunDirectory
 
 SHORT = ["--train.epochs", "1", "--train.batch-size", "64", "--members", "2"]
@@ -36,8 +36,13 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 
 
 def test_the_help_of_a_recipe_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "digits", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert "--half-life" in short
+    assert len(short.splitlines()) <= 24
+    assert max(map(len, short.splitlines())) <= 80
     with pytest.raises(SystemExit) as caught:
-        main(["run", "digits", "--help"])
+        main(["run", "digits", "--help-all"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "--average.half-life" in shown
@@ -47,8 +52,13 @@ def test_the_help_of_a_recipe_lists_its_options(capsys: pytest.CaptureFixture[st
 def test_ls_names_every_recipe_and_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
     shown = capsys.readouterr().out
-    assert "digits" in shown
-    assert "cifar100_res_gradual" in shown
+    assert len(shown.splitlines()) <= 24
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(name in shown for name in RECIPES)
+    assert main(["ls", "recipes"]) == 0
+    assert "cifar100_res_gradual" in capsys.readouterr().out
+    assert main(["ls", "methods"]) == 0
+    assert all(method in capsys.readouterr().out for method in ("larger-batches",))
 
 
 def test_show_prints_a_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,11 +97,10 @@ def test_resume_keeps_the_options_of_the_run_that_are_not_given(tmp_path: Path) 
     RunDirectory(tmp_path).create(there.to_json())
 
     def asked(*arguments: str) -> Config:
-        return config_to_resume(recipe.config(), recipe, arguments, tmp_path)
+        return config_to_resume(recipe.config(), [recipe.name, *arguments], tmp_path)
 
-    assert asked() == asked("--budget", "mini") == asked("--seed", "7") == there
+    assert asked() == asked("--seed", "7") == there
     assert asked("--members", "3") == replace(there, members=3)
-    assert asked("--budget", "smoke").train.epochs == recipe.config("smoke").train.epochs != mini.train.epochs
 
 
 def test_compare_skips_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +109,6 @@ def test_compare_skips_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     first = (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns
     assert main([*arguments, "--seeds", "1,2"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("independent") == shown.count("papa-seed") + 2
     assert shown.count("gap closed") == 2
     assert (tmp_path / "papa-seed1" / "result.json").stat().st_mtime_ns == first
     assert (tmp_path / "papa-seed2" / "result.json").exists()
@@ -130,7 +138,8 @@ def test_parallel_runs_give_the_same_result_as_sequential_ones(
     one = capsys.readouterr().out
     assert main([*arguments, "--out", str(tmp_path / "two"), "--parallel", "2"]) == 0
     assert capsys.readouterr().out == one.replace(str(tmp_path / "one"), str(tmp_path / "two"))
-    assert main(["run", "digits", "--parallel", "2"]) == 2
+    with pytest.raises(SystemExit):
+        main(["run", "digits", "--parallel", "2"])
 
 
 @pytest.mark.parametrize(
@@ -155,15 +164,13 @@ def test_parallel_runs_give_the_same_result_as_sequential_ones(
             ["compare", "digits", "--parallel", "2", "--workers", "2"],
             "--workers and --parallel are both set, expected one of",
         ),
-        (["run", "digits", "--engine", "stack"], "--train.engine is stack: did you mean stacked?"),
         (["show", "digits", "more"], "takes a recipe and a budget"),
-        (["ls", "digits"], "takes no arguments"),
+        (["ls", "methds"], "did you mean methods?"),
         (["resume", "nowhere"], "nowhere holds no run of papa"),
         (["run", "digits", "--keep", "0"], "--keep is 0, expected at least 1"),
         (["compare", "digits", "--keep", "0"], "--keep is 0, expected at least 1"),
         (["compare", "digits", "--checkpoint-minutes", "0"], "--checkpoint-minutes is 0.0, expected more than 0"),
         (["compare", "digits", "--workers", "99"], "--workers is 99, expected 1 to 5"),
-        (["run", "digits", "--average.on-nonfinite", "restrat"], "did you mean restart?"),
         (["run", "digits", "--device", "cuda:7"], "--device is cuda:7, which cannot be used here"),
         (["run", "digits", "--out", ""], "--out is empty: is a variable not set?"),
         (["run", "digits", "--overwrite", "--resume"], "--overwrite removes the run that --resume would continue"),
@@ -191,13 +198,12 @@ def test_wrong_usage_gets_one_readable_message_and_code_2(
 
 def test_options_that_a_method_does_not_use_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     smoke = ["--budget", "smoke", "--out", str(tmp_path / "run")]
-    given = ["--average.half-life", "0.5", "--average.every-epochs", "1", "--coupling.share", "0.02"]
+    given = ["--average.half-life", "0.5", "--average.every-epochs", "1"]
     assert main(["run", "digits", *smoke, "--method", "papa-all", *given]) == 0
-    said = "papa: --average.half-life, --coupling.share: without effect, as papa-all does not use them\n"
+    said = "papa: --average.half-life: without effect, as papa-all does not use it\n"
     assert said in capsys.readouterr().err
     assert main(["compare", "digits", *smoke[:3], str(tmp_path), "--methods", "papa,papa-all", *given]) == 0
-    said = "papa: --coupling.share: without effect, as papa, papa-all does not use it\n"
-    assert said in capsys.readouterr().err
+    assert "without effect" not in capsys.readouterr().err
 
 
 def test_a_warning_of_papa_is_one_line() -> None:
@@ -215,9 +221,22 @@ def test_resume_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "RUN" in capsys.readouterr().err
 
 
-def test_an_unknown_option_suggests_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "digits", "--train.epoch", "3"]) == 2
-    assert "did you mean --train.epochs?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.epoch", "3"], "--train.epochs"),
+        (["--lr", "3"], "--trajectory.lr"),
+        (["--epochs", "two"], "Error parsing --train.epochs"),
+        (["--foo", "3"], "papa run digits --help"),
+    ],
+)
+def test_an_unknown_option_suggests_the_closest(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "digits", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_comparison_continues_with_options_that_its_runs_do_not_use(tmp_path: Path) -> None:

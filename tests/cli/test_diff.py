@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from papa.cli import main
+from papa.lab.loading import recipe_evaluation
 from papa.lab.recipes import find
-from papa.lab.recipes.loading import recipe_evaluation
 
 
 @pytest.fixture(autouse=True)

@@ -168,14 +168,11 @@ def test_a_config_gives_the_same_run_again(whole: Path, tmp_path: Path, capsys: 
 
 
 def test_a_part_of_a_config_is_completed_by_its_recipe(tmp_path: Path) -> None:
-    from papa.cli.arguments import parse
-    from papa.cli.run import RunOptions, take_recipe_or_file
+    from papa.cli.run import parse_run, take_recipe_or_file
 
     file = tmp_path / "part.json"
     file.write_text(json.dumps({"recipe": "digits", "seed": 4, "train": {"epochs": 7}}))
-    recipe, rest, is_from_file = take_recipe_or_file(["--config", str(file), "--seed", "5"])
-    assert is_from_file
-    config = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")[0].config
+    config = parse_run(["--config", str(file), "--seed", "5"])[0].config
     usual = find("digits").config()
     assert config == replace(usual, seed=5, train=replace(usual.train, epochs=7))
     file.write_text(json.dumps({"members": 2}))
@@ -189,7 +186,7 @@ def test_everything_wrong_in_a_config_is_reported_at_once(tmp_path: Path, capsys
     error = capsys.readouterr().err
     for part in (
         "config.json is no configuration:",
-        "config.recipe is '../outside': known: custom, digits",
+        "config.recipe is '../outside': known: digits",
         "config.members is 'two', expected int",
         "config.train.epoch is not known: did you mean epochs?",
         "--train.lr is -1.0, expected more than 0",

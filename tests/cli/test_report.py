@@ -89,7 +89,7 @@ def test_texts_go_to_the_terminal_or_to_a_file(
 
 def test_figures_are_written_as_files(run: Path, runs: Path) -> None:
     assert main(["report", str(run), "--png"]) == 0
-    assert len(list((run / "figures").glob("*.png"))) == 16
+    assert len(list((run / "figures").glob("*.png"))) == 15
     first = run / "figures" / "similarity.png"
     first.write_text("mine")
     assert main(["report", str(run), "--png"]) == 2

@@ -19,8 +19,8 @@ from helpers import assert_close
 from papa.align import permute_all_, symmetries
 from papa.errors import ConfigError, DataError, SoupError
 from papa.files import EvaluationContext, evaluation_context_of
+from papa.lab.loading import recipe_evaluation
 from papa.lab.recipes import find
-from papa.lab.recipes.loading import recipe_evaluation
 
 BATCHES = [(torch.randn(64, 6, generator=torch.Generator().manual_seed(n)), torch.arange(64) % 3) for n in range(3)]
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papa.cli.compare import jobs_of, parse_options
+from papa.cli.compare import jobs_of, parse_compare
 from papa.core.half_life import HALF_LIFE
 from papa.errors import RunError
 from papa.lab.config import METHODS, Config
@@ -101,7 +101,7 @@ def test_every_study_becomes_tables_with_command_budget_seeds_and_versions(recor
 def test_the_options_of_a_study_are_those_that_its_commands_understand(study: Study) -> None:
     command = study.commands[-1]
     _, _, recipe, *arguments = shlex.split(command)
-    options, out = parse_options(find(recipe), arguments)
+    options, out = parse_compare(find(recipe), arguments)
     assert dict(runs_of(command)) == {str(path.relative_to("runs")): config for config, path in jobs_of(options, out)}
 
 

@@ -23,7 +23,7 @@ from helpers import (
     small_data,
     small_net,
 )
-from papa.lab.config import Config, CouplingConfig
+from papa.lab.config import Config
 from papa.training import Callback, Stacked, Training
 from papa.training.probe import TrainingLoss
 
@@ -36,7 +36,7 @@ def train(**changes: Any) -> papa.training.Outcome:
 
 
 def auto_config() -> Config:
-    config = small_config(method="papa-auto", coupling=CouplingConfig(every_steps=1, check_every=2))
+    config = small_config(method="papa-auto", coupling={"every_steps": 1, "check_every": 2})
     return replace(config, members=4, train=replace(config.train, epochs=2))
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from papa.cli.arguments import use_one_thread
-from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
-from papa.cli.tables import print_table
+from papa.cli.options import use_one_thread
+from papa.cli.tables import print_table, printable
 from papa.errors import ConfigError
 from papa.storage import json_text
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse_options, use_one_thread
+from papa.cli.options import parse_options, use_one_thread
 from papa.cli.tables import print_table
 from papa.lab.report.metric import metric_of
 from papa.lab.runs import RunDirectory

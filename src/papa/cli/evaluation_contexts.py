@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from papa.cli.arguments import parse_options
-from papa.cli.recipe_argument import take_budget, take_value
+from papa.cli.options import parse_options, take_budget, take_value
 from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.recipes import find
@@ -57,7 +56,7 @@ def parse(options: type[Options], arguments: Sequence[str], *, prog: str, descri
 def context_from(options: ContextOptions, config: Config | None) -> EvaluationContext | None:
     """The requested evaluation context, if any."""
     from papa.files import evaluation_context_of
-    from papa.lab.recipes.loading import recipe_evaluation
+    from papa.lab.loading import recipe_evaluation
 
     if config is not None:
         return recipe_evaluation(config)

@@ -12,30 +12,28 @@ import warnings
 from collections.abc import Sequence
 
 from papa._version import __version__
-from papa.cli.escaping import printable
-from papa.cli.option_names import as_typed, option_names
+from papa.cli.tables import printable
 from papa.errors import ConfigError, PapaError, PapaWarning, StoppedError, did_you_mean
 from papa.packages import missing_package
 
 COMMANDS = {
-    "ls": "list the recipes",
+    "ls": "list the recipes and methods",
     "show": "show the configuration of a recipe",
     "run": "train one population",
     "resume": "continue a stopped run",
     "compare": "train several methods and seeds and compare them",
     "reproduce": "run a table or figure of the paper",
-    "runs": "list the runs in a directory",
-    "watch": "follow a run from another terminal",
+    "runs": "list runs, their state and scores",
     "eval": "score the networks of a finished run",
     "predict": "label images with the network of a finished run",
     "report": "write the page, table or figures of existing runs",
     "soup": "average checkpoint files into one network",
     "diff": "compare two checkpoints",
     "sample": "print what the language models of a run say",
-    "plan": "estimate the cost of averaging between machines",
 }
 
-HELP = """papa trains a population of networks and averages them into one that is nearly as good as their ensemble.
+HELP = """papa trains a population of networks and averages them into one that is nearly
+as good as their ensemble.
 
 usage: papa COMMAND ...
 
@@ -49,8 +47,8 @@ examples:
   papa run digits --help
   papa soup a.safetensors b.safetensors -o soup.safetensors
 
-exit codes: 0 success; 2 wrong usage or failure; 75 stopped by SIGINT, SIGTERM or SIGHUP, with the run saved;
-130, 143 or 129 ended by a second signal, or by the first one when there was nothing to save
+exit codes: 0 success; 2 wrong usage or failure; 75 stopped by a signal, with
+the run saved; 130, 143 or 129 ended by a second signal, or nothing to save
 """
 
 STOPPED = 75
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_error(error, color=YELLOW)
         return STOPPED
     except (PapaError, ModuleNotFoundError) as error:
-        message = _as_typed(str(error)) if isinstance(error, PapaError) else missing_package(error)
+        message = str(error) if isinstance(error, PapaError) else missing_package(error)
         if message is None:
             raise
         _print_error(message)
@@ -114,13 +112,6 @@ def _format_warning(
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
-def _as_typed(message: str) -> str:
-    """A message that names parameters of the library as the options that set them."""
-    from papa.lab.config import Config
-
-    return as_typed(message, [*option_names(Config), "--overwrite", "--resume"])
-
-
 def _discard_output() -> None:
     """Send buffered output nowhere, so that the interpreter can flush it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -141,7 +132,9 @@ def _run_command(arguments: list[str]) -> int:
     if "--out=" in rest or any(pair in (("--out", ""), ("-o", "")) for pair in itertools.pairwise(rest)):
         raise ConfigError("--out is empty: is a variable not set?")
     module = importlib.import_module(f"papa.cli.{name}")
-    if hasattr(module, "USAGE") and rest[:1] in (["-h"], ["--help"]):
+    if rest == ["--help-all"]:
+        rest = ["digits", *rest]
+    if hasattr(module, "USAGE") and {"-h", "--help"} & set(rest):
         print(module.USAGE, end="")
         return 0
     code: int = module.main(rest)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from papa.cli.arguments import parse_options, use_one_thread
-from papa.cli.escaping import printable
+from papa.cli.options import parse_options, use_one_thread
+from papa.cli.tables import printable
 from papa.errors import ConfigError, DataError, RunError, did_you_mean
 from papa.storage import file_errors, json_text, write_atomically
 

@@ -1,16 +1,21 @@
-"""The callback that shows a training while it runs."""
+"""How a training shows itself: one block that is updated on a terminal, a line per tenth elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from papa.cli.status import Clock, RunStatus, event_text, status_line, status_view
+from papa.cli.tables import event_text
+from papa.lab.report.metric import Metric
 from papa.training import Callback, EpochRecord, Training
 from papa.training.progress import advice_on
 
@@ -19,20 +24,17 @@ NUM_LINES = 10
 
 
 class Progress(Callback):
-    """Shows a training while it runs: a display on a terminal, a few lines elsewhere."""
+    """Shows a training while it runs, and keeps a line about it when it has ended."""
 
-    def __init__(self, title: str, *, display: bool = True) -> None:
+    def __init__(self, title: str, metric: Metric, *, display: bool = True) -> None:
+        self.title, self.metric = title, metric
         self._console = Console(stderr=True, highlight=False)
         self._has_display = display and self._console.is_terminal
-        self._status = RunStatus(title)
-        self._clock = Clock()
+        self._epochs = self._left = self._scores = self._advice = ""
+        self._share = 0.0
         self._num_lines = 0
-        self._live = Live(
-            get_renderable=lambda: status_view(self._status),
-            console=self._console,
-            refresh_per_second=4,
-            transient=True,
-        )
+        self._began: tuple[float, float] | None = None
+        self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Progress:
         if self._has_display:
@@ -43,6 +45,8 @@ class Progress(Callback):
     def __exit__(self, *error: Any) -> None:
         with self._ignore_write_errors():
             self._live.stop()
+            if self._has_display and self._share == 1.0:
+                self._console.print(f"{self.title}: {self._scores}", markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def _ignore_write_errors(self) -> Iterator[None]:
@@ -53,14 +57,17 @@ class Progress(Callback):
             self._console.quiet = True
 
     def on_train_begin(self, training: Training) -> None:
-        self._status.num_steps, self._status.num_epochs = training.length.num_steps, training.settings.num_epochs
-        self._status.epoch, self._status.digits = training.epoch, 2 if training.task.higher_is_better else 4
         self.on_step_complete(training)
-        self._num_lines = int(NUM_LINES * self._status.share)
+        self._num_lines = int(NUM_LINES * self._share)
 
     def on_step_complete(self, training: Training) -> None:
-        self._status.step = training.step
-        self._status.seconds_left = self._clock.seconds_left(self._status.share)
+        now, share = time.monotonic(), training.step / training.length.num_steps
+        began, first = self._began = self._began or (now, share)
+        self._share = share
+        self._epochs = f"epoch {training.epoch} of {training.settings.num_epochs}"
+        if share > first:
+            seconds = (now - began) * (1.0 - share) / (share - first)
+            self._left = f"{timedelta(seconds=round(seconds))} left"
 
     def on_event(self, training: Training, event: Mapping[str, Any]) -> None:
         """Print the event, above the display if there is one."""
@@ -68,14 +75,34 @@ class Progress(Callback):
             self._console.print(Text(f"papa: {event_text(event)}", style="yellow"), soft_wrap=True)
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        status = self._status
-        status.epoch, status.losses, status.distances = record.epoch, record.losses, record.distances
-        status.scores = [member.score for member in record.validation.members]
-        status.ensemble = record.validation.ensemble.score
-        status.average_soup = record.validation.average_soup.score
-        status.advice = advice_on(training, record)
+        self._scores = scores_text(record, self.metric)
+        self._advice = advice_on(training, record) or ""
         self.on_step_complete(training)
-        if not self._has_display and int(NUM_LINES * status.share) > self._num_lines:
-            self._num_lines = int(NUM_LINES * status.share)
+        if not self._has_display and int(NUM_LINES * self._share) > self._num_lines:
+            self._num_lines = int(NUM_LINES * self._share)
+            parts = filter(None, (self._epochs, self._scores, self._advice, self._left if self._share < 1.0 else ""))
             with self._ignore_write_errors():
-                self._console.print(status_line(status), markup=False, soft_wrap=True)
+                self._console.print(f"{self.title}: {', '.join(parts)}", markup=False, soft_wrap=True)
+
+    def _view(self) -> RenderableType:
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(total=1.0, completed=self._share, width=24), Text(self._epochs), Text(self._left))
+        return Group(Text(self.title, style="bold"), bar, Text(self._scores), Text(self._advice, style="yellow"))
+
+
+def scores_text(record: EpochRecord, metric: Metric) -> str:
+    """The scores of an epoch on validation data, the metric's name first."""
+    found = record.validation
+    members = [one.score for one in found.members if one.score == one.score]
+    mean = metric.text(sum(members) / len(members)) if members else "not finite"
+    if len(found.members) == 1:
+        return f"validation {metric.label} {mean}"
+    texts = [f"validation {metric.label}: members {mean}"]
+    texts += [f"ensemble {metric.text(found.ensemble.score)}", f"average soup {metric.text(found.average_soup.score)}"]
+    distances = _finite(record.distances)
+    texts += [f"distance {sum(distances) / len(distances):.3g}"] if distances else []
+    return ", ".join(texts)
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and value == value]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from papa.cli import arguments as command_arguments
+from papa.cli.options import parse_options
 from papa.errors import ConfigError, RunError
-from papa.lab.report.draw import RENDERERS
-from papa.lab.report.export import csv_text, json_report, latex_text
-from papa.lab.report.figures import compare_figures, run_figures
-from papa.lab.report.page import GENERATOR, compare_page, run_page
 from papa.lab.runs import Run, is_run, read_runs
 from papa.storage import file_errors, write_atomically
 
@@ -64,43 +60,38 @@ class ReportOptions:
         return self.out or self.directories[0] / name
 
 
-TEXTS: Mapping[str, Callable[[Sequence[Run]], str]] = {"csv": csv_text, "json": json_report, "latex": latex_text}
+FORMATS = ("csv", "json", "latex", "png", "pdf")
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parse_options(arguments)
-    formats = [name for name in (*TEXTS, *RENDERERS) if getattr(options, name)]
-    if len(formats) > 1:
-        raise ConfigError(f"papa report got --{' and --'.join(formats)}: give one of them at a time")
+    options = parse_options(ReportOptions, arguments, prog="papa report", description=DESCRIPTION)
+    if not options.directories:
+        raise ConfigError("a directory is missing: see papa report --help")
+    chosen = [name for name in FORMATS if getattr(options, name)]
+    if len(chosen) > 1:
+        raise ConfigError(f"papa report got --{' and --'.join(chosen)}: give one of them at a time")
     runs, errors = read_runs(options.directories)
     for error in errors:
         print(f"left out: {error}", file=sys.stderr)
-    if not formats:
+    if not chosen:
         _write_page(runs, options)
-    elif formats[0] in RENDERERS:
-        _write_figures(runs, options, formats[0])
+    elif chosen[0] in ("png", "pdf"):
+        _write_figures(runs, options, chosen[0])
     else:
-        _write_text(TEXTS[formats[0]](runs), options)
+        from papa.lab.report.export import csv_text, json_report, latex_text  # imports scipy, which help does without
+
+        text = {"csv": csv_text, "json": json_report, "latex": latex_text}[chosen[0]](runs)
+        if options.out is None:
+            print(text, end="")
+        else:
+            _write({options.out: text.encode()}, options)
+            print(f"wrote {options.out}")
     return 0
 
 
-def parse_options(arguments: Sequence[str]) -> ReportOptions:
-    """The options, checked by tyro, which exits with 2 and a message when they are wrong."""
-    options = command_arguments.parse_options(ReportOptions, arguments, prog="papa report", description=DESCRIPTION)
-    if not options.directories:
-        raise ConfigError("a directory is missing: see papa report --help")
-    return options
-
-
-def _write_text(content: str, options: ReportOptions) -> None:
-    if options.out is None:
-        print(content, end="")
-    else:
-        _write({options.out: content.encode()}, options)
-        print(f"wrote {options.out}")
-
-
 def _write_page(runs: Sequence[Run], options: ReportOptions) -> None:
+    from papa.lab.report.page import compare_page, run_page
+
     out = options.path("report.html")
     if options.is_comparison:
         content = compare_page([run.result for run in runs], [run.events for run in runs])
@@ -114,6 +105,9 @@ def _write_page(runs: Sequence[Run], options: ReportOptions) -> None:
 
 
 def _write_figures(runs: Sequence[Run], options: ReportOptions, ending: str) -> None:
+    from papa.lab.report.draw import RENDERERS
+    from papa.lab.report.figures import compare_figures, run_figures
+
     out = options.path("figures")
     if options.is_comparison:
         sections = compare_figures([run.result for run in runs], [run.events for run in runs])
@@ -140,5 +134,7 @@ def _write(contents: Mapping[Path, bytes], options: ReportOptions) -> None:
 
 
 def _is_own_page(path: Path) -> bool:
+    from papa.lab.report.page import GENERATOR
+
     with file_errors(path), path.open("rb") as file:
         return path.suffix == ".html" and GENERATOR.encode() in file.read(1024)

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from papa.cli.arguments import parse_options, split_names, split_numbers
-from papa.cli.execution import ParallelOptions, announce
+from papa.cli.options import ParallelOptions, announce, parse_options, split_names, split_numbers
 from papa.cli.tables import print_table
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.recipes import BUDGETS
 from papa.lab.recipes.tables import TABLES, Table, find_table
-from papa.lab.report.page import table_page
 from papa.lab.runs import read_run
 from papa.storage import write_atomically
 
@@ -67,16 +65,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parse_options(
         ReproduceOptions, rest, prog=f"papa reproduce {table.name}", description=_description(table)
     )
+    options.check()
     from papa.lab.reproduce import check_data, jobs_for  # imports torch, which help does without
 
     request = _request(options, table)
     out = options.out or Path("runs") / ("reproduce" if options.budget == "full" else f"reproduce-{options.budget}")
-    options.check()
     jobs = jobs_for(request, out)
     check_data(jobs)
     announce([job.config for job in jobs], out)
-    outcomes = options.execute(
-        (f"{job.config.recipe} {job.row.name} seed {job.config.seed}", job.config, job.path) for job in jobs
+    outcomes = options.execute_all(
+        [(f"{job.config.recipe} {job.row.name} seed {job.config.seed}", job.config, job.path) for job in jobs]
     )
     _print_table(request, jobs, outcomes, out)
     outcomes.check()
@@ -100,6 +98,7 @@ def _request(options: ReproduceOptions, table: Table) -> Request:
 
 def _print_table(request: Request, jobs: Sequence[Job], outcomes: Outcomes, out: Path) -> None:
     """Print the table and write its page."""
+    from papa.lab.report.page import table_page
     from papa.lab.reproduce import entries_of
 
     table, is_full = request.table, request.budget == "full"

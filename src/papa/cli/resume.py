@@ -9,8 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from papa.cli.arguments import parse_options
-from papa.cli.execution import OneRunOptions
+from papa.cli.options import TrainingOptions, parse_options
 from papa.cli.run import print_run
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
@@ -25,7 +24,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(OneRunOptions):
+class ResumeOptions(TrainingOptions):
     """Options of `papa resume`."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -34,6 +33,7 @@ class ResumeOptions(OneRunOptions):
 
 def main(arguments: Sequence[str]) -> int:
     options = parse_options(ResumeOptions, arguments, prog="papa resume", description=DESCRIPTION)
+    options.check()
     run = RunDirectory(options.directory)
     print_run(options.execute(Config.from_json(run.read_config()), run.path, resume=True), run)
     return 0

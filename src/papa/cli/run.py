@@ -3,52 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from papa.cli.arguments import parse
-from papa.cli.execution import OneRunOptions, is_main_process, note_unused
-from papa.cli.recipe_argument import take_budget, take_recipe, take_value
-from papa.cli.status import event_text
-from papa.cli.tables import print_table
+from papa.cli.options import (
+    TrainingOptions,
+    is_main_process,
+    note_unused,
+    parse_recipe,
+    take_budget,
+    take_recipe,
+    take_value,
+)
+from papa.cli.tables import event_text, print_table
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.config import NEVER_AVERAGED, Config, flat, settled
+from papa.lab.config import NEVER_AVERAGED, Config, changed
 from papa.lab.recipes import RECIPES, Recipe
-from papa.lab.recipes.change import changed
 from papa.lab.report.metric import is_soup_far_worse
 from papa.lab.report.table import COLUMNS, details_table, run_rows
 from papa.lab.runs import RunDirectory
 from papa.storage import read_object
 
-USAGE = """usage: papa run RECIPE [OPTIONS]
-       papa run --config FILE [OPTIONS]
+USAGE = """usage: papa run RECIPE [OPTIONS]        (papa ls lists recipes and methods)
+Trains one population, and writes its networks, scores and a report.
 
-Trains one population and writes its networks, scores and report.
-`papa ls` lists the recipes; `papa run RECIPE --help` lists all options.
---config takes the configuration from a file, such as the config.json of a run or a part of one, instead of a recipe;
-entries that are missing have the values of the recipe it names. Other options override it.
-An option may be shortened to its ending where only one ends so: --epochs for --train.epochs.
---budget full is the paper's setting, mini takes ten to twenty minutes on two CPU cores, smoke takes seconds.
-On SIGINT (Ctrl-C) or SIGTERM it finishes the step, saves and exits with code 75; a second signal ends it at once.
+  --method NAME          papa, papa-all, papa-2, independent, longer ...
+  --members N            networks in the population
+  --seed N               of all random numbers
+  --budget mini|smoke    a smaller version: some minutes, or seconds
+  --data.root DIR        where the data is, or is downloaded to
+  --max-train N          use fewer training examples
+  --model.name NAME      the network; timm:NAME for any network of timm
+  --epochs N             passes over the data
+  --batch-size N         examples per step
+  --train.lr X           the learning rate
+  --half-life X          papa: of the distance to the mean, a share of training
+  --every-epochs X       merges: epochs between them
+  -o, --out DIR          the run; default runs/RECIPE-METHOD-seedN
+  --resume, --overwrite  continue or replace the run that is there
+  --workers N            processes; --device cuda:1 chooses where
+  --config FILE          a config.json instead of the recipe
 
-examples:
-  papa run digits
-  papa run digits --method independent --seed 2 --out runs/alone
-  papa run digits --train.epochs 60 --average.half-life 0.01
-  papa run digits --out runs/mine --resume
-  papa run --config runs/mine/config.json --seed 2 --out runs/again
+papa run RECIPE --help-all shows all options with their defaults.
+examples: papa run digits --method papa-all --members 3 --out runs/mine
   papa run images --data.root photos --epochs 60
-  papa run cifar10-vgg11 --budget mini --data.root ~/data
-  torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
-      -m papa run cifar10-vgg11 --members 4 --out /shared/run
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(OneRunOptions):
+class RunOptions(TrainingOptions):
     """Options of `papa run`."""
 
     config: Annotated[Config, tyro.conf.arg(name="")]
@@ -61,28 +67,42 @@ class RunOptions(OneRunOptions):
 
 
 def main(arguments: Sequence[str]) -> int:
-    recipe, rest, is_from_file = take_recipe_or_file(arguments)
-    options, name = parse(lambda config: RunOptions(config=config), recipe, rest, command="run")
+    options, base, name = parse_run(arguments)
+    options.check()
+    config = options.config.settled
+    note_unused([config], base)
+    path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
     if options.overwrite and options.resume:
         raise ConfigError("--overwrite removes the run that --resume would continue: give one of them")
-    config = settled(options.config).check()
-    note_unused([config], recipe.config(take_budget(rest)[0]))
-    path = options.out or Path("runs") / f"{name}-{config.method}-seed{config.seed}"
-    if options.resume and not is_from_file:
-        config = config_to_resume(config, recipe, rest, path)
+    if options.resume:
+        config = config_to_resume(config, arguments, path)
     result = options.execute(config, path, overwrite=options.overwrite, resume=options.resume)
     print_run(result, RunDirectory(path))
     return 0
 
 
-def take_recipe_or_file(arguments: Sequence[str]) -> tuple[Recipe, list[str], bool]:
-    """The recipe, or the configuration in the file of --config as one; the remaining arguments; whether it is a file's.
+def parse_run(arguments: Sequence[str]) -> tuple[RunOptions, Config, str]:
+    """The options, the config that they change, and a name for the run."""
+    recipe, rest = take_recipe_or_file(arguments)
+    options, name = parse_run_of(recipe, rest)
+    return options, recipe.config(take_budget(rest)[0]), name
+
+
+def parse_run_of(recipe: Recipe, arguments: Sequence[str]) -> tuple[RunOptions, str]:
+    """The options that follow the recipe, and a name for the run."""
+    options, coupling, name = parse_recipe(lambda config: RunOptions(config=config), recipe, arguments, command="run")
+    config = replace(options.config, coupling=coupling) if coupling else options.config
+    return replace(options, config=config), name
+
+
+def take_recipe_or_file(arguments: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe, or the configuration in the file of --config as one, and the remaining arguments.
 
     A recipe may be named beside a file too; it must be the file's then.
     """
     given, rest = take_value("--config", arguments, ", the file of a configuration such as config.json")
-    if given is None or set(rest) & {"-h", "--help"}:
-        return *take_recipe(arguments, USAGE), False
+    if given is None:
+        return take_recipe(arguments, USAGE)
     file = Path(given)
     config = read_config_file(file / "config.json" if file.is_dir() else file)
     if take_budget(rest)[0] is not None:
@@ -91,26 +111,25 @@ def take_recipe_or_file(arguments: Sequence[str]) -> tuple[Recipe, list[str], bo
         name, *rest = rest
         if name != config.recipe:
             raise ConfigError(f"{file} is a configuration of {config.recipe}, found the recipe {name}: leave it out")
-    return Recipe(config.recipe, f"the configuration in {file}", lambda budget: config), rest, True
+    return Recipe(config.recipe, f"the configuration in {file}", lambda budget: config), rest
 
 
 def read_config_file(file: Path) -> Config:
     """The configuration in a JSON file; a `ConfigError` lists everything that is wrong with it."""
     values, problems = read_object(file), []
     recipe = values.get("recipe", Config.recipe)
-    if recipe != Config.recipe and recipe not in RECIPES:  # the name becomes a part of a path
-        problems.append(f"config.recipe is {recipe!r}: {did_you_mean(str(recipe), [Config.recipe, *RECIPES])}")
-    config = None
+    if recipe != Config.recipe and recipe not in RECIPES:
+        problems.append(f"config.recipe is {recipe!r}: {did_you_mean(str(recipe), RECIPES)}")
     try:
         config = Config.from_json(values, RECIPES[recipe].config() if recipe in RECIPES else None)
     except ConfigError as error:
         problems += str(error).splitlines()
-    if config is None or problems:
+    if problems:
         raise ConfigError("\n  ".join([f"{file} is no configuration:", *problems]))
     return config
 
 
-def config_to_resume(config: Config, recipe: Recipe, arguments: Sequence[str], path: Path) -> Config:
+def config_to_resume(config: Config, arguments: Sequence[str], path: Path) -> Config:
     """The config of the run in a directory, changed by the arguments; `config` where there is no run.
 
     Options that are not given keep the values of the run; `execute` refuses options that differ from them.
@@ -120,14 +139,12 @@ def config_to_resume(config: Config, recipe: Recipe, arguments: Sequence[str], p
         if is_main_process():
             print(f"nothing to resume in {path}: starting a new run")
         return config
-    if config.method == "longer":  # whose number of epochs follows from the arguments
+    single = config.method in ("longer", "larger-batches")  # whose length follows from all the arguments
+    if single or take_value("--config", arguments)[0] is not None or take_budget(arguments)[0] is not None:
         return config
-    defaults = dict(flat(recipe.config().to_json()))
-    budget_config = recipe.config(take_budget(arguments)[0])
-    changes = {key: value for key, value in flat(budget_config.to_json()) if value != defaults[key]}
-    existing = changed(Config.from_json(run.read_config()), {"recipe": recipe.name, **changes})
-    options, _ = parse(lambda _: RunOptions(config=existing), recipe, arguments, command="run")
-    return options.config
+    existing = changed(Config.from_json(run.read_config()), {"recipe": config.recipe})
+    recipe = Recipe(config.recipe, "", lambda budget: existing)
+    return parse_run_of(recipe, arguments[1:])[0].config
 
 
 def print_run(result: dict[str, Any], run: RunDirectory) -> None:

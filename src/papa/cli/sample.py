@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from papa.cli.arguments import parse_options, use_one_thread
-from papa.cli.escaping import printable
-from papa.cli.tables import FILE_WIDTH
+from papa.cli.options import parse_options, use_one_thread
+from papa.cli.tables import FILE_WIDTH, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +50,7 @@ class SampleOptions:
 def main(arguments: Sequence[str]) -> int:
     """Print samples side by side."""
     options = parse_options(SampleOptions, arguments, prog="papa sample", description=DESCRIPTION)
-    from papa.lab.recipes import load_ensemble, load_language_model
+    from papa.lab.loading import load_ensemble, load_language_model
     from papa.lab.sampling import sample
 
     use_one_thread()

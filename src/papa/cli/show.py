@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from papa.cli.recipe_argument import take_budget, take_recipe
+from papa.cli.options import take_budget, take_recipe
 from papa.errors import ConfigError
 from papa.storage import json_text
 

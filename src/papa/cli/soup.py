@@ -12,10 +12,9 @@ import rich.progress
 import tyro
 from rich.console import Console
 
-from papa.cli.arguments import use_one_thread
-from papa.cli.escaping import printable
 from papa.cli.evaluation_contexts import ContextOptions, context_from, parse
-from papa.cli.tables import print_table
+from papa.cli.options import use_one_thread
+from papa.cli.tables import print_table, printable
 from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory, is_run, member_files

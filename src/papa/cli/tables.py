@@ -1,21 +1,30 @@
-"""Tables for the terminal."""
+"""Tables and words for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from papa.cli.escaping import printable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 FILE_WIDTH = 160
 """Width of a table that is not printed to a terminal."""
 
 
+def printable(text: str) -> str:
+    r"""The text with control characters escaped, so that what a file holds cannot change what a terminal shows.
+
+    Example:
+        >>> print(printable("red: \x1b[31m"))
+        red: \x1b[31m
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table without lines; only its last column wraps, and no cell is read as markup."""
+    from rich.console import Console  # help does without
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(head, start=1):
         table.add_column(Text(printable(column)), no_wrap=number < len(head), overflow="fold")
@@ -25,3 +34,12 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = FILE_WIDTH
     console.print(table)
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """An event as one sentence."""
+    if event["event"] == "checkpoint-failed":
+        return f"the checkpoint of step {event['step']} could not be written, training continues: {event['error']}"
+    if event["event"] == "nonfinite":
+        return f"member {event['member']} is unhealthy at step {event['step']} ({event['reason']}): {event['action']}"
+    return str(event.get("text", event["event"]))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from papa.core import mixing
 from papa.core.layout import Layout
-from papa.core.rules import AveragingContext, check_steps
-from papa.couplings.coupling import Coupling, ExtraRow
+from papa.core.rules import AveragingContext, ExtraRow, Rule, check_steps
 from papa.couplings.masks import Mask, fragments
 from papa.errors import MixingError
 from papa.streams import stream
@@ -21,7 +20,7 @@ MOMENTUM = ExtraRow("momentum", is_difference=True)
 
 
 @dataclass(frozen=True)
-class Elastic(Coupling):
+class Elastic(Rule):
     """EASGD: members and an anchor attract each other.
 
         w_j <- w_j + r (z - w_j),   z <- z + r sum_j (w_j - z),   r = moving_rate/p
@@ -60,7 +59,7 @@ class Elastic(Coupling):
 
 
 @dataclass(frozen=True)
-class Lookahead(Coupling):
+class Lookahead(Rule):
     """Lookahead for a population: an anchor moves a part of the way to the mean, and all members restart from it.
 
         z <- z + slow_rate (mean - z),   w_j <- z
@@ -94,7 +93,7 @@ class Lookahead(Coupling):
 
 
 @dataclass(frozen=True)
-class OuterStep(Coupling):
+class OuterStep(Rule):
     """DiLoCo: every few hundred steps, a Nesterov step on the movement of the mean; all members restart from it.
 
         g = z - mean,   m <- momentum m + g,   z <- z - lr (g + momentum m),   w_j <- z
@@ -174,7 +173,7 @@ class OuterStep(Coupling):
 
 
 @dataclass(frozen=True)
-class Gossip(Coupling):
+class Gossip(Rule):
     """NoLoCo: an outer step with the mean of a random pair, without a mean of all.
 
         m_j <- momentum m_j + lr (mean of the pair - z_j),   z_j <- z_j + m_j,   w_j <- z_j

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from papa.core import mixing
-from papa.core.population import Population
-from papa.core.rules import AveragingContext, Rule
-from papa.couplings.observation import Probe, check_probe, gradient_norms, losses_of_members
+from papa.core.rules import AveragingContext, Look, Probe, Rule
 from papa.errors import MixingError
 
 MAX_STRETCH = 1000.0
@@ -55,11 +53,9 @@ class PushPull(Rule):
         if not 0.0 <= self.spread < math.inf:
             raise MixingError(f"PushPull got spread={self.spread}, expected a distance, at least 0")
 
-    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
-        """Distances to the mean, if the averager did not measure them."""
-        if context.distances is not None:
-            return context
-        return replace(context, distances=tuple(population.distances().tolist()))
+    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
+        """Distances to the mean."""
+        return ("distances",)
 
     def matrix(self, context: AveragingContext) -> Tensor:
         """`a_j I + (1 - a_j)/p`, with a share of its own for each member."""
@@ -95,9 +91,9 @@ class GradientWeightedPush(Rule):
     has_strength: ClassVar[bool] = True
     shares = ("alpha", "smoothing")
 
-    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
+    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
         """The norms of gradients."""
-        return replace(context, gradient_norms=gradient_norms(population))
+        return ("gradient_norms",)
 
     def initial_state(self, size: int) -> dict[str, Any]:
         """The smoothed norms, and the weight of what was seen so far in them."""
@@ -156,13 +152,10 @@ class ScoreWeightedPush(Rule):
     is_for_any_size: ClassVar[bool] = True
     shares = ("alpha",)
 
-    def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
-        check_probe(self, self.probe)
-
-    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
+    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
         """The losses of members."""
-        return replace(context, losses=losses_of_members(population, self.probe))
+        return ("members",)
 
     def matrix(self, context: AveragingContext) -> Tensor:
         """`alpha I + (1 - alpha) 1 v^T`."""
-        return mixing.push_to(mixing.fitness(context.losses or (1.0,) * context.size), self.alpha)
+        return mixing.push_to(mixing.fitness(context.probed or (1.0,) * context.size), self.alpha)

@@ -46,7 +46,7 @@ class Classification:
         probabilities = logits.softmax(dim=1)
         confidences, classes = probabilities.max(dim=1)
         brier = (probabilities - F.one_hot(targets, logits.shape[1])).square().sum()
-        bins = (confidences.nan_to_num() * self.num_bins).long().clamp(max=self.num_bins - 1)
+        bins = (confidences * self.num_bins).long().clamp(0, self.num_bins - 1)  # NaN too
         per_bin = torch.zeros(3, self.num_bins, dtype=torch.float64, device=outputs.device)
         for row, values in zip(per_bin, (torch.ones_like(confidences), confidences, classes == targets), strict=True):
             row.index_add_(0, bins, values.double())

@@ -12,7 +12,7 @@ from papa.core.group import gather_or_raise
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.soups import Weights
-from papa.distributed.mesh import inner_module, like, save_distributed, whole
+from papa.distributed.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
 from papa.errors import SoupError
 from papa.storage.tensors import save_network
 
@@ -46,7 +46,7 @@ def save_soup(population: Population, path: str | os.PathLike[str], weights: Wei
         if path.suffix != ".safetensors":
             save_distributed(path, mean, population.group)
             return []
-        state = _gathered(mean, keep=population.group.is_first_of_member)
+        state = _gathered(mean, keep=is_first_data_rank(population.group))
         if state:
             save_network(path, state)
         return []
@@ -65,14 +65,14 @@ def soup_state(
     mean = _mean_of(population, weights, only_averaged=only_averaged)
     if not _is_writer(population):
         return {}
-    return _gathered(mean, keep=population.group.is_first_of_member)
+    return _gathered(mean, keep=is_first_data_rank(population.group))
 
 
 def member_state(population: Population, index: int = 0) -> dict[str, Tensor]:
     """The state dict of a local member, whole and on the CPU; empty on all but the first rank that trains it."""
     layout.reshard_(population[index])
     state = inner_module(population[index]).state_dict()
-    return _gathered(_tensors(state), keep=population.group.is_first_of_member)
+    return _gathered(_tensors(state), keep=is_first_data_rank(population.group))
 
 
 def _mean_of(
@@ -80,7 +80,7 @@ def _mean_of(
 ) -> dict[str, Tensor]:
     """The mean under the names of a state dict, sharded as members are."""
     row = soup_row(population.size, population.active) if weights is None else weights
-    combined = population.combined(row)
+    combined = population._combined(row)
     model = population[_first_active(population)]
     names: dict[int, str] = {}
     for name, tensor in layout.named_tensors(model).items():

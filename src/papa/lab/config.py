@@ -1,28 +1,32 @@
-"""The configuration of a run: frozen dataclasses, checked as a whole, written to and read from JSON."""
+"""The configuration of a run: frozen dataclasses, checked when they are made, written to and read from JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.config_checks import problems_of
 
-METHODS = {
+NEVER_AVERAGED = {
     "independent": "never average: the baseline",
-    "longer": "one network, trained as many times longer as there are members: the control",
-    "papa": "push members toward the mean every few steps",
-    "papa-auto": "push members toward the mean with a strength that sets itself",
+    "longer": "one network, trained as many times longer as there are members: a control",
+    "larger-batches": "one network, for as many steps as a member, with the batches of all members: a control",
+}
+MERGES = {
     "papa-all": "replace members by the mean of all every few epochs",
     "papa-2": "replace members by the means of random pairs every few epochs",
     "pair-75": "as papa-2, with weights 3/4 and 1/4",
     "many-half": "replace members by half of themselves and half of all others",
     "many-75": "as many-half, with weights 3/4 and 1/4",
     "greedy-merge": "replace members by the current greedy soup every few epochs",
+}
+COUPLINGS = {
+    "papa-auto": "push members toward the mean with a strength that sets itself",
     "sparta": "average a few random weights at every step",
     "wash": "permute a few random weights among members at every step",
     "easgd": "let members and an anchor attract each other",
@@ -32,54 +36,24 @@ METHODS = {
     "dppf": "pull and push members to a set distance from the mean",
     "grawa": "push members toward a mean weighted by inverse gradient norms",
 }
-NEVER_AVERAGED = ("independent", "longer")
-"""Methods without averaging."""
-OPTIMIZERS = ("sgd", "adamw")
-SCHEDULES = ("cosine", "restarts", "multistep", "constant")
-TRAJECTORIES = ("none", "swa", "ema")
-PRECISIONS = ("float32", "bfloat16", "float16")
-REPAIR_POLICIES = ("own", "shared")
-REPAIR_SCOPES = ("all", "activations", "batch-norm")
-ALIGNMENTS = ("none", "activations", "weights", "sinkhorn")
-ENGINES = ("loop", "stacked")
-ON_NONFINITE = ("restart", "drop", "stop")
-EXCHANGES = ("exact", "fast")
-DEPTHS = ("decreasing", "constant", "increasing")
+METHODS = {
+    **NEVER_AVERAGED,
+    "papa": "push members toward the mean every few steps",
+    **MERGES,
+    **COUPLINGS,
+}
+"""What each method does; those of `COUPLINGS` were published since the paper."""
+WITH_STRENGTH = ("papa", "easgd", "dppf", "grawa")
+"""Methods whose strength the user chooses, so that advice about it helps."""
+WITH_ANCHORS = ("easgd", "lookahead", "diloco", "noloco")
+"""Methods that have rows of their own, which merge hooks do not know."""
+ONLY_PUSHES = ("alpha", "half_life", "every_steps", "scale_by_lr", "align_every_epochs", "mutation_every_epochs")
+"""Options of `average` that only `papa` uses."""
 
 
 def option(default: Any, **limits: Any) -> Any:
     """A field with limits: `known` values, or numbers `at_least`, `above`, `at_most`, `below` a value; or None."""
     return field(default=default, metadata=limits)
-
-
-PUSH_OPTIONS = frozenset(
-    f"average.{name}"
-    for name in (
-        "alpha",
-        "half_life",
-        "every_steps",
-        "scale_by_lr",
-        "align_every_epochs",
-        "mutation_every_epochs",
-    )
-)
-"""Options that only pushes use."""
-MERGE_OPTIONS = frozenset({"average.every_epochs"})
-"""Options that only merges use."""
-COUPLING_OPTIONS = {
-    "papa-auto": ("every_steps", "check_every"),
-    "sparta": ("every_steps", "share", "by_lines"),
-    "wash": ("every_steps", "share", "by_lines", "depth"),
-    "easgd": ("every_steps", "rate"),
-    "lookahead": ("every_steps", "rate"),
-    "diloco": ("every_steps", "outer_lr", "outer_momentum", "fragments"),
-    "noloco": ("every_steps", "outer_lr", "outer_momentum"),
-    "dppf": ("every_steps", "rate", "spread"),
-    "grawa": ("every_steps", "alpha"),
-}
-"""The options of `coupling` that each method uses."""
-WITH_STRENGTH = ("papa", "easgd", "dppf", "grawa")
-"""Methods whose strength the user chooses, so that advice about it helps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +84,8 @@ class DataConfig:
     """Tiles: the number of random patches in an epoch."""
     shrink: int = option(1, at_least=1)
     """Tiles: shrink images by this factor."""
-    window: int | None = option(None, at_least=1)
-    """Tiles: evaluate on overlapping windows of this size, to save memory; None for whole tiles."""
-    overlap: int = option(64, at_least=0)
-    """Tiles: the number of pixels by which windows overlap."""
     context: int = option(256, at_least=1)
     """Text: the number of tokens in a window."""
-    tokenizer: str = "characters"
-    """Text: characters, bytes, bpe (byte pairs learned from the training text), or the file of a tokenizer."""
-    vocab_size: int = option(4096, at_least=257)
-    """Text: the number of tokens of bpe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +124,6 @@ class GPTConfig:
     """layer (LayerNorm) or rms (RMSNorm)."""
     positions: str = option("learned", known=("learned", "rotary"))
     """learned, one vector each, or rotary."""
-    tied: bool = True
-    """Use the embedding as the last layer too."""
     bias: bool = True
     """Give linear layers a bias."""
 
@@ -172,10 +136,12 @@ class TrainConfig:
     """Passes over the data."""
     batch_size: int = option(64, at_least=1)
     """Examples per step."""
-    optimizer: str = option("sgd", known=OPTIMIZERS)
+    optimizer: str = option("sgd", known=("sgd", "adamw"))
     """sgd or adamw."""
     lr: float = option(0.1, above=0, below=math.inf)
     """The initial learning rate."""
+    larger_batch_lr: float | None = option(None, above=0)
+    """larger-batches: the learning rate; None for lr times the square root of the number of members."""
     momentum: float = option(0.9, at_least=0, below=1)
     """Momentum of SGD."""
     weight_decay: float = option(1e-4, at_least=0)
@@ -186,7 +152,7 @@ class TrainConfig:
     """adamw: the share that its mean of squared gradients keeps at each step."""
     fused: bool = False
     """adamw: update all parameters in one kernel, which is faster; the last bits differ."""
-    schedule: str = option("cosine", known=SCHEDULES)
+    schedule: str = option("cosine", known=("cosine", "restarts", "multistep", "constant"))
     """The learning rate schedule: cosine, restarts, multistep or constant."""
     min_lr: float = 1e-4
     """The learning rate at the end of a cosine."""
@@ -196,25 +162,17 @@ class TrainConfig:
     """When multistep divides the learning rate by ten, as shares of training."""
     warmup_epochs: float = option(0.0, at_least=0)
     """The number of epochs of linear warm-up."""
-    precision: str = option("float32", known=PRECISIONS)
+    precision: str = option("float32", known=("float32", "bfloat16", "float16"))
     """float32, or autocast to bfloat16 or float16."""
     channels_last: bool = False
     """Use the channels-last memory format."""
     clip_norm: float | None = option(None, above=0)
     """Clip gradients to this norm; None to never clip."""
-    accumulate: int = option(1, at_least=1)
-    """Batches per optimizer step, whose gradients are averaged."""
     teacher: str | None = None
     """Distil from the ensemble of a finished run: its directory. Members are also trained on the targets."""
-    teacher_weight: float = option(0.9, at_least=0, at_most=1)
-    """The teacher's share of the loss, 0 to 1."""
-    temperature: float = option(2.0, above=0)
-    """Divides the logits of both when they are compared with the teacher's."""
     validate_every: int = option(1, at_least=1)
     """Epochs between scores on validation data; the last epoch is always scored."""
-    test_each_epoch: bool = False
-    """Score members, ensemble and average soup on the test data too, whenever they are scored on validation data."""
-    engine: str = option("loop", known=ENGINES)
+    engine: str = option("loop", known=("loop", "stacked"))
     """loop trains members one after the other, stacked all at once, which is faster for tiny networks and batches."""
 
 
@@ -234,17 +192,15 @@ class AverageConfig:
     """Merges: the number of batches for REPAIR of activation statistics; 0 for no REPAIR."""
     repair_soups: int | None = option(None, at_least=0)
     """The same for soups of independent members; None for the number of merges."""
-    repair_policy: str = option("own", known=REPAIR_POLICIES)
+    repair_policy: str = option("own", known=("own", "shared"))
     """Merges: repair each member under its own augmentation (own: the paper's form, two passes per member) or all on
     plain data (shared: one pass per member and one per distinct child)."""
-    repair_scope: str = option("all", known=REPAIR_SCOPES)
+    repair_scope: str = option("all", known=("all", "activations", "batch-norm"))
     """Repair every convolution and linear layer (all); those before an activation function or BatchNorm, which in
     transformers are fewer (activations: the paper's); or only re-estimate BatchNorm after merges (batch-norm)."""
-    align: str = option("none", known=ALIGNMENTS)
+    align: str = option("none", known=("none", "activations", "weights", "sinkhorn"))
     """Match members' units to the first member's before averaging: by activations, weights or sinkhorn (weights, with
     soft permutations), or not (none)."""
-    align_momentum: bool = True
-    """Permute the optimizers' momentum with the units; the paper's published code leaves it unpermuted."""
     align_every_epochs: float = option(5.0, above=0)
     """papa: epochs between alignments, since pushes are frequent; merges align every time."""
     align_soups: bool = False
@@ -255,22 +211,16 @@ class AverageConfig:
     """Merges: score members on test data just before, just after and a few steps after each."""
     probe_steps: int = option(10, at_least=1)
     """The number of steps after a merge of the last of these."""
-    probe_examples: int = option(1000, at_least=1)
-    """The largest number of test images to score."""
     start: float = option(0.0, at_least=0)
     """The first epoch at which averaging may happen."""
     stop: float | None = None
     """The first epoch at which it no longer does; None for never."""
     scale_by_lr: bool = True
     """papa: weaken the push with the learning rate."""
-    on_nonfinite: str = option("restart", known=ON_NONFINITE)
-    """A non-finite member: restart it from the mean of the healthy ones, drop it, or stop. independent: drops it."""
-    exchange: str = option("exact", known=EXCHANGES)
-    """How weights are sent between machines: exact, or fast (float32 sums)."""
+    delay: int = option(0, at_least=0)
+    """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
     ensemble: str = option("logits", known=("logits", "probabilities"))
     """What the ensemble averages over members: logits, or probabilities."""
-    measure: bool = True
-    """Log distances to the mean at every averaging; between machines this costs half as much again."""
     keep_best_soup: bool = False
     """Keep the average soup of the epoch with the best validation score too; the last soup stays the result."""
     mutation: float = option(0.0, at_least=0)
@@ -284,35 +234,6 @@ class AverageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CouplingConfig:
-    """Options of papa-auto and of the methods that were published since the paper; None for their own values."""
-
-    every_steps: int | None = option(None, at_least=1)
-    """Steps between averagings: 5 (papa-auto, lookahead), 1 (sparta, wash), 10 (easgd), 500 (diloco), 50 (noloco), 4
-    (dppf), 32 (grawa)."""
-    check_every: int | None = option(None, at_least=1)
-    """papa-auto: steps between comparisons of the average with its members; 60."""
-    share: float | None = option(None, at_least=0, at_most=1)
-    """sparta, wash: the share of weights at a time; 0.005, 0.001."""
-    by_lines: bool = True
-    """sparta, wash: choose weights that are neighbours in memory together; each on its own takes longer."""
-    depth: str = option("decreasing", known=DEPTHS)
-    """wash: how the share changes from the first to the last layer."""
-    rate: float | None = option(None, at_least=0, at_most=1)
-    """easgd: the moving rate, 0.9; lookahead: the part of the way to the mean, 0.5; dppf: the pull, 0.1."""
-    outer_lr: float | None = option(None, above=0)
-    """diloco, noloco: the outer learning rate; 0.7."""
-    outer_momentum: float | None = option(None, at_least=0, below=1)
-    """diloco, noloco: the outer momentum; 0.9, 0.5."""
-    fragments: int = option(1, at_least=1)
-    """diloco: the number of parts of the network that take turns."""
-    spread: float | None = option(None, at_least=0)
-    """dppf: the distance to the mean that members keep; 5."""
-    alpha: float | None = option(None, at_least=0, at_most=1)
-    """grawa: the share of itself a member keeps; 0.5."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DiversityConfig:
     """How the members' data differs."""
 
@@ -323,18 +244,13 @@ class DiversityConfig:
     """Draw for every mini-batch instead of once for each member."""
     same_init: bool = False
     """Start all members from the same weights."""
-    same_order: bool = False
-    """Let all members see the training data in the same order."""
-    parts: str = option("all", known=("all", "disjoint", "folds"))
-    """The part of the training data that each member sees: all; disjoint, one each of as many parts as members; or
-    folds, all of them but one. An epoch is a pass over a member's own part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryConfig:
     """Averages along each member's own trajectory."""
 
-    kind: str = option("none", known=TRAJECTORIES)
+    kind: str = option("none", known=("none", "swa", "ema"))
     """none, swa (equal weights, once an epoch) or ema (exponential, every step)."""
     start: float = option(0.0, at_least=0, below=1)
     """When it begins, as a share of training."""
@@ -352,13 +268,12 @@ class TrajectoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that decides what a run computes."""
+    """Everything that decides what a run computes; making one that cannot run is a `ConfigError` with all problems."""
 
     recipe: str = "custom"
     """The recipe it came from."""
     method: str = option("papa", known=METHODS)
-    """independent, papa, papa-auto, papa-all, papa-2, pair-75, many-half, many-75, greedy-merge; or, published since
-    the paper, sparta, wash, easgd, lookahead, diloco, noloco, dppf or grawa."""
+    """How members are averaged: papa, papa-all, papa-2, independent, longer and others, see papa ls methods."""
     members: int = option(5, at_least=1)
     """The size of the population."""
     seed: int = option(1, at_least=0)
@@ -372,17 +287,35 @@ class Config:
     gpt: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
-    coupling: CouplingConfig = field(default_factory=CouplingConfig)
+    coupling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Options of the method's rule, by the names that it has in `papa.couplings`, such as `{"share": 0.02}` of sparta;
+    the others are as published."""
     diversity: DiversityConfig = field(default_factory=DiversityConfig)
     trajectory: TrajectoryConfig = field(default_factory=TrajectoryConfig)
 
-    def check(self) -> Config:
-        """This config, or a `ConfigError` that lists everything wrong with it."""
-        problems = list(problems_of(self))
+    def __post_init__(self) -> None:
+        problems = [*_outside_limits(self), *_contradictions(self)]
         if problems:
             lines = "\n".join(f"  {problem}" for problem in problems)
             raise ConfigError(f"the configuration of {self.recipe} cannot run:\n{lines}")
-        return self
+
+    @property
+    def settled(self) -> Config:
+        """As it is run: one network instead of a population for `longer` and `larger-batches`.
+
+        Example:
+            >>> config = Config(method="longer", members=5, train=TrainConfig(epochs=20)).settled
+            >>> config.members, config.train.epochs, config.settled == config
+            (1, 100, True)
+        """
+        if self.method not in ("longer", "larger-batches") or self.members == 1:
+            return self
+        train, times = self.train, self.members
+        train = replace(train, epochs=train.epochs * times, warmup_epochs=train.warmup_epochs * times)
+        if self.method == "larger-batches":
+            lr = train.lr * math.sqrt(times) if train.larger_batch_lr is None else train.larger_batch_lr
+            train = replace(train, batch_size=train.batch_size * times, lr=lr, min_lr=min(lr, train.min_lr))
+        return replace(self, members=1, train=train)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -394,41 +327,42 @@ class Config:
         What is missing has the value of `base`, or else the default.
         """
         problems: list[str] = []
-        config: Config = _with_values(base or Config(), value, "config", problems)
+        try:
+            config: Config = _with_values(base or Config(), value, "config", problems)
+        except ConfigError as error:  # of the values that fit
+            raise ConfigError("\n".join([*problems, str(error)])) from None
         if problems:
-            raise ConfigError("\n".join([*problems, *problems_of(config)]))
+            raise ConfigError("\n".join(problems))
         return config
-
-
-def settled(config: Config) -> Config:
-    """A config as it is run: of `longer`, one network with the epochs of all members.
-
-    Example:
-        >>> config = settled(Config(method="longer", members=5, train=TrainConfig(epochs=20)))
-        >>> config.members, config.train.epochs, settled(config) == config
-        (1, 100, True)
-    """
-    if config.method != "longer":
-        return config
-    train, times = config.train, config.members
-    longer = replace(train, epochs=train.epochs * times, warmup_epochs=train.warmup_epochs * times)
-    return replace(config, members=1, train=longer)
 
 
 def idle_options(method: str) -> frozenset[str]:
     """The options of averaging, by their dotted names, that a method does not use.
 
     Example:
-        >>> "average.every_epochs" in idle_options("papa"), "coupling.share" in idle_options("papa")
+        >>> "average.every_epochs" in idle_options("papa"), "average.alpha" in idle_options("papa-all")
         (True, True)
-        >>> "average.alpha" in idle_options("papa-all")
-        True
     """
-    pushes = frozenset[str]() if method == "papa" else PUSH_OPTIONS
-    merges = MERGE_OPTIONS if method in ("papa", *NEVER_AVERAGED, *COUPLING_OPTIONS) else frozenset[str]()
-    used = COUPLING_OPTIONS.get(method, ())
-    couplings = {f"coupling.{entry.name}" for entry in dataclasses.fields(CouplingConfig) if entry.name not in used}
-    return pushes | merges | couplings
+    pushes = () if method == "papa" else ONLY_PUSHES
+    merges = () if method in MERGES else ("every_epochs",)
+    return frozenset(f"average.{name}" for name in (*pushes, *merges))
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A config with some of its values replaced, by dotted names.
+
+    Example:
+        >>> changed(Config(), {"members": 3, "average.repair": 0}).members
+        3
+    """
+    tree: dict[str, Any] = {}
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[last] = value
+    return Config.from_json(tree, config)
 
 
 def flat(value: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -447,7 +381,7 @@ def option_of(key: str) -> str:
 
 def _with_values(base: Any, value: Any, where: str, problems: list[str]) -> Any:
     """A dataclass with other values; those that do not fit are left out, and added to the problems."""
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         problems.append(f"{where} is {value!r}, expected an object")
         return base
     hints, fitting = typing.get_type_hints(type(base)), {}
@@ -461,13 +395,15 @@ def _with_values(base: Any, value: Any, where: str, problems: list[str]) -> Any:
             fitting[name] = entry
         else:
             problems.append(f"{where}.{name} is {part!r}, expected {_named(hints[name])}")
-    return dataclasses.replace(base, **fitting)
+    return replace(base, **fitting)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value has the type of a field."""
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
+    options, origin = typing.get_args(hint), typing.get_origin(hint)
+    if origin is Mapping:
+        return isinstance(value, Mapping)
+    if origin is tuple:
         return isinstance(value, tuple) and all(_fits(part, options[0]) for part in value)
     if options:
         return any(_fits(value, option) for option in options)
@@ -478,3 +414,59 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _named(hint: Any) -> str:
     return str(getattr(hint, "__name__", hint)).replace("NoneType", "None")
+
+
+LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def _outside_limits(config: Any, prefix: str = "") -> Iterator[str]:
+    """What is wrong with single values, by the limits of their fields."""
+    for entry in dataclasses.fields(config):
+        value, limits = getattr(config, entry.name), entry.metadata
+        name = prefix + entry.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from _outside_limits(value, f"{name}.")
+        elif "known" in limits:
+            if value not in limits["known"]:
+                yield f"--{name} is {value}: {did_you_mean(value, limits['known'])}"
+        elif value is not None and not all(LIMITS[key][1](value, limit) for key, limit in limits.items()):
+            ends = ("finite" if limit == math.inf else f"{LIMITS[key][0]} {limit}" for key, limit in limits.items())
+            yield f"--{name} is {value}, expected {' and '.join(ends)}"
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """Values that do not go together."""
+    method, train, average, diversity = config.method, config.train, config.average, config.diversity
+    if not 0 <= train.min_lr <= max(train.lr, 0):
+        yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
+    if train.warmup_epochs > train.epochs:
+        yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
+    if train.engine == "stacked" and train.precision == "float16":
+        yield "--train.engine is stacked, which has no gradient scaler for --train.precision float16: use bfloat16"
+    if diversity.grid == "dart" and diversity.per_batch:
+        yield "--diversity.grid is dart, which has one policy per member: leave out --diversity.per-batch"
+    if average.alpha is not None and not 0 <= average.alpha <= 1:
+        yield f"--average.alpha is {average.alpha}, expected 0 (merge) to 1 (never push)"
+    if average.alpha is not None and average.half_life is not None:
+        strengths = f"--average.alpha is {average.alpha} and --average.half-life {average.half_life}"
+        yield f"{strengths}, expected one of the two: set the other to None"
+    if average.stop is not None and average.stop < average.start:
+        yield f"--average.stop is {average.stop}, expected at least --average.start ({average.start})"
+    for name in ("tournament", "elitist"):
+        if getattr(average, name) and method != "papa-2":
+            yield f"--average.{name} is on with --method {method}, expected papa-2"
+    if method in (*WITH_ANCHORS, "wash") and average.align != "none":
+        yield f"--average.align is {average.align} with --method {method}, which cannot be aligned: use none"
+    if method in WITH_ANCHORS and average.mutation:
+        yield f"--average.mutation is {average.mutation} with --method {method}, whose anchors it does not reach: use 0"
+    if train.engine == "stacked" and method == "grawa":
+        yield f"--train.engine is stacked, which keeps the gradients that --method {method} needs: use loop"
+    if config.coupling:
+        from papa.lab.recipes.rules import problems_of_coupling  # imports torch, which most configs do without
+
+        yield from problems_of_coupling(method, config.coupling)

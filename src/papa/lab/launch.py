@@ -23,13 +23,13 @@ from papa.core.group import Group, LocalGroup
 from papa.distributed.start import start_workers
 from papa.distributed.torchrun import Torchrun, rank_of_torchrun
 from papa.errors import ConfigError, PapaError, RunError
-from papa.lab.config import Config, flat, idle_options, option_of, settled
+from papa.lab.config import Config, flat, idle_options, option_of
 from papa.lab.data.files import num_cores
 from papa.lab.domains import load_domain, policies_for
+from papa.lab.loading import load_ensemble
 from papa.lab.outcome import finalize_run
 from papa.lab.recipes import paper_details, paper_scores, paper_soups
 from papa.lab.recipes.build import build, callbacks_for
-from papa.lab.recipes.loading import load_ensemble
 from papa.lab.recorder import Recorder
 from papa.lab.report.page import run_page
 from papa.lab.result import as_stored, fold_merges
@@ -78,7 +78,6 @@ class RunSpec:
     def check(self) -> None:
         """Raise a `ConfigError` if the run cannot be executed."""
         require("jinja2", "matplotlib")  # for the report at its end
-        self.config.check()
         self.checkpoints.check()
         members = self.config.members
         if self.workers is not None and not 1 <= self.workers <= members:
@@ -95,7 +94,7 @@ def execute(spec: RunSpec, *, stop: StopFlag | None = None) -> dict[str, Any]:
 
     A caller that handles signals gives the flag that it sets as `stop`.
     """
-    spec = replace(spec, config=settled(spec.config))
+    spec = replace(spec, config=spec.config.settled)
     if rank_of_torchrun() is not None:
         return _execute_under_torchrun(spec, stop)
     spec.check()
@@ -128,7 +127,7 @@ def _execute_under_torchrun(spec: RunSpec, stop: StopFlag | None) -> dict[str, A
     if spec.workers is not None:
         raise ConfigError(f"--workers is {spec.workers}, but torchrun sets the number of processes: leave it out")
     spec.check()
-    processes, run = Torchrun(spec.config.average.exchange), spec.directory
+    processes, run = Torchrun(), spec.directory
     group = processes.group(spec.config.members)
     facts = {**dict(flat(spec.config.to_json())), "out": spec.path, "papa": __version__, "torch": torch.__version__}
     facts |= {"overwrite": spec.overwrite, "resume": spec.resume}

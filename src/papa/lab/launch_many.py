@@ -55,10 +55,10 @@ def execute_all(specs: Sequence[RunSpec], *, num_parallel: int = 1) -> Outcomes:
     A run that fails does not stop the others. On SIGINT or SIGTERM the active runs save, no other run starts, and
     `StoppedError` is raised; with `resume=True` in the specs, a second call continues.
     """
+    if num_parallel > 1 and rank_of_torchrun() is not None:
+        raise ConfigError(f"--parallel is {num_parallel}, but torchrun sets the number of processes: remove --parallel")
     unique: dict[Path, RunSpec] = {}
     for spec in specs:
-        check_parallel(num_parallel, spec.workers)
-        spec.config.check()
         spec.checkpoints.check()
         unique.setdefault(spec.path, spec)
     runs = list(unique.values())
@@ -79,18 +79,6 @@ def execute_all(specs: Sequence[RunSpec], *, num_parallel: int = 1) -> Outcomes:
         results={path: outcome for path, outcome in by_path if isinstance(outcome, dict)},
         errors={path: outcome for path, outcome in by_path if not isinstance(outcome, dict)},
     )
-
-
-def check_parallel(num_parallel: int, workers: int | None) -> None:
-    """Raise a `ConfigError` unless runs of `workers` workers can be executed by `num_parallel` processes."""
-    if num_parallel < 1:
-        raise ConfigError(f"--parallel is {num_parallel}, expected at least 1")
-    if num_parallel == 1:
-        return
-    if workers is not None:
-        raise ConfigError("--workers and --parallel are both set, expected one of them: parallel runs have one worker")
-    if rank_of_torchrun() is not None:
-        raise ConfigError(f"--parallel is {num_parallel}, but torchrun sets the number of processes: remove --parallel")
 
 
 def _execute_next(group: Group, runs: Sequence[RunSpec], num_taken: Any, stop: StopFlag) -> dict[int, Outcome]:

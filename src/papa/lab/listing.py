@@ -23,18 +23,14 @@ class ListedRun:
     path: Path
     result: Mapping[str, Any]
     """The content of `result.json`; of an unfinished run recipe, method, seed and config."""
+    scores: Mapping[str, float | None]
+    """On test data, or else on validation data; of an unfinished run on validation data, after its last epoch."""
     state: Literal["finished", "running", "stopped"]
     epoch: int
     """Epochs that are done."""
     num_epochs: int
     time: float
     """When it last wrote, in seconds since 1970."""
-
-    @property
-    def scores(self) -> dict[str, float | None]:
-        """The scores on test data, or else on validation data; of an unfinished run none."""
-        scores = scores_of(self.result)
-        return {key: scores.get(key) for key in KEYS}
 
     @property
     def progress(self) -> str:
@@ -74,8 +70,17 @@ def _listed(path: Path) -> ListedRun:
     result = run.read_result_so_far()
     num_epochs = (result["config"].get("train") or {}).get("epochs") or 0
     if run.is_finished:
-        return ListedRun(path, result, "finished", num_epochs, num_epochs, run.result.stat().st_mtime)
-    epochs = [event.get("epoch") or 0 for event in run.read_metrics() if event["event"] == "epoch"]
+        scores = {key: scores_of(result).get(key) for key in KEYS}
+        return ListedRun(path, result, scores, "finished", num_epochs, num_epochs, run.result.stat().st_mtime)
+    last: dict[str, Any] = {}
+    for event in run.read_metrics():
+        last = event if event["event"] == "epoch" else last
+    members = [score for score in last.get("validation") or () if score is not None]
+    scores = dict.fromkeys(KEYS) | {
+        "mean": sum(members) / len(members) if members else None,
+        "ensemble": last.get("validation_ensemble"),
+        "average_soup": last.get("validation_average_soup"),
+    }
     written = run.metrics if run.metrics.exists() else run.config
     state: Literal["stopped", "running"] = "stopped" if is_stopped else "running"
-    return ListedRun(path, result, state, int(max(epochs, default=0)), num_epochs, written.stat().st_mtime)
+    return ListedRun(path, result, scores, state, int(last.get("epoch") or 0), num_epochs, written.stat().st_mtime)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from papa.lab.config import Config, CouplingConfig
+from papa.lab.config import Config, changed
 from papa.lab.domains import TILES, load_domain
 from papa.lab.recipes import find
-from papa.lab.recipes.change import changed, translated
+from papa.lab.recipes.recipe import translated
 from papa.lab.recipes.tables import Row, Table, number
 from papa.storage import json_text
 
@@ -74,7 +74,7 @@ def config_of(row: Row, table: Table, *, budget: str = "full", seed: int = 1, da
     changes = {**table.options, **row.change}
     if budget != "full":
         changes = translated(changes, full, small)
-    config = replace(changed(small, changes), seed=seed)
+    config = replace(changed(small, changes), seed=seed).settled
     return config if data_root is None else replace(config, data=replace(config.data, root=_root_of(config, data_root)))
 
 
@@ -91,9 +91,7 @@ def jobs_for(request: Request, out: Path) -> list[Job]:
         for row in request.rows
         if row.recipe is not None
         for seed in request.seeds_of(row)
-        for config in [
-            config_of(row, request.table, budget=request.budget, seed=seed, data_root=request.data_root).check()
-        ]
+        for config in [config_of(row, request.table, budget=request.budget, seed=seed, data_root=request.data_root)]
     ]
 
 
@@ -101,8 +99,6 @@ def _slug(config: Config) -> str:
     """A directory name for a configuration, independent of its seed and the directory of its data."""
     value = config.to_json()
     value["seed"] = value["data"]["root"] = None
-    if config.coupling == CouplingConfig():
-        del value["coupling"]  # directories keep the names that they had before there were these options
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
     return f"{config.recipe}-{config.method}-p{config.members}-{digest}"
 

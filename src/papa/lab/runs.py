@@ -24,10 +24,11 @@ from papa.storage import (
     write_atomically,
     write_json,
 )
-from papa.training.lock import Lock
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from papa.training.lock import Lock
 
 MAX_METRICS_BYTES = 1 << 30
 
@@ -63,6 +64,8 @@ class RunDirectory:
 
     def lock(self) -> Lock:
         """A context in which no other process may write here."""
+        from papa.training.lock import Lock
+
         return Lock(self.path / ".lock")
 
     @property
@@ -141,10 +144,9 @@ class RunDirectory:
             raise RunError(f"{self.path} holds {', '.join(existing)}, but no run of papa: choose another directory")
         if not overwrite:
             state = "a finished run" if self.is_finished else "an unfinished run"
-            go_on = "" if self.is_finished else "resume=True to continue it, or "
+            go_on = "" if self.is_finished else "--resume to continue it, or "
             raise RunError(
-                f"{self.path} already holds {state}: choose another directory, or pass {go_on}overwrite=True to "
-                "replace it"
+                f"{self.path} already holds {state}: choose another directory, or give {go_on}--overwrite to replace it"
             )
 
     def make_directories(self) -> None:

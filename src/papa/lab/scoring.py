@@ -19,8 +19,7 @@ from papa.lab.data.folder import LARGEST_CACHED
 from papa.lab.data.given_images import Decoder, GivenImages
 from papa.lab.data.images import LOADERS, OWN
 from papa.lab.domains import TEXT, Domain, ImageDomain, load_domain
-from papa.lab.recipes.build import build
-from papa.lab.recipes.loading import (
+from papa.lab.loading import (
     Card,
     LoadedNetwork,
     image_card,
@@ -29,6 +28,7 @@ from papa.lab.recipes.loading import (
     load_language_model,
     opened_run,
 )
+from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
 from papa.process import find_device
 from papa.training import Scores, Training

@@ -261,7 +261,7 @@ def test_classes_that_differ(split_folder: Path, make_images: MakeImages) -> Non
 
 def test_sizes_that_differ(split_folder: Path, make_images: MakeImages) -> None:
     make_images(split_folder / "train" / "dog", 4, (9, 9))
-    with pytest.raises(DataError, match=r"differ in size: .*cat/000\.png is 8 x 8, .*dog/000\.png is 9 x 9\. .*image_"):
+    with pytest.raises(DataError, match=r"differ in size: .*cat/000\.png is 8 x 8, .*dog/000\.png is 9 x 9\. .*image-"):
         load_images("folder", root=split_folder)
     assert load_images("folder", root=split_folder, image_size=8).image_size == 8
 
@@ -269,27 +269,31 @@ def test_sizes_that_differ(split_folder: Path, make_images: MakeImages) -> None:
 def test_training_and_test_sizes_that_differ(tmp_path: Path, make_images: MakeImages) -> None:
     make_images(tmp_path / "train" / "cat", 2, (8, 8))
     make_images(tmp_path / "test" / "cat", 2, (9, 9))
-    with pytest.raises(DataError, match=r"differ in size \(3 x 8 x 8 and 3 x 9 x 9\), expected one: set image_size"):
+    with pytest.raises(
+        DataError, match=r"differ in size \(3 x 8 x 8 and 3 x 9 x 9\), expected one: set --data.image-size"
+    ):
         load_images("folder", root=tmp_path)
 
 
 def test_images_that_are_no_squares(tmp_path: Path, make_images: MakeImages) -> None:
     make_images(tmp_path / "cat", 4, (9, 8))
-    with pytest.raises(DataError, match=r"000\.png is 9 x 8, expected a square: set image_size"):
+    with pytest.raises(DataError, match=r"000\.png is 9 x 8, expected a square: set --data.image-size"):
         load_images("folder", root=tmp_path, test_share=0.5)
     assert load_images("folder", root=tmp_path, test_share=0.5, image_size=8).image_size == 8
 
 
 def test_test_images_and_a_share(split_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"test_share is 0\.2, but .* has its own test images in .*test: leave"):
+    with pytest.raises(
+        ConfigError, match=r"--data.test-share is 0\.2, but .* has its own test images in .*test: leave"
+    ):
         load_images("folder", root=split_folder, test_share=0.2)
-    with pytest.raises(ConfigError, match=r"test_share is 0\.2, but cifar10 has its own test images"):
+    with pytest.raises(ConfigError, match=r"--data.test-share is 0\.2, but cifar10 has its own test images"):
         load_images("cifar10", root=split_folder, test_share=0.2)
 
 
 def test_neither_test_images_nor_a_share(tmp_path: Path, make_images: MakeImages) -> None:
     make_images(tmp_path / "cat", 2)
-    with pytest.raises(DataError, match=r"has no test images, expected .*: set test_share, such as 0\.2"):
+    with pytest.raises(DataError, match=r"has no test images, expected .*: set --data.test-share, such as 0\.2"):
         load_images("folder", root=tmp_path)
     with pytest.raises(DataError, match=r"a test share of 0\.1 splits no image off 2 images of 1 classes"):
         load_images("folder", root=tmp_path, test_share=0.1)
@@ -298,7 +302,7 @@ def test_neither_test_images_nor_a_share(tmp_path: Path, make_images: MakeImages
 def test_unknown_names_and_sizes() -> None:
     with pytest.raises(ConfigError, match="there is no data set cifar-10: did you mean cifar10"):
         load_images("cifar-10")
-    with pytest.raises(ConfigError, match="image_size is 0, expected at least 1"):
+    with pytest.raises(ConfigError, match=r"--data.image-size is 0, expected at least 1"):
         load_images("digits", image_size=0)
 
 

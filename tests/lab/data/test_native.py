@@ -170,7 +170,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     ):
         load_images("cifar100", root=tmp_path, download=False)
     with pytest.raises(
-        DataError, match=r", or class folders in .*cifar10/train and .*cifar10/test\. Set root to where"
+        DataError, match=r", or class folders in .*cifar10/train and .*cifar10/test\. Set --data.root to where"
     ):
         load_images("cifar10", root=tmp_path, download=False)
     with pytest.raises(

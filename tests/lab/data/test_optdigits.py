@@ -46,7 +46,7 @@ def test_as_an_image_set_nothing_is_drawn_and_pixels_stay_counts(tmp_path: Path)
 
 
 def test_where_to_get_it_when_it_is_missing(tmp_path: Path) -> None:
-    expected = r"expected optdigits.tra and optdigits.tes .*UCI.*set data\.root to their folder"
+    expected = r"expected optdigits.tra and optdigits.tes .*UCI.*set --data\.root to their folder"
     message = rf"optdigits is not in {re.escape(str(tmp_path))}: {expected}"
     with pytest.raises(DataError, match=message):
         load_optdigits(tmp_path)

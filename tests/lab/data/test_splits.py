@@ -71,7 +71,7 @@ def test_a_test_split_is_a_partition_and_leaves_every_class_to_train_on(classes:
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 20.0])
 def test_a_test_share_is_between_0_and_1(share: float) -> None:
-    with pytest.raises(ConfigError, match=r"test_share is .*, expected a share between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"--data.test-share is .*, expected a share between 0 and 1"):
         split_classes(torch.tensor([0, 1]), share)
 
 

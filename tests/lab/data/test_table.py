@@ -13,7 +13,8 @@ from papa.errors import ConfigError, DataError
 from papa.lab.config import Config, DataConfig, DiversityConfig, ModelConfig
 from papa.lab.data.table import check_shares, load_table, read_csv
 from papa.lab.domains import load_domain
-from papa.lab.recipes import find, load
+from papa.lab.loading import load
+from papa.lab.recipes import find
 
 CSV = "size,colour,kind\n1.5,red,b\n2,blue,a\n-3,red,b\n"
 
@@ -78,7 +79,9 @@ def test_rows_are_split_by_the_seed_and_scaled_by_the_training_rows() -> None:
 
 def test_shares_must_leave_rows_for_training() -> None:
     assert check_shares(0.1, None) == 0.25
-    with pytest.raises(ConfigError, match=r"validation is 0.5 and test_share 0.5, expected a sum below 1"):
+    with pytest.raises(
+        ConfigError, match=r"--data.validation is 0.5 and --data.test-share 0.5, expected a sum below 1"
+    ):
         check_shares(0.5, 0.5)
 
 

@@ -15,6 +15,7 @@ from papa.lab.config import METHODS, AverageConfig, Config, DiversityConfig, idl
 from papa.lab.domains.images import policies_for
 from papa.lab.models import make_model
 from papa.lab.probes import MergeProbes
+from papa.lab.recipes import RECIPES, find, paper_soups
 from papa.lab.recipes.build import (
     align_for,
     build,
@@ -23,7 +24,6 @@ from papa.lab.recipes.build import (
     repair_for,
     trajectory_averages_for,
 )
-from papa.lab.recipes.registry import RECIPES, find, paper_soups
 from papa.lab.recipes.rules import rule_for
 from papa.lab.selection import CandidateScorer, MergeElite, MergeGreedy, MergeTournament
 from papa.repair import repair_plan
@@ -38,6 +38,7 @@ def test_every_method_has_its_rule() -> None:
     assert kinds == {
         "independent": Independent,
         "longer": Independent,
+        "larger-batches": Independent,
         "papa": Push,
         "papa-all": MergeAll,
         "papa-2": MergePairs,
@@ -143,7 +144,7 @@ def test_what_a_method_does_not_look_at_changes_no_bit(method: str) -> None:
         "mutation_every_epochs": 0.5,
         "every_epochs": 0.5,
     }
-    idle = {option for option in idle_options(method) if not option.startswith("coupling.")}
+    idle = idle_options(method)
     names = {option.removeprefix("average.") for option in idle} & set(others)
     assert len(names) == len(idle - {"average.half_life"})
     ends = []
@@ -162,13 +163,12 @@ def test_options_of_merging_reach_the_training() -> None:
         repair_policy="shared",
         repair_scope="batch-norm",
         align="sinkhorn",
-        align_momentum=False,
         align_every_epochs=2.0,
         align_batches=3,
     )
     config = Config(average=average)
     assert repair_for(config) == Repair(num_batches=3, own_policies=False, scope="batch-norm")
-    assert align_for(config) == Align(by="sinkhorn", every_epochs=2.0, num_batches=3, move_momentum=False)
+    assert align_for(config) == Align(by="sinkhorn", every_epochs=2.0, num_batches=3)
 
 
 def test_recipes_say_where_members_are_repaired() -> None:
@@ -206,6 +206,6 @@ def test_the_papers_soups_of_independent_members_are_aligned_on_cifar_and_repair
 
 def test_probes_are_on_when_asked_for() -> None:
     assert callbacks_for(Config(), print) == []
-    (callback,) = callbacks_for(Config(average=AverageConfig(probes=True, probe_steps=3, probe_examples=50)), print)
+    (callback,) = callbacks_for(Config(average=AverageConfig(probes=True, probe_steps=3)), print)
     assert isinstance(callback, MergeProbes)
-    assert (callback.steps_later, callback.num_examples) == (3, 50)
+    assert callback.steps_later == 3

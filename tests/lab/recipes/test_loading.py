@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from helpers import execute
 from papa.errors import RunError
 from papa.lab.data import load_images
-from papa.lab.recipes import find, load
+from papa.lab.loading import load
+from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
 

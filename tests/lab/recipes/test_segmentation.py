@@ -19,7 +19,6 @@ from papa.lab.recipes import find, paper_details, paper_scores
 from papa.lab.recipes.build import build
 from papa.lab.recipes.tables import find_table
 from papa.lab.runs import RunDirectory
-from papa.lab.tasks.segmentation import F1
 from papa.storage import read_json
 
 CLASSES = ["dark", "bright"]
@@ -105,20 +104,6 @@ def test_the_result_tells_scores_by_class(root: Path, tmp_path: Path, capsys: py
     assert "papa: average soup" in printed
     assert "prediction.png" in printed
     assert "F1 bright" in run.report.read_text()
-
-
-def test_windows_are_an_option_and_large_ones_change_nothing(root: Path) -> None:
-    config = small_config(root, method="independent")
-    trainings = [
-        build(replace(config, data=replace(config.data, window=window, overlap=4))) for window in (None, 64, 16)
-    ]
-    whole, large, small = (training.evaluate_population(training.data.validation) for training in trainings)
-    assert whole == large
-    assert whole != small
-    assert isinstance(trainings[0].task.metric, F1)
-    assert trainings[0].task.metric.classes == tuple(CLASSES)
-    with pytest.raises(ConfigError, match=r"--data.overlap is 64, expected less than --data.window \(32\)"):
-        replace(config, data=replace(config.data, window=32)).check()
 
 
 def test_a_network_learns_what_pixels_show(root: Path) -> None:

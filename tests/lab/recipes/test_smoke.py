@@ -162,15 +162,16 @@ def test_logistic_regression_is_the_papers() -> None:
 
 def test_recipes_belong_to_the_papers_tables_and_know_its_numbers() -> None:
     vgg = RECIPES["cifar100-vgg16"]
-    assert vgg.table == "cifar100_gradual"
+    assert vgg.table == "cifar100_gradual, comparing_long"
     config = vgg.config()
     assert paper_scores(config) == {"ensemble": 79.88, "average_soup": 79.65, "greedy_soup": 79.08}
     assert paper_scores(replace(config, members=4)) is None
     baseline = replace(RECIPES["imagenet-resnet50"].config(), method="independent")
     assert paper_scores(baseline) == {"ensemble": 78.7, "greedy_soup": 76.8}
-    long = RECIPES["cifar100-resnet18-long"]
-    assert paper_scores(long.config()) == {"mean": 79.88}
-    assert long.config().train.epochs == 3000
+    longer = replace(config, method="longer", diversity=replace(config.diversity, per_batch=True)).settled
+    assert paper_scores(longer) == {"mean": 77.44}
+    assert longer.train.epochs == 3000
+    assert paper_scores(replace(RECIPES["cifar10-vgg11"].config(), method="longer").settled) is None
 
 
 def test_recipes_of_ablations_and_comparisons_have_the_papers_numbers() -> None:
@@ -192,16 +193,15 @@ def test_recipes_of_ablations_and_comparisons_have_the_papers_numbers() -> None:
     assert paper_scores(RECIPES["cifar100-resnet18-swa"].config()) is None
 
 
-@pytest.mark.parametrize("name", ["cifar10-vgg11", "cifar100-resnet18"])
+@pytest.mark.parametrize("name", ["cifar10-vgg11", "text-gpt-mini", "fashion-mnist-1k", "digits-150"])
 @pytest.mark.parametrize("budget", ["full", "mini", "smoke"])
-def test_one_long_training_sees_as_many_images_as_the_population(name: str, budget: str) -> None:
-    population, long = (RECIPES[recipe].config(budget) for recipe in (name, f"{name}-long"))
-    assert (long.members, long.method) == (1, "independent")
-    assert long.train.epochs == population.members * population.train.epochs
-    assert (long.data, long.model) == (population.data, population.model)
-
-
-def test_the_paper_has_no_long_training_on_cifar10() -> None:
-    long = RECIPES["cifar10-vgg11-long"]
-    assert long.table == ""
-    assert paper_scores(long.config()) is None
+def test_a_control_has_the_compute_of_the_population(name: str, budget: str) -> None:
+    population = RECIPES[name].config(budget)
+    longer, larger = (replace(population, method=method).settled for method in ("longer", "larger-batches"))
+    assert longer.members == larger.members == 1
+    assert longer.train.epochs == larger.train.epochs == population.members * population.train.epochs
+    assert longer.train.lr == population.train.lr
+    assert larger.train.batch_size == population.members * population.train.batch_size
+    given = population.train.larger_batch_lr
+    assert larger.train.lr == pytest.approx(given or population.train.lr * population.members**0.5)
+    assert (longer.data, longer.model, longer.settled) == (population.data, population.model, longer)

@@ -12,7 +12,6 @@ import torch
 import papa
 from helpers import small_data, small_net
 from papa.advice import TOO_CLOSE, TOO_FAR
-from papa.cli.progress import RunStatus, status_line
 from papa.lab.report.figures import strength_figures
 from papa.lab.report.metric import ACCURACY, TOKEN_LOSS, advice_on_epoch
 from papa.lab.report.page import run_page
@@ -70,10 +69,6 @@ def test_the_first_quarter_of_training_and_unknown_scores_lead_to_no_advice() ->
     assert advice_on_epoch(result, {**epoch, "epoch": 1}) is None
     assert advice_on_epoch(result, {**epoch, "validation_average_soup": None}) is None
     assert advice_on_epoch({**result, "method": "papa-all"}, epoch) is None
-
-
-def test_a_status_line_ends_with_the_advice() -> None:
-    assert status_line(RunStatus("run", epoch=1, advice=TOO_FAR)) == f"run: epoch 1, {TOO_FAR}"
 
 
 @pytest.mark.parametrize(

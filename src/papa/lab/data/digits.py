@@ -54,7 +54,7 @@ def load_optdigits(root: str | Path) -> tuple[Arrays, Arrays]:
     raise DataError(
         f"optdigits is not in {root}: expected {' and '.join(TEXT_FILES)} of the data set 'Optical Recognition of "
         f"Handwritten Digits' of the UCI Machine Learning Repository, or {NPZ_FILE}. Download them from there, and "
-        "set data.root to their folder (scikit-learn's digits are the test part only)"
+        "set --data.root to their folder (scikit-learn's digits are the test part only)"
     )
 
 

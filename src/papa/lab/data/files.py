@@ -210,7 +210,7 @@ def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixel
     width, height = read_size(paths[0])
     if image_size is None and width != height:
         raise DataError(
-            f"the image {paths[0]} is {width} x {height}, expected a square: set image_size to resize all images"
+            f"the image {paths[0]} is {width} x {height}, expected a square: set --data.image-size to resize all images"
         )
     side, bicubic = image_size or width, pillow().BICUBIC
 
@@ -219,7 +219,7 @@ def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixel
         if image_size is None and image.size != (side, side):
             found = f"{paths[0]} is {side} x {side}, {path} is {image.size[0]} x {image.size[1]}"
             raise DataError(
-                f"the images differ in size: {found}. Expected one size: set image_size to resize all images"
+                f"the images differ in size: {found}. Expected one size: set --data.image-size to resize all images"
             )
         to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
 

@@ -115,12 +115,12 @@ def _find_folders(root: Path, test_share: float | None, test_folders: Sequence[s
         test_folder = None  # here, `test` and `val` are classes
     if test_folder is not None and test_share is not None:
         raise ConfigError(
-            f"test_share is {test_share}, but {root} has its own test images in {test_folder}: leave test_share out"
+            f"--data.test-share is {test_share}, but {root} has its own test images in {test_folder}: leave it out"
         )
     if test_folder is None and test_share is None and class_names(train_folder):
         raise DataError(
             f"the folder {root} has no test images, expected {root / 'train' / 'CLASS'} and {root / 'test' / 'CLASS'}: "
-            "set test_share, such as 0.2, to split some off"
+            "set --data.test-share, such as 0.2, to split some off"
         )
     return train_folder, test_folder
 

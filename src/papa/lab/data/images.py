@@ -115,9 +115,9 @@ def load_images(
     if name not in LOADERS:
         raise ConfigError(f"there is no data set {name}: {did_you_mean(name, LOADERS)}")
     if image_size is not None and image_size < 1:
-        raise ConfigError(f"image_size is {image_size}, expected at least 1, or None for the images' own")
+        raise ConfigError(f"--data.image-size is {image_size}, expected at least 1, or None for the images' own")
     if test_share is not None and name not in OWN:
-        raise ConfigError(f"test_share is {test_share}, but {name} has its own test images: leave test_share out")
+        raise ConfigError(f"--data.test-share is {test_share}, but {name} has its own test images: leave it out")
     options = _Options(root=Path(root), image_size=image_size, test_share=test_share, download=download)
     images = LOADERS[name](name, options)
     for part in (images.train, images.test):
@@ -148,7 +148,7 @@ def _native(name: str, options: _Options) -> ImageSet:
         if not options.download:
             folders = f", or class folders in {root / name / 'train'} and {root / name / 'test'}" if is_cifar else ""
             raise DataError(
-                f"{name} is not in {root}: {native.expected_files(root)}{folders}. Set root to where it is, or "
+                f"{name} is not in {root}: {native.expected_files(root)}{folders}. Set --data.root to where it is, or "
                 "allow the download"
             )
         native.fetch(root)
@@ -220,7 +220,7 @@ def _small_set(name: str, train: Source, test: Source, classes: tuple[str, ...])
     shapes = {tuple(part.batch(torch.tensor([0]))[0].shape[1:]) for part in (train, test)}
     if len(shapes) > 1:
         found = " and ".join(" x ".join(map(str, shape)) for shape in sorted(shapes))
-        raise DataError(f"training and test images differ in size ({found}), expected one: set image_size")
+        raise DataError(f"training and test images differ in size ({found}), expected one: set --data.image-size")
     channels, image_size, _ = shapes.pop()
     return ImageSet(
         train=train,

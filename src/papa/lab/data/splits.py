@@ -59,7 +59,7 @@ def split_classes(targets: Tensor, share: float) -> tuple[Tensor, Tensor]:
     Returns the indices for training and for testing, both in ascending order.
     """
     if not 0.0 < share < 1.0:
-        raise ConfigError(f"test_share is {share}, expected a share between 0 and 1, such as 0.2")
+        raise ConfigError(f"--data.test-share is {share}, expected a share between 0 and 1, such as 0.2")
     shuffled = torch.randperm(len(targets), generator=stream(0, "test-split"))
     counts = torch.bincount(targets)
     num_test = torch.minimum((counts * share).round().long(), counts - 1).clamp(min=0)

@@ -130,5 +130,5 @@ def check_shares(validation: float, test_share: float | None) -> float:
     """The share of rows for testing; a `ConfigError` if nothing is left for training."""
     share = 0.25 if test_share is None else test_share
     if validation + share >= 1.0:
-        raise ConfigError(f"validation is {validation} and test_share {share}, expected a sum below 1")
+        raise ConfigError(f"--data.validation is {validation} and --data.test-share {share}, expected a sum below 1")
     return share

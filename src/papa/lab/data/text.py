@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from papa.errors import DataError
-from papa.lab.data.tokens import Tokenizer, make_tokenizer
+from papa.lab.data.tokens import Characters
 from papa.streams import stream
 from papa.training.data import Data
 
@@ -59,7 +59,7 @@ class TextSet:
     """A text as tokens, and the tokenizer that made them."""
 
     tokens: Tensor
-    tokenizer: Tokenizer
+    tokenizer: Characters
     context: int
     test_share: float
     """The share of the text, at its end, for testing; 0 for none."""
@@ -84,23 +84,19 @@ def load_text(
     root: str | Path,
     *,
     context: int,
-    tokenizer: str = "characters",
-    vocab_size: int = 4096,
-    validation: float = 0.1,
     test_share: float = 0.1,
     max_train: int | None = None,
     max_test: int | None = None,
 ) -> TextSet:
     """Read a UTF-8 file, or all `.txt` files in a folder in the order of their names, as one text.
 
-    `tokenizer` and `vocab_size` are as for `make_tokenizer`, shares and limits as for `TextSet`.
+    Share and limits are as for `TextSet`.
     """
     text = read_text(Path(root))
-    learned_from = text[: round(len(text) * (1.0 - validation - test_share))]
-    made = make_tokenizer(tokenizer, text, learned_from, vocab_size=vocab_size)
+    tokenizer = Characters(text)
     return TextSet(
-        tokens=made.encode(text),
-        tokenizer=made,
+        tokens=tokenizer.encode(text),
+        tokenizer=tokenizer,
         context=context,
         test_share=test_share,
         max_train=max_train,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 from papa.streams import global_stream
 from papa.training import Transforms
-from papa.training.data import Data, split_parts
+from papa.training.data import Data
 from papa.training.task import Task
 
 COMBINE: Mapping[str, Combine] = {"logits": mean_logits, "probabilities": mean_probabilities}
@@ -47,7 +47,7 @@ class Domain(ABC):
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """What `papa.lab.recipes.load` needs to build the network without the data; a part of `result.json`."""
+        """What `papa.lab.loading.load` needs to build the network without the data; a part of `result.json`."""
 
     def transforms(self) -> Transforms:
         """Preparation and augmentation; by default none."""
@@ -56,14 +56,6 @@ class Domain(ABC):
     def write_files(self, run: RunDirectory) -> None:
         """Write what else belongs to a finished run; by default nothing."""
         return None
-
-    def data(self) -> Data:
-        """The split data, with each member's part of the training data if they differ."""
-        data, diversity = self.split(), self.config.diversity
-        if diversity.parts == "all":
-            return data
-        parts = split_parts(data.train, self.config.members, leave_one_out=diversity.parts == "folds")
-        return replace(data, parts=parts)
 
     def maker(self) -> Callable[[], nn.Module]:
         """A function that makes one member."""

@@ -37,12 +37,10 @@ class ImageDomain(Domain):
         return self.images.split(self.config.data.validation, seed=self.config.seed)
 
     def task(self) -> Task:
-        data, combine = self.config.data, COMBINE[self.config.average.ensemble]
+        combine = COMBINE[self.config.average.ensemble]
         if self.images.ignore is None:
             return Task(combine=combine)
-        return segmentation(
-            self.images.classes, ignore=self.images.ignore, window=data.window, overlap=data.overlap, combine=combine
-        )
+        return segmentation(self.images.classes, ignore=self.images.ignore, combine=combine)
 
     def make_network(self) -> nn.Module:
         model = self.config.model

@@ -11,7 +11,6 @@ from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.data.text import TextSet, load_text
 from papa.lab.domains.base import Domain
-from papa.lab.models import from_transformers
 from papa.lab.models.gpt import GPT
 from papa.lab.models.weights import load_weights_
 from papa.lab.runs import RunDirectory
@@ -50,17 +49,13 @@ class TextDomain(Domain):
 def load_text_domain(config: Config) -> TextDomain:
     """The text of a config."""
     data, model = config.data, config.model
-    if model.name != "gpt" and not model.name.startswith(from_transformers.PREFIX):
-        known = f"gpt, or {from_transformers.PREFIX}TYPE for a causal model of transformers"
-        raise ConfigError(f"--model.name is {model.name} with --data.name text, expected {known}")
-    if model.pretrained and model.name == "gpt":
-        raise ConfigError("--model.pretrained is for transformers:PATH: give a file as --model.weights instead")
+    if model.name != "gpt":
+        raise ConfigError(f"--model.name is {model.name} with --data.name text, expected gpt")
+    if model.pretrained:
+        raise ConfigError("--model.pretrained is for networks of timm: give a file as --model.weights instead")
     text = load_text(
         data.root,
         context=data.context,
-        tokenizer=data.tokenizer,
-        vocab_size=data.vocab_size,
-        validation=data.validation,
         test_share=data.test_share or 0.0,
         max_train=data.max_train,
         max_test=data.max_test,
@@ -70,21 +65,19 @@ def load_text_domain(config: Config) -> TextDomain:
 
 def make_language_model(config: Config, vocab_size: int) -> nn.Module:
     """One language model, with initial weights from torch's global generator or from the file of the config."""
-    gpt, model = config.gpt, config.model
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "context": config.data.context,
-        "num_layers": gpt.layers,
-        "num_heads": gpt.heads,
-        "width": gpt.width,
-        "dropout": gpt.dropout,
-    }
-    network: nn.Module
-    if model.name == "gpt":
-        network = GPT(**sizes, mlp=gpt.mlp, norm=gpt.norm, positions=gpt.positions, tied=gpt.tied, bias=gpt.bias)
-    else:
-        is_pretrained = model.pretrained and model.weights is None
-        network = from_transformers.make_causal_model(model.name, **sizes, pretrained=is_pretrained)
+    gpt = config.gpt
+    network = GPT(
+        vocab_size=vocab_size,
+        context=config.data.context,
+        num_layers=gpt.layers,
+        num_heads=gpt.heads,
+        width=gpt.width,
+        dropout=gpt.dropout,
+        mlp=gpt.mlp,
+        norm=gpt.norm,
+        positions=gpt.positions,
+        bias=gpt.bias,
+    )
     if config.model.weights is not None:
         load_weights_(network, config.model.weights)
     return network

@@ -43,7 +43,6 @@ class GPT(nn.Module):
         mlp: str = "gelu",
         norm: str = "layer",
         positions: str = "learned",
-        tied: bool = True,
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -71,8 +70,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * num_layers) if is_last else INIT_STD)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        if tied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -253,7 +253,7 @@ def _checked(images: Tensor, multiple: int) -> Tensor:
     if height % multiple or width % multiple:
         raise DataError(
             f"UNet got images of {height} x {width}, expected multiples of {multiple}: crop or pad them, as "
-            "papa.lab.tasks.apply.apply_whole does"
+            "papa.lab.tasks.segmentation.apply_whole does"
         )
     return images
 

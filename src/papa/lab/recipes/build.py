@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from papa.core.group import Group, LocalGroup
-from papa.core.health import OnNonFinite
 from papa.lab.config import NEVER_AVERAGED, Config
 from papa.lab.domains import Domain, load_domain
 from papa.lab.models.head import FrozenBody
@@ -46,7 +45,6 @@ def build(
     teacher: nn.Module | None = None,
 ) -> Training:
     """A training that is ready to run; with a teacher, members are distilled from it."""
-    config.check()
     device = (group or LocalGroup()).local_device(find_device(config.device, option="--device"))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where tensors from other processes arrive
@@ -55,7 +53,7 @@ def build(
     best = [BestSoup()] if config.average.keep_best_soup else []
     training = Training(
         domain.maker(),
-        domain.data(),
+        domain.split(),
         settings if teacher is None else taught(domain, settings, teacher),
         callbacks=[*trajectory_averages_for(config), *best],
         group=group,
@@ -67,12 +65,15 @@ def build(
     return training
 
 
+TEACHER_WEIGHT, TEMPERATURE = 0.9, 2.0
+"""The teacher's share of the loss, and what divides the logits of both."""
+
+
 def taught(domain: Domain, settings: Settings, teacher: nn.Module) -> Settings:
     """The settings of a training, with the loss of its teacher."""
-    train = domain.config.train
-    match = partial(match_probabilities, temperature=train.temperature, dim=domain.class_dim)
+    match = partial(match_probabilities, temperature=TEMPERATURE, dim=domain.class_dim)
     teacher = teacher.to(torch.device(settings.device))
-    return replace(settings, task=distillation(teacher, settings.task, weight=train.teacher_weight, match=match))
+    return replace(settings, task=distillation(teacher, settings.task, weight=TEACHER_WEIGHT, match=match))
 
 
 def settings_for(domain: Domain, device: torch.device) -> Settings:
@@ -83,7 +84,6 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
         num_members=config.members,
         num_epochs=config.train.epochs,
         batch_size=config.train.batch_size,
-        accumulate=config.train.accumulate,
         task=domain.task(),
         make_optimizer=partial(make_optimizer, config),
         schedule=make_schedule(config),
@@ -93,17 +93,13 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
         averaging=AveragingOptions(
             repair=repair_for(config),
             align=align_for(config),
-            on_nonfinite=cast(OnNonFinite, average.on_nonfinite),
-            measure=average.measure,
         ),
         numerics=numerics_for(config),
         monitoring=Monitoring(
             keep_best_soup=average.keep_best_soup,
             validate_every=config.train.validate_every,
-            test_each_epoch=config.train.test_each_epoch,
         ),
         engine={"loop": None, "stacked": Stacked}[config.train.engine],
-        same_order=config.diversity.same_order,
     )
 
 
@@ -130,7 +126,6 @@ def align_for(config: Config) -> Align | None:
         by=cast(AlignBy, average.align),
         every_epochs=average.align_every_epochs,
         num_batches=average.align_batches,
-        move_momentum=average.align_momentum,
     )
 
 
@@ -148,7 +143,7 @@ def callbacks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> li
     average = config.average
     callbacks: list[Callback] = [FrozenBody(config.model.frozen)] if config.model.frozen else []
     if average.probes:
-        callbacks.append(MergeProbes(log, steps_later=average.probe_steps, num_examples=average.probe_examples))
+        callbacks.append(MergeProbes(log, steps_later=average.probe_steps))
     return callbacks
 
 

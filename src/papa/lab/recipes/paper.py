@@ -14,7 +14,6 @@ from papa.lab.config import (
     ModelConfig,
     TrainConfig,
     TrajectoryConfig,
-    settled,
 )
 from papa.lab.recipes.recipe import Recipe, mini, smoke, with_budget
 
@@ -31,7 +30,7 @@ class _Cifar:
 
     data: str
     model: str
-    table: str
+    tables: str
     mini_width: int
     mini_epochs: int = 20
     mini_lr_divisor: float = 1.0
@@ -42,8 +41,8 @@ class _Cifar:
 CIFAR_ROWS = (
     _Cifar("cifar10", "vgg11", "cifar10_gradual", mini_width=12, mini_epochs=10, mini_lr_divisor=10.0),
     _Cifar("cifar10", "resnet18", "cifar10_res_gradual", mini_width=8),
-    _Cifar("cifar100", "vgg16", "cifar100_gradual", mini_width=8),
-    _Cifar("cifar100", "resnet18", "cifar100_res_gradual", mini_width=8),
+    _Cifar("cifar100", "vgg16", "cifar100_gradual, comparing_long", mini_width=8),
+    _Cifar("cifar100", "resnet18", "cifar100_res_gradual, comparing_long", mini_width=8),
 )
 
 
@@ -62,12 +61,6 @@ def cifar(row: _Cifar, budget: str) -> Config:
     )
     small = {"epochs": row.mini_epochs, "lr_divisor": row.mini_lr_divisor}
     return with_budget(config, budget, mini_width=row.mini_width, smoke_width=4, **small)
-
-
-def cifar_long(row: _Cifar, budget: str) -> Config:
-    """The same compute spent on one network: ten times the epochs, a new policy for every mini-batch."""
-    longer = settled(replace(cifar(row, budget), method="longer"))
-    return replace(longer, method="independent", diversity=replace(longer.diversity, per_batch=True))
 
 
 def imagenet(budget: str) -> Config:
@@ -219,16 +212,7 @@ def logistic(budget: str) -> Config:
 
 RECIPES = (
     *(
-        Recipe(f"{row.data}-{row.model}", f"{row.model} from scratch on {row.data}", partial(cifar, row), row.table)
-        for row in CIFAR_ROWS
-    ),
-    *(
-        Recipe(
-            f"{row.data}-{row.model}-long",
-            f"one {row.model} on {row.data}, trained as long as the whole population",
-            partial(cifar_long, row),
-            "comparing_long" if row.data == "cifar100" else "",
-        )
+        Recipe(f"{row.data}-{row.model}", f"{row.model} from scratch on {row.data}", partial(cifar, row), row.tables)
         for row in CIFAR_ROWS
     ),
     Recipe("imagenet-resnet50", "ResNet-50 from scratch on ImageNet", imagenet, "summary_table"),
@@ -269,7 +253,12 @@ RECIPES = (
         partial(unet, "vaihingen"),
         "image_seg1, image_seg2",
     ),
-    Recipe("aerial-unet", "the same on any folder of images and label images", partial(unet, "tiles")),
+    Recipe(
+        "aerial-unet",
+        "images with label images: a class per pixel",
+        partial(unet, "tiles"),
+        group="your data",
+    ),
     Recipe(
         "optdigits-logistic",
         "logistic regression on UCI's optical digits, one image at a time",

@@ -1,20 +1,21 @@
-"""A recipe: a name, a line of description, and a function from a budget to a config."""
+"""A recipe: a name, a line of description, and a function from a budget to a config; and smaller budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from papa.core.half_life import HALF_LIFE
+from papa.core.half_life import HALF_LIFE, half_life_in_steps
 from papa.errors import ConfigError, did_you_mean
-from papa.lab.config import Config
+from papa.lab.config import Config, changed
 
 BUDGETS = {
     "full": "the paper's setting",
     "mini": "ten to twenty minutes on two CPU cores",
     "smoke": "seconds: to see that everything works",
 }
+PAPER = "the paper's tables"
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,12 @@ class Recipe:
     """From a budget to the configuration."""
     table: str = ""
     """The labels of the paper's tables that it belongs to, separated by commas."""
-    default_budget: str = "full"
+    group: str = PAPER
+    """Where `papa ls` shows it."""
 
     def config(self, budget: str | None = None) -> Config:
         """The recipe's configuration under a budget, with its name written into it."""
-        budget = budget or self.default_budget
+        budget = budget or "full"
         if budget not in BUDGETS:
             raise ConfigError(f"--budget is {budget}: {did_you_mean(budget, BUDGETS)}")
         return replace(self.make(budget), recipe=self.name)
@@ -106,3 +108,33 @@ def smoke(config: Config, *, width: int | None, batch_size: int = 16, num_batche
         train=replace(config.train, epochs=2, batch_size=batch_size),
         average=replace(config.average, every_steps=1, probe_steps=1, align_batches=ALIGN_BATCHES, **cadences),
     )
+
+
+def translated(changes: Mapping[str, Any], full: Config, small: Config) -> dict[str, Any]:
+    """Changes to a full setting, translated to its smaller version.
+
+    Epochs keep their share of training. A cadence of merges, and the half-life of a push, keep their ratio to the
+    recipe's own. Under the smoke budget the population is no larger than the recipe's. Other changes stay the same.
+    """
+    result = dict(changes)
+    shorter = small.train.epochs / full.train.epochs
+    for name in ("average.start", "average.stop"):
+        if result.get(name) is not None:
+            result[name] *= shorter
+    if "average.every_epochs" in result:
+        result["average.every_epochs"] *= small.average.every_epochs / full.average.every_epochs
+    strength = any(name in result for name in ("average.alpha", "average.every_steps"))
+    if strength and small.average.half_life is not None:
+        ratio = _half_life(changed(full, result)) / _half_life(full)
+        result["average.alpha"] = None
+        result["average.half_life"] = small.average.half_life * ratio
+    if "members" in result and small.members < 3:
+        result["members"] = min(result["members"], small.members)
+    return result
+
+
+def _half_life(config: Config) -> float:
+    """In steps."""
+    average = config.average
+    assert average.alpha is not None  # full settings are the paper's
+    return half_life_in_steps(average.alpha, average.every_steps)

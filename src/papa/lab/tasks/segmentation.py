@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
 from papa.evaluation.scores import Combine, mean_logits
-from papa.lab.tasks.apply import apply_in_windows, apply_whole
 from papa.training.task import Task
 
 
@@ -19,24 +18,52 @@ def segmentation(
     classes: Sequence[str],
     *,
     ignore: int = 255,
-    window: int | None = None,
-    overlap: int = 64,
     combine: Combine = mean_logits,
 ) -> Task:
     """The task of segmentation: `pixel_cross_entropy`, scored by the mean `F1` over classes in percent.
 
     Example:
-        >>> task = segmentation(["road", "tree"], window=512)
+        >>> task = segmentation(["road", "tree"])
         >>> task.eval_batch_size
         1
 
-    Networks are applied to overlapping windows of side `window`, or to whole images if it is None.
+    Networks are applied to whole images.
     """
-    if window is not None and not 0 <= overlap < window:
-        raise ConfigError(f"the overlap of windows is {overlap}, expected 0 to below the window's side of {window}")
-    apply = apply_whole if window is None else partial(apply_in_windows, window=window, overlap=overlap)
     loss = partial(pixel_cross_entropy, ignore=ignore)
-    return Task(loss=loss, metric=F1(classes, ignore=ignore), apply=apply, combine=combine, eval_batch_size=1)
+    return Task(loss=loss, metric=F1(classes, ignore=ignore), apply=apply_whole, combine=combine, eval_batch_size=1)
+
+
+def apply_whole(model: nn.Module, images: Tensor) -> Tensor:
+    """Class scores of every pixel, from one forward pass over whole images.
+
+    If the network has an attribute `multiple` (UNet: 16), images are padded by reflection to the next multiple of it
+    on the right and at the bottom, and the scores are cropped again.
+
+    Example:
+        >>> from papa.lab.models import UNet
+        >>> apply_whole(UNet(num_classes=6, width=2).eval(), torch.zeros(1, 3, 20, 33)).shape
+        torch.Size([1, 6, 20, 33])
+    """
+    height, width = images.shape[-2:]
+    multiple = int(getattr(model, "multiple", 1))
+    tall, wide = (-(-side // multiple) * multiple for side in (height, width))
+    if (tall, wide) != (height, width):
+        rows, columns = reflected(height, tall).to(images.device), reflected(width, wide).to(images.device)
+        images = images.index_select(-2, rows).index_select(-1, columns)
+    scores: Tensor = model(images)
+    return scores[..., :height, :width]
+
+
+def reflected(side: int, length: int) -> Tensor:
+    """Indices that extend a line of `side` pixels to `length` by reflection, repeatedly if necessary.
+
+    Example:
+        >>> reflected(3, 8).tolist()
+        [0, 1, 2, 1, 0, 1, 2, 1]
+    """
+    period = max(1, 2 * (side - 1))
+    places = torch.arange(length, device="cpu") % period
+    return torch.minimum(places, period - places)
 
 
 def pixel_cross_entropy(outputs: Tensor, targets: Tensor, *, ignore: int = 255) -> Tensor:

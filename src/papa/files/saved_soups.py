@@ -36,19 +36,15 @@ def save_soup(population: Population, path: str | os.PathLike[str], weights: Wei
             (`torch.distributed.checkpoint`), to which each rank of a sharded member writes its own shards.
         weights: one per member, non-negative and summing to 1; by default all the same.
     """
-    path = Path(path)
-    mean = _mean_of(population, weights)
+    path, mean = Path(path), _mean_of(population, weights)
 
     def write() -> list[None]:
-        if not _is_writer(population):
-            return []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix != ".safetensors":
-            save_distributed(path, mean, population.group)
-            return []
-        state = _gathered(mean, keep=is_first_data_rank(population.group))
-        if state:
-            save_network(path, state)
+        if _is_writer(population):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix != ".safetensors":
+                save_distributed(path, mean, population.group)
+            elif state := _gathered(mean, population):
+                save_network(path, state)
         return []
 
     gather_or_raise(population.group, write)
@@ -63,25 +59,23 @@ def soup_state(
     other than the first get an empty dict.
     """
     mean = _mean_of(population, weights, only_averaged=only_averaged)
-    if not _is_writer(population):
-        return {}
-    return _gathered(mean, keep=is_first_data_rank(population.group))
+    return _gathered(mean, population) if _is_writer(population) else {}
 
 
 def member_state(population: Population, index: int = 0) -> dict[str, Tensor]:
     """The state dict of a local member, whole and on the CPU; empty on all but the first rank that trains it."""
     layout.reshard_(population[index])
     state = inner_module(population[index]).state_dict()
-    return _gathered(_tensors(state), keep=is_first_data_rank(population.group))
+    return _gathered(_tensors(state), population)
 
 
 def _mean_of(
     population: Population, weights: Weights | None = None, *, only_averaged: bool = False
 ) -> dict[str, Tensor]:
     """The mean under the names of a state dict, sharded as members are."""
-    row = soup_row(population.size, population.active) if weights is None else weights
-    combined = population._combined(row)
-    model = population[_first_active(population)]
+    combined = population._combined(soup_row(population.size, population.active) if weights is None else weights)
+    first = next((index for index, member in enumerate(population.members) if member in population.active), 0)
+    model = population[first]
     names: dict[int, str] = {}
     for name, tensor in layout.named_tensors(model).items():
         names.setdefault(id(tensor), name)  # as in the layout, tied tensors have their first name
@@ -99,10 +93,6 @@ def _tensors(state: dict[str, object]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _first_active(population: Population) -> int:
-    return next((index for index, member in enumerate(population.members) if member in population.active), 0)
-
-
 def _is_writer(population: Population) -> bool:
     """Whether this process trains the first active member."""
     if not population.active:
@@ -110,10 +100,11 @@ def _is_writer(population: Population) -> bool:
     return population.active[0] in population.members
 
 
-def _gathered(state: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    found = {}
+def _gathered(state: dict[str, Tensor], population: Population) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, on the first of the ranks that train a member; all of these must call it."""
+    found, is_kept = {}, is_first_data_rank(population.group)
     for name, tensor in state.items():
-        gathered = whole(tensor)  # on all ranks of the member, one tensor at a time
-        if keep:
+        gathered = whole(tensor)  # one tensor at a time
+        if is_kept:
             found[name] = gathered.detach().cpu()
     return found

@@ -173,8 +173,7 @@ def _parts(
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], digest: Any = None) -> int:
     """Write tensors, one at a time; as `write_tensors`."""
-    infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
-    return write_tensors(path, infos, _whole(tensors), metadata=_metadata(), digest=digest)
+    return write_file(path, network_parts(tensors), digest)
 
 
 def save_network(
@@ -190,7 +189,11 @@ def network_parts(
     """A network or its state dict as the content of a safetensors file, part by part."""
     state = network.state_dict() if isinstance(network, nn.Module) else network
     infos = {name: TensorInfo.of(tensor) for name, tensor in state.items()}
-    return _parts(infos, _whole(state), {**_metadata(), **(metadata or {})})
+
+    def whole(name: str) -> list[Tensor]:
+        return [state[name].detach().cpu().contiguous().reshape(-1)]
+
+    return _parts(infos, whole, {"format": "pt", "papa": __version__, **(metadata or {})})
 
 
 def parse_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -198,11 +201,3 @@ def parse_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors = safetensors.torch.load(content)  # checks the header
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return tensors, header.get("__metadata__", {})
-
-
-def _metadata() -> dict[str, str]:
-    return {"format": "pt", "papa": __version__}
-
-
-def _whole(tensors: Mapping[str, Tensor]) -> Blocks:
-    return lambda name: [tensors[name].detach().cpu().contiguous().reshape(-1)]

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import papa
 from papa.integrations.fabric import averaging
 
-fabric = Fabric(accelerator="cpu")
+fabric = Fabric(devices=1)
 fabric.seed_everything(1)
 inputs = torch.randn(512, 8)
 dataset = TensorDataset(inputs, (inputs[:, :2].prod(dim=1) > 0).long())
@@ -30,5 +30,5 @@ for _ in range(25):
             fabric.backward(F.cross_entropy(net(inputs), targets))
             optimizer.step()
 fabric.save("fabric.ckpt", {"nets": joined.population, "papa": joined})
-evaluation = papa.evaluate(joined.soup(), [dataset.tensors])
+evaluation = papa.evaluate(joined.soup(), [fabric.to_device(dataset.tensors)])
 print(f"one network of {joined.population.size}: {evaluation.score:.1f}% of the training data")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 
 import pytest
 
@@ -27,17 +28,13 @@ def test_errors_about_values_are_value_errors_too(error: type[Exception]) -> Non
     assert issubclass(error, ValueError)
 
 
-def test_did_you_mean_offers_the_closest_name_and_all_known_ones() -> None:
-    assert errors.did_you_mean("pappa", ["independent", "papa"]) == "did you mean papa? Known: independent, papa"
-
-
-def test_did_you_mean_lists_all_names_if_none_is_close() -> None:
-    assert errors.did_you_mean("zzz", ["independent", "papa"]) == "known: independent, papa"
-
-
-def test_did_you_mean_takes_any_iterable() -> None:
-    assert errors.did_you_mean("papa", iter(["papa"])) == "did you mean papa? Known: papa"
-
-
-def test_did_you_mean_keeps_the_case_of_names() -> None:
-    assert errors.did_you_mean("resnet", ["ResNet18"]).endswith("Known: ResNet18")
+@pytest.mark.parametrize(
+    ("name", "known", "said"),
+    [
+        ("pappa", ["independent", "papa"], "did you mean papa? Known: independent, papa"),
+        ("zzz", iter(["independent", "papa"]), "known: independent, papa"),
+        ("resnet", ["ResNet18"], "did you mean ResNet18? Known: ResNet18"),
+    ],
+)
+def test_the_closest_name_is_offered_and_all_known_ones(name: str, known: Iterable[str], said: str) -> None:
+    assert errors.did_you_mean(name, known) == said

@@ -138,17 +138,11 @@ def test_the_old_statistics_are_put_back_after_an_error(data: object, error: typ
     network = make_network()
     network[1].eval()
     before, modes = snapshot(network), [module.training for module in network.modules()]
-    with pytest.raises(error):
+    with pytest.raises(error, match="no batch to estimate BatchNorm statistics from" if error is DataError else None):
         reset_batch_norm_(network, data())
     assert_same_bits(snapshot(network), before)
     assert [module.training for module in network.modules()] == modes
     assert network[1].momentum == 0.3
-
-
-def test_no_batches_are_refused() -> None:
-    message = "there was no batch to estimate BatchNorm statistics from: the data is empty"
-    with pytest.raises(DataError, match=message):
-        reset_batch_norm_(make_network(), [])
 
 
 def test_a_network_without_batch_norm_is_returned_as_it_is() -> None:

@@ -52,19 +52,9 @@ NETWORKS = {
     ),
 }
 NETWORKS["unet"] = lambda: UNet(num_classes=3, width=2)
-SHAPES = {
-    "mlp": (6,),
-    "conv1d": (2, 8),
-    "conv2d dilated": (3, 8, 8),
-    "depthwise": (3, 8, 8),
-    "conv3d": (1, 4, 4, 4),
-    "transposed": (4, 5, 5),
-    "transposed 1d": (2, 8),
-    "transposed 3d": (1, 4, 4, 4),
-    "tokens": (5, 6),
-    "batch norm": (3, 8, 8),
-    "unet": (3, 32, 32),
-}
+SHAPES: dict[str, tuple[int, ...]] = {"mlp": (6,), "conv1d": (2, 8), "conv3d": (1, 4, 4, 4), "transposed": (4, 5, 5)}
+SHAPES |= {"transposed 1d": (2, 8), "transposed 3d": (1, 4, 4, 4), "tokens": (5, 6), "unet": (3, 32, 32)}
+SHAPES |= dict.fromkeys(["conv2d dilated", "depthwise", "batch norm"], (3, 8, 8))
 
 
 class Twice(nn.Module):
@@ -129,24 +119,18 @@ def test_statistics_equal_their_goals_on_one_batch(kind: str, weights: list[floa
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_the_output_layer_is_left_alone(kind: str) -> None:
+def test_the_output_layer_is_left_alone_and_an_unmixed_network_too(kind: str) -> None:
     parents, batches = make_parents(kind), make_batches(kind)
-    child = average_soup(parents)
+    child, unmixed = average_soup(parents), copy.deepcopy(parents[1])
     last = list(layer_statistics(child, batches))[-1]
     before = copy.deepcopy(child.get_submodule(last).state_dict())
     report = repair_(child, parents, batches)
     assert last in report.left_alone
     assert_same_state(child.get_submodule(last), before)
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_an_unmixed_network_is_changed_by_rounding_only(kind: str) -> None:
-    parents, batches = make_parents(kind), make_batches(kind)
-    child = copy.deepcopy(parents[1])
-    reset_batch_norm_(child, batches)
-    before = state_of(child)
-    repair_(child, parents, batches, [0.0, 1.0, 0.0])
-    for name, value in child.state_dict().items():
+    reset_batch_norm_(unmixed, batches)
+    before = state_of(unmixed)
+    repair_(unmixed, parents, batches, [0.0, 1.0, 0.0])
+    for name, value in unmixed.state_dict().items():  # changed by rounding only
         torch.testing.assert_close(value, before[name], rtol=1e-9, atol=1e-9)
 
 
@@ -446,33 +430,24 @@ def test_layers_outside_the_scope_keep_their_weights() -> None:
 
 @pytest.mark.parametrize("rule", [MergeAll(every_steps=1), MergePairs(every_steps=1)])
 @pytest.mark.parametrize("one_list", [True, False])
-def test_members_are_repaired_around_a_merge(rule: MergeAll, one_list: bool) -> None:
-    parents, batches = make_parents("batch norm"), make_batches("batch norm")
-    before = copy.deepcopy(parents)
-    population = Population(parents)
-    repair = RepairMerges(lambda member: batches if one_list else list(batches))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Averager(population, rule, merge_hooks=repair).step()
-    matrix = rule.matrix(AveragingContext(step=1, size=3, lr_ratio=1.0))
-    for member, net in enumerate(population):
-        expected = average_soup(before, matrix[member])
-        repair_(expected, before, batches, matrix[member])
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("rule", [MergeAll(every_steps=1), MergePairs(every_steps=1)])
-@pytest.mark.parametrize("one_list", [True, False])
-def test_batch_norm_alone_is_reset_after_a_merge(rule: MergeAll, one_list: bool) -> None:
+@pytest.mark.parametrize("kind", [RepairMerges, ResetBatchNormAfterMerges])
+def test_members_are_repaired_or_reset_around_a_merge(
+    kind: type[RepairMerges | ResetBatchNormAfterMerges], rule: MergeAll, one_list: bool
+) -> None:
     parents, batches = make_parents("batch norm"), make_batches("batch norm", num_batches=2)
     before = copy.deepcopy(parents)
     population = Population(parents)
-    reset = ResetBatchNormAfterMerges(lambda member: batches if one_list else list(batches))
-    Averager(population, rule, merge_hooks=reset).step()
+    hook = kind(lambda member: batches if one_list else list(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Averager(population, rule, merge_hooks=hook).step()
     matrix = rule.matrix(AveragingContext(step=1, size=3, lr_ratio=1.0))
     for member, net in enumerate(population):
-        expected = reset_batch_norm_(average_soup(before, matrix[member]), batches)
+        expected = average_soup(before, matrix[member])
+        if kind is RepairMerges:
+            repair_(expected, before, batches, matrix[member])
+        else:
+            reset_batch_norm_(expected, batches)
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-6, atol=1e-9)
 

@@ -1,281 +1,313 @@
-"""Studies of the regime that populations are for: few data, used up before training ends."""
+"""The evidence where data runs out: PAPA beside all else that the same compute can buy, the paper's claims, and where
+averaging stops paying."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from results.controls import both
-from results.study import Study, Table
-from results.tables import side_by_side, tuned_options, tuned_strengths
+from papa.lab.report.conclusion import Difference
+from papa.lab.report.draw import SERIES_COLORS, Chart, Line, Point, line_chart
+from papa.lab.report.metric import metric_of
+from papa.lab.report.table import gap_text, mean_gap_closed
+from results.record import Record
+from results.tables import (
+    ENSEMBLE,
+    MEAN,
+    SAME_INIT,
+    SOUP,
+    Score,
+    difference_table,
+    grouped,
+    less,
+    markdown,
+    mean_text,
+    role_of,
+    shows,
+    side_by_side,
+    similarity,
+    text,
+    value,
+)
 
-METHODS = "independent,papa,papa-all,papa-2"
+EMA_SOUP, EMA_MEAN = "trajectory.test.average_soup", "trajectory.test.mean"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of data: a population, and one network with the same compute."""
+def best_by_validation(record: Record) -> float | None:
+    """The test score of the member that is best on validation data; of equal ones the first."""
+    found = [one for one in record["validation"]["members"] if one is not None]
+    if not found:
+        return None
+    best = (max if metric_of([record]).higher_is_better else min)(found)
+    score: float | None = record["test"]["members"][record["validation"]["members"].index(best)]
+    return score
 
-    recipe: str
-    title: str
-    name: str = ""
-    """Of the study; the recipe's by default."""
-    methods: str = METHODS
-    controls: tuple[str, ...] = ("longer", "larger-batches")
-    """Methods of one network with the same compute."""
-    seeds: str = "1,2,3"
-    root: str = "DATA"
-    options: str = ""
-    """Options of all runs."""
-    tuned: Mapping[str, str] = field(default_factory=dict)
-    """Options that were tried for single networks, by the name of their run."""
-    tuning_seeds: str = "11"
-    """Seeds that no other run uses."""
-    tuning_options: str = ""
-    """More validation data for that."""
-    tuning_members: int = 2
-    has_distilled: bool = False
-    """Whether a network is also distilled from each ensemble of independent networks."""
-    batch_rates: tuple[float, ...] = ()
-    """Learning rates that were tried for one network with larger batches."""
-    half_lives: tuple[float, ...] = ()
-    """Half-lives of the push that were tried, as shares of training."""
-    same_init: tuple[float, ...] = ()
-    """The same for members with the same initial weights, the chosen one first."""
 
-    @property
-    def study_name(self) -> str:
-        """The name of the study, and of the directories of its runs."""
-        return self.name or self.recipe
+CONTROLS: tuple[tuple[str, str, Score], ...] = (
+    ("one network (mean of p)", "independent", MEAN),
+    ("... with EMA (mean of p)", "independent", EMA_MEAN),
+    ("the best of p by validation", "independent", best_by_validation),
+    ("greedy soup of p independent networks", "independent", "test.greedy_soup"),
+    ("one network, p times longer", "longer", MEAN),
+    ("... with early stopping", "longer", "best_soup.test.score"),
+    ("... with EMA", "longer", EMA_MEAN),
+    ("one network, distilled from the ensemble of p", "distilled", MEAN),
+    ("one network, batches p times larger", "larger-batches", MEAN),
+    ("PAPA-2, average soup", "papa-2", SOUP),
+    ("PAPA-all, average soup", "papa-all", SOUP),
+    ("**PAPA, average soup**", "papa", SOUP),
+    ("PAPA with EMA, average soup", "papa", EMA_SOUP),
+    ("PAPA, same initial weights, average soup", SAME_INIT, SOUP),
+    ("... with EMA, average soup", SAME_INIT, EMA_SOUP),
+    ("ensemble of p networks, all at inference", "independent", ENSEMBLE),
+)
+"""A label, the role of the runs, and their score."""
+OURS = {"PAPA": SOUP, "PAPA with EMA": EMA_SOUP}
+"""The soups that controls are compared with."""
 
-    def command(self, recipe: str, methods: str, seeds: str, out: str, *options: str) -> str:
-        """A command at the recipe's own setting."""
-        words = ("papa compare", recipe, "--methods", methods, "--seeds", seeds, self.options, *options)
-        place = ("--parallel 2 --data.root", self.root, "--out", f"runs/small/{out}")
-        return " ".join(filter(None, (*words, *place)))
 
-    @property
-    def main_command(self) -> str:
-        """Populations at the recipe's own setting."""
-        return self.command(self.recipe, self.methods, self.seeds, self.study_name)
+def evidence(records: Sequence[Record]) -> str:
+    """The controls, the differences by seed, and methods side by side."""
+    roles = grouped(records, role_of)
+    rows = []
+    for name, of in OURS.items():
+        for label, role, score in CONTROLS:
+            found = less(roles.get("papa", []), of, roles.get(role, []), score)
+            if found is not None and role != "papa":
+                rows.append((f"{name} less {label}", found))
+    verdicts = difference_table(rows, metric_of(records).digits)
+    return "\n\n".join([controls(records), verdicts, side_by_side(records)])
 
-    def control_command(self, role: str) -> str:
-        """One network with the compute of a population: `longer` or `larger-batches`."""
-        return self.command(self.recipe, role, self.seeds, f"{self.study_name}-{role}")
 
-    @property
-    def study(self) -> Study:
-        """Controls and populations, and the search for the learning rate and weight decay of a single network."""
-        one = [self.control_command(role) for role in self.controls]
-        tuning = [
-            self.command(
-                *(self.recipe, "independent", self.tuning_seeds, f"tune/{self.study_name}-{name}"),
-                *(f"--members {self.tuning_members}", self.tuning_options, tried),
-            )
-            for name, tried in self.tuned.items()
+def controls(records: Sequence[Record], soups: Sequence[str] = tuple(OURS)) -> str:
+    """One row for each control: its test score, and `soups` of PAPA minus it."""
+    roles = grouped(records, role_of)
+    metric, size = metric_of(records), str(max(record["config"]["members"] for record in records))
+    papa = roles.get("papa", [])
+    names = [name for name in soups if any(value(record, OURS[name]) is not None for record in papa)]
+    rows = []
+    for label, role, score in CONTROLS:
+        runs = roles.get(role, [])
+        if any(value(record, score) is not None for record in runs):
+            words = label.replace("of p", f"of {size}").replace("p times", f"{size} times")
+            cells = [words, text(runs, score, metric.digits)]
+            for name in names:
+                found = less(papa, OURS[name], runs, score)
+                is_own = label.strip("*") == f"{name}, average soup"
+                mean, spread = (None, None) if found is None or is_own else (found.mean, found.deviation)
+                deviation = "" if spread is None else f" ({spread:.{metric.digits}f})"
+                cells.append("" if mean is None else f"{mean:+.{metric.digits}f}{deviation}")
+            rows.append(cells)
+    return markdown(("", f"test {metric.name}", *(f"{name} less this" for name in names)), rows) + _closed(roles)
+
+
+def _closed(roles: Mapping[str, list[Record]]) -> str:
+    """A sentence on the gap between one network and the ensemble; empty where it is lost in the noise of seeds."""
+    alone = roles.get("independent", [])
+    gap = less(alone, ENSEMBLE, alone, MEAN)
+    if gap is None or gap.mean is None or abs(gap.mean) <= (gap.deviation or 0.0):
+        return ""
+
+    def share(role: str, soups: str | None = None) -> str:
+        # Independent members, whose initial weights always differ, are the yardstick of all.
+        apart = {"same_init": False}
+        runs = [
+            {**run, "config": {**run["config"], "diversity": {**run["config"]["diversity"], **apart}}}
+            for run in roles.get(role, [])
         ]
-        batch_tuning = [
-            self.command(
-                *(self.recipe, "larger-batches", self.tuning_seeds, f"tune/{self.study_name}-batch-{rate:g}"),
-                *(self.tuning_options, f"--train.larger-batch-lr {rate:g}"),
-            )
-            for rate in self.batch_rates
-        ]
-        if self.has_distilled:
-            one += [
-                self.command(
-                    *(self.recipe, "independent", seed, f"{self.recipe}-distilled", "--members 1"),
-                    f"--train.teacher runs/small/{self.recipe}/independent-seed{seed}",
-                )
-                for seed in self.seeds.split(",")
-            ]
-        if self.same_init:
-            chosen = f"--diversity.same-init --average.half-life {self.same_init[0]:g}"
-            one.append(self.command(self.recipe, "papa", self.seeds, f"{self.recipe}-same-init", chosen))
-        strengths = [
-            self.command(
-                *(self.recipe, "papa", self.tuning_seeds, f"tune/{self.study_name}-{name}-{share:g}"),
-                *(self.tuning_options, option, f"--average.half-life {share:g}"),
-            )
-            for name, option, shares in (
-                ("half-life", "", self.half_lives),
-                ("same-init", "--diversity.same-init", sorted(self.same_init)),
-            )
-            for share in shares
-        ]
-        tables = [
-            Table(
-                title="Populations, and one network with as much compute",
-                commands=(self.main_command, *one),
-                render=both(side_by_side),
-            )
-        ]
-        # They run first, since the recipes have what they find.
-        searches = (
-            ("Options of a single network", tuning, tuned_options),
-            ("The learning rate of larger batches", batch_tuning, tuned_options),
-            ("The strength of the push", strengths, tuned_strengths),
-        )
-        found = [Table(title=title, commands=tuple(some), render=render) for title, some, render in searches if some]
-        return Study(name=self.study_name, title=self.title, tables=(*found, *tables))
+        return gap_text(mean_gap_closed(runs, [*alone, *runs], soups))
+
+    if not share("papa") or share("papa").startswith("below"):
+        return ""
+    with_ema = f", with EMA {found}" if (found := share("papa", "trajectory")) else ""
+    others = [share(SAME_INIT), share(SAME_INIT, "trajectory")]
+    same = f"; from the same initial weights {others[0]}, with EMA {others[1]}" if all(others) else ""
+    return f"\n\nPAPA closes {share('papa')} of the gap to the ensemble{with_ema}{same}."
 
 
-FASHION = Kind(
-    recipe="fashion-mnist-1k",
-    title="Fashion-MNIST with 1,000 images",
-    tuned={
-        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-        for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.1, 2e-3))
-    },
-    tuning_options="--data.max-train 1900 --data.validation 0.526316",
-    batch_rates=(0.05, 0.1, 0.2),
-    half_lives=(0.002, 0.005, 0.015),
-)
-CIFAR10 = Kind(
-    recipe="cifar10-2k",
-    title="CIFAR-10 with 2,000 images",
-    tuned={
-        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-        for rate, decay in ((0.05, 5e-4), (0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 2e-3))
-    },
-    tuning_options="--data.max-train 2800 --data.validation 0.35714",
-    batch_rates=(0.05, 0.1, 0.2),
-    half_lives=(0.005, 0.015, 0.05),
-)
-CIFAR100 = Kind(
-    recipe="cifar100-5k",
-    title="CIFAR-100 with 5,000 images",
-    options="--train.precision bfloat16",
-    tuned={
-        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-        for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.1, 5e-3))
-    },
-    tuning_options="--data.max-train 6500 --data.validation 0.307692",
-    batch_rates=(0.05, 0.1, 0.2, 0.4),
-    half_lives=(0.002, 0.005, 0.015),
-)
-CIFAR100_USED_UP = Kind(
-    recipe="cifar100-2k",
-    title="CIFAR-100 with 2,000 images",
-    options="--train.precision bfloat16 --train.validate-every 5",
-    tuned={
-        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-        for rate, decay in ((0.05, 2e-3), (0.05, 5e-3), (0.05, 1e-2), (0.05, 2e-2), (0.1, 5e-3))
-    },
-    tuning_options="--data.max-train 2800 --data.validation 0.35714 --train.validate-every 10",
-    batch_rates=(0.05, 0.1, 0.2),
-    half_lives=(0.001, 0.002, 0.005, 0.015),
-)
-DIGITS = Kind(
-    recipe="digits-150",
-    title="150 handwritten digits",
-    seeds="1,2,3,4,5",
-    options="--trajectory.kind ema --trajectory.decay 0.9 --average.keep-best-soup",
-    tuned={
-        f"{rate:g}-{decay:g}": f"--train.lr {rate:g} --train.weight-decay {decay:g}"
-        for rate, decay in ((0.1, 5e-4), (0.1, 5e-3), (0.1, 2e-2), (0.1, 5e-2), (0.05, 2e-2), (0.2, 2e-2))
-    },
-    tuning_seeds="11,12,13,14,15",
-    tuning_options="--data.max-train 300 --data.validation 0.6 --train.validate-every 10",
-    tuning_members=4,
-    batch_rates=(0.05, 0.1, 0.2, 0.4),
-    half_lives=(0.003, 0.01, 0.03, 0.1),
-)
-KINDS = (
-    CIFAR10,
-    CIFAR100_USED_UP,
-    CIFAR100,
-    FASHION,
-    DIGITS,
-    Kind(
-        recipe="breast-cancer-mlp",
-        title="The breast cancer table",
-        seeds=",".join(map(str, range(1, 11))),
-        tuned={
-            f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
-            for rate in (0.01, 0.05)
-            for dropout in (0.0, 0.2, 0.5)
-        },
-        tuning_seeds="11,12,13,14,15",
-        batch_rates=(0.01, 0.02, 0.04),
+def headline(records: Sequence[Record], longer: Sequence[Record]) -> str:
+    """The README's table: what one network, several networks and a soup reach on the same data.
+
+    Args:
+        records: the populations of the main study.
+        longer: single networks with as many steps as a population has in all.
+    """
+    roles = grouped(records, role_of)
+    independent, papa = roles["independent"], roles["papa"]
+    members = str(records[0]["config"]["members"])
+    times = round(longer[0]["config"]["train"]["epochs"] / papa[0]["config"]["train"]["epochs"]) if longer else 0
+    rows: list[tuple[str, str, Sequence[Record], Score]] = [
+        (f"one network (mean of {members})", "1", independent, MEAN),
+        ("... with weights averaged over time (EMA)", "1", independent, EMA_MEAN),
+        ("greedy soup of independent networks", "1", independent, "test.greedy_soup"),
+        (f"one network trained {times} times longer", "1", longer, MEAN),
+        ("... with EMA", "1", longer, EMA_MEAN),
+        ("**PAPA, average soup**", "**1**", papa, SOUP),
+        ("**PAPA with EMA, average soup**", "**1**", papa, EMA_SOUP),
+        ("ensemble of independent networks", members, independent, ENSEMBLE),
+    ]
+    cells = [
+        (label, networks, f"**{found}**" if label.startswith("**") else found)
+        for label, networks, runs, of in rows
+        if (found := text(runs, of))
+    ]
+    return markdown(("", "networks at inference", "test accuracy, %"), cells)
+
+
+OWN, CLAIMS_FOLDER = "small/digits-150/", "small/claims/"
+
+
+class Claim(NamedTuple):
+    """A sentence of the paper, and two scores of which the first should be higher."""
+
+    says: str
+    compared: str
+    ours: str
+    """Where the runs are: `METHOD` for the recipe's own, or `FOLDER/METHOD`."""
+    theirs: str
+    of: str = SOUP
+
+
+CLAIMS = (
+    Claim("more members help", "8 members, 2 members", "8-members/papa", "2-members/papa"),
+    Claim("...", "5 members, 3 members", "5-members/papa", "3-members/papa"),
+    Claim("variety of augmentation helps", "with the grid, without", "grid/papa", "papa"),
+    Claim("averaging throughout is best", "throughout, the first half only", "papa", "first-half/papa"),
+    Claim("...", "throughout, the second half only", "papa", "second-half/papa"),
+    Claim(
+        "one initialisation for all members is no better", "own initial weights, the same", "papa", "same-init/papa"
     ),
-)
-LETTERS = Kind(
-    recipe="letters-mlp",
-    title="Letters: 1,000 rows of a table",
-    root="DATA/tables/letter.csv",
-    options="--train.precision float32",
-    seeds="1,2,3,4,5",
-    tuned={
-        **{
-            f"{rate:g}-{dropout:g}": f"--train.lr {rate:g} --model.dropout {dropout:g}"
-            for rate in (0.01, 0.05, 0.1, 0.2)
-            for dropout in (0.0, 0.2, 0.5)
-        },
-        **{
-            f"{rate:g}-0-{decay:g}": f"--train.lr {rate:g} --model.dropout 0 --train.weight-decay {decay:g}"
-            for rate in (0.05, 0.1)
-            for decay in (1e-4, 3e-3)
-        },
-    },
-    tuning_seeds="11,12,13",
-    tuning_options="--train.validate-every 10",
-    batch_rates=(0.05, 0.1, 0.2, 0.4),
-    half_lives=(0.002, 0.005, 0.015, 0.05),
-)
-TEXT = Kind(
-    recipe="text-gpt-mini",
-    title="Paradise Lost",
-    options="--train.precision float32",
-    root="DATA/text/paradise-lost.txt",
-    tuned={
-        f"{dropout:g}-{decay:g}": f"--gpt.dropout {dropout:g} --train.weight-decay {decay:g}"
-        for dropout, decay in ((0.0, 0.1), (0.1, 0.1), (0.2, 0.1), (0.1, 0.5))
-    },
-    tuning_options="--trajectory.decay 0.999",
-    tuning_members=1,
-    batch_rates=(1e-3, 2e-3, 3e-3, 6e-3),
-    half_lives=(0.005, 0.03),
-    same_init=(0.03, 0.1),
-    has_distilled=True,
-)
-ALONG_TRAINING = (
-    "--trajectory.kind ema --trajectory.decay 0.99 --trajectory.batch-norm-batches 10 --average.keep-best-soup"
-)
-"""For the controls with EMA and with early stopping."""
-AERIAL = Kind(
-    recipe="aerial-unet",
-    title="Aerial images, a class for every pixel",
-    name="aerial",
-    methods="independent,longer,papa,papa-all",
-    controls=(),
-    root="DATA/aerial",
-    options="--budget mini --members 3 --diversity.grid none --train.epochs 60 --train.lr 0.1 "
-    f"--average.half-life 0.005 --average.every-epochs 6 --train.precision bfloat16 {ALONG_TRAINING}",
-    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (0.01, 0.03, 0.1)},
-    tuning_options="--train.epochs 30 --average.every-epochs 3",
-    tuning_members=1,
-    half_lives=(0.005, 0.02, 0.05),
-)
-PRETRAINED = Kind(
-    recipe="cifar100-finetune-effnetv2s",
-    title="EfficientNet-Lite0 from ImageNet, fine-tuned on 500 images of CIFAR-10",
-    name="pretrained",
-    methods="independent,longer,papa",
-    controls=(),
-    options=" ".join(
-        (
-            "--model.name timm:tf_efficientnet_lite0 --model.weights lite0.safetensors --data.name cifar10",
-            "--data.image-size 64 --data.max-train 500 --data.validation 0.2 --data.max-test 2000",
-            "--members 3 --diversity.grid none --train.epochs 27 --train.batch-size 16 --train.precision bfloat16",
-            "--train.channels-last --train.validate-every 3 --train.lr 0.003 --average.alpha None",
-            "--average.half-life 0.1",
-            ALONG_TRAINING,
-        )
+    Claim("REPAIR helps merges", "PAPA-all, every 1.7% of training: with, not", "repair/papa-all", "papa-all"),
+    Claim("...", "PAPA-all, every 5 epochs: with, without", "every-5-repair/papa-all", "every-5/papa-all"),
+    Claim("PAPA is better than its variants", "PAPA, PAPA-all", "papa", "papa-all"),
+    Claim("...", "PAPA, PAPA-2", "papa", "papa-2"),
+    Claim(
+        "averages along trajectories add to it", "PAPA with SWA, PAPA", "swa/papa", "papa",
+        "trajectory.test.average_soup",
     ),
-    tuned={f"{rate:g}": f"--train.lr {rate:g}" for rate in (3e-4, 1e-3, 3e-3, 1e-2)},
-    tuning_options="--data.max-train 1300 --data.validation 0.692308",
-    tuning_members=1,
-    half_lives=(0.005, 0.02, 0.1, 0.3),
-)
-EVIDENCE = tuple(kind.study for kind in (*KINDS, LETTERS, TEXT, AERIAL, PRETRAINED))
+    Claim("...", "PAPA with EMA, PAPA", "papa", "papa", "trajectory.test.average_soup"),
+    Claim("DART is no better", "CIFAR-10: PAPA-all with its images, DART", "not-dart/papa-all", "dart/papa-all"),
+    Claim("mutation harms", "PAPA-all without, with", "papa-all", "mutation/papa-all"),
+    Claim("selection is no gain", "PAPA-2, with tournaments", "papa-2", "tournament/papa-2"),
+    Claim("...", "PAPA-2, elitist", "papa-2", "elitist/papa-2"),
+)  # fmt: skip
+
+
+def runs_at(records: Sequence[Record], place: str) -> list[Record]:
+    """The runs of a population of a claim."""
+    start = f"{CLAIMS_FOLDER if '/' in place else OWN}{place}-seed"
+    return [record for record in records if record["run"].startswith(start)]
+
+
+def _cells(claim: Claim, records: Sequence[Record]) -> tuple[str, str, str, str]:
+    """Both scores of a claim, their difference, and whether it shows."""
+    digits = metric_of(records).digits
+    ours, theirs = runs_at(records, claim.ours), runs_at(records, claim.theirs)
+    found = less(ours, claim.of, theirs, SOUP)
+    if found is None:
+        return "", "", "", "not run yet"
+    difference = mean_text(list(found.by_seed.values()), digits)
+    return text(ours, claim.of, digits), text(theirs, SOUP, digits), difference, shows(found)
+
+
+def claims(records: Sequence[Record]) -> str:
+    """One row for each claim: both scores, their difference, and whether it shows; then how alike features are."""
+    rows = [(claim.says, claim.compared, *_cells(claim, records)) for claim in CLAIMS]
+    table = markdown(("the paper says", "compared", "the first", "the second", "difference", "here"), rows)
+    return "\n\n".join(part for part in (table, similarity(records)) if part)
+
+
+def claims_in_brief(records: Sequence[Record]) -> str:
+    """A table of the claims that can be decided, and a list of the others."""
+    rows = []
+    others: dict[str, list[str]] = {}
+    said = ""
+    for claim in CLAIMS:
+        said = said if claim.says == "..." else claim.says
+        *_, difference, verdict = _cells(claim, records)
+        if "shows" in verdict:
+            rows.append((said, claim.compared, difference, verdict))
+        elif difference:
+            others.setdefault(said, []).append(f"{claim.compared} {difference}")
+    table = markdown(("the paper says", "compared", "difference", "here"), rows) if rows else ""
+    lines = [f"- {said}: {'; '.join(found)}" for said, found in others.items()]
+    parts = (table, "Cannot be told:" if lines else "", "\n".join(lines))
+    return "\n\n".join(part for part in parts if part)
+
+
+NUM_MEMBERS = 4
+LOWEST_GAIN = -5.0
+"""In points; what is below is drawn there."""
+
+
+def by_case(records: Sequence[Record]) -> dict[tuple[int, int], list[Record]]:
+    """The runs of each size and length: populations, and the longer training that they are compared with."""
+
+    def case(record: Record) -> tuple[int, int]:
+        epochs = record["config"]["train"]["epochs"] // (NUM_MEMBERS if record["method"] == "longer" else 1)
+        return record["config"]["data"]["max_train"], epochs
+
+    return dict(sorted(grouped(records, case).items()))
+
+
+def of_role(records: Sequence[Record], role: str) -> list[Record]:
+    """The runs that are compared as `role`."""
+    return [record for record in records if role_of(record) == role]
+
+
+def gain(records: Sequence[Record]) -> Difference | None:
+    """PAPA's soup minus one network trained longer, by seed."""
+    return less(of_role(records, "papa"), SOUP, of_role(records, "longer"), MEAN)
+
+
+def pays(records: Sequence[Record]) -> str:
+    """One row for each size and length."""
+    rows = []
+    for (size, epochs), runs in by_case(records).items():
+        alone, papa = of_role(runs, "independent"), of_role(runs, "papa")
+        difference = gain(runs)
+        rows.append(
+            (
+                *(f"{size:,}", f"{epochs}", mean_text([record["epochs"][-1]["loss"] for record in alone], 3)),
+                *(text(alone, MEAN), text(of_role(runs, "longer"), MEAN), text(alone, ENSEMBLE), text(papa, SOUP)),
+                "" if difference is None else mean_text(list(difference.by_seed.values())),
+                gap_text(mean_gap_closed(papa, alone)),
+            )
+        )
+    head = (
+        *("images", "epochs", "training loss of one network at the end", "one network"),
+        *("one network, 4 times longer", "ensemble of 4", "PAPA, average soup", "soup less the longer training"),
+        "gap to the ensemble closed",
+    )
+    return markdown(head, rows)
+
+
+def picture_of_gains(records: Sequence[Record]) -> Chart:
+    """PAPA's soup minus one network trained longer, against the length of training.
+
+    A line for each size of the data: means over seeds, with their standard deviation as a band. What is below
+    `LOWEST_GAIN` is drawn there, so that the rest can be seen.
+    """
+    points: dict[int, list[Point]] = {}
+    bands: dict[int, list[tuple[float, float, float]]] = {}
+    for (size, epochs), runs in by_case(records).items():
+        found = gain(runs)
+        if found is not None and found.mean is not None:
+            mean, spread = found.mean, found.deviation or 0.0
+            mean, spread = (LOWEST_GAIN, 0.0) if mean < LOWEST_GAIN else (mean, spread)
+            points.setdefault(size, []).append((epochs, mean))
+            bands.setdefault(size, []).append((epochs, max(LOWEST_GAIN, mean - spread), mean + spread))
+    (chart,) = line_chart(
+        "where-it-pays",
+        "PAPA's soup minus one network trained 4 times longer",
+        f"Above zero the population is the better use of the compute. Less than {LOWEST_GAIN:g} points is "
+        "drawn as that. Areas: one standard deviation.",
+        ("epochs over the data", "accuracy, points"),
+        [
+            Line(f"{size:,} images", points[size], color, bands[size])
+            for size, color in zip(points, SERIES_COLORS, strict=False)
+        ],
+        has_zero=True,
+        is_log=True,
+    )
+    return chart

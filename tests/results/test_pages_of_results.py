@@ -14,28 +14,42 @@ from helpers import write_images
 from papa.cli import main
 from papa.errors import RunError
 from papa.lab.recipes import own, recipe
-from results.make import PICTURE, collect
-from results.page import detail_page, headline_plot, readme_with_headline, results_page
-from results.record import FOLDER, read_file, read_records, runs_of, write_records
-from results.studies import HEADLINE, PAGES, STUDIES
-from results.study import Study, Table
+from results import make
+from results.make import FILLED, ROOT, collect
+from results.page import Results
+from results.record import FOLDER, read_file, runs_of, write_records
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "RESULTS.md").read_text()
-DETAILS = {name: (ROOT / "docs/results" / f"{name}.md").read_text() for name in PAGES}
-COMMANDS = [line for page in DETAILS.values() for line in page.splitlines() if line.startswith("papa ")]
+RESULTS = Results()
+PAGES = {name: ROOT / ("RESULTS.md" if name == "RESULTS" else f"docs/results/{name}.md") for name in RESULTS.pages}
+COMMANDS = RESULTS.commands()
 MAX_WORDS = 1500
 LARGEST = 20_000
 """The largest size of a record, in bytes."""
 
 
-def test_the_page_agrees_with_the_records() -> None:
-    assert results_page() == PAGE, "RESULTS.md is written from results/: run `make results`"
-
-
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_of_details_agrees_with_the_records(name: str) -> None:
-    assert detail_page(name) == DETAILS[name], f"docs/results/{name}.md is written from results/: run `make results`"
+def test_a_page_agrees_with_the_records(name: str) -> None:
+    page = PAGES[name].read_text()
+    assert RESULTS.page(name) == page, f"{PAGES[name]} is written from results/: run `make results`"
+    assert not re.findall(r"\{[^}]*\}", page), "every number is filled in"
+    assert name != "RESULTS" or len(page.split()) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_the_tables_of_other_pages_agree_with_the_records(name: str) -> None:
+    page = (ROOT / name).read_text()
+    assert FILLED[name](page) == page, "run `make results`"
+
+
+def test_the_readmes_table_and_figure_agree_with_the_records() -> None:
+    """The figure's text alternative has all its numbers; the drawing may differ between versions of matplotlib."""
+    readme = (ROOT / "README.md").read_text()
+    assert RESULTS.readme(readme) == readme, "the README's first table is written from results/: `make results`"
+    for name, chart in RESULTS.pictures().items():
+        picture = (ROOT / f"docs/assets/{name}.svg").read_text()
+        assert f'aria-label="{html.escape(chart.alt)}"' in picture, "figures are written from results/: `make results`"
+        assert f"<title>{html.escape(chart.title)}</title>" in picture
+        assert not re.search(r"https?:(?!//www.w3.org)|url\((?!#)|href=(?!\"#)|<script|<image", picture)
 
 
 def test_a_study_has_the_same_precision_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,59 +58,25 @@ def test_a_study_has_the_same_precision_on_every_machine(monkeypatch: pytest.Mon
     def precisions(faster: str) -> dict[str, str]:
         for module in (recipe, own):
             monkeypatch.setattr(module, "fast_precision", lambda: faster)
-        return {
-            f"{command}: {name}": config.train.precision
-            for study in STUDIES
-            for command in study.commands
-            for name, config in runs_of.__wrapped__(command).items()
-        }
+        runs = {
+            name: config for command in COMMANDS[::5] for name, config in runs_of.__wrapped__(command).items()
+        }  # fmt: skip
+        return {name: config.train.precision for name, config in runs.items()}
 
     found = precisions("bfloat16")
     assert set(found.values()) == {"bfloat16", "float32"}
     assert found == precisions("float32")
 
 
-def test_the_first_page_is_short() -> None:
-    assert len(PAGE.split()) <= MAX_WORDS
-
-
-def test_the_readmes_first_table_agrees_with_the_records() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert readme_with_headline(readme) == readme, "the README's first table is written from results/: `make results`"
-
-
-def test_the_readmes_figure_agrees_with_the_records() -> None:
-    """Its text alternative has all its numbers; the drawing itself may differ between versions of matplotlib."""
-    chart = headline_plot()
-    methods = [record["method"] for record in read_records([HEADLINE[1]]).values()]
-    expected = [name for name in ("independent", "papa", "papa-all", "papa-2") if name in methods]
-    assert [row[0] for row in chart.numbers[1]] == expected
-    picture = PICTURE.read_text()
-    assert f'aria-label="{html.escape(chart.alt)}"' in picture, (
-        "the README's figure is written from results/: `make results`"
-    )
-    assert f"<title>{html.escape(chart.title)}</title>" in picture
-    assert not re.search(r"https?:(?!//www.w3.org)|url\((?!#)|href=(?!\"#)|<script|<image", picture)
-
-
-def test_every_number_of_the_page_is_filled_in() -> None:
-    assert not any(re.findall(r"\{[^}]*\}", page) for page in (PAGE, *DETAILS.values()))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_is_valid(command: str) -> None:
+def test_every_command_is_valid_and_no_two_write_to_one_place() -> None:
     """Its recipe, every option and every value; nothing is trained."""
-    runs = runs_of(command)
-    assert runs
-    assert runs
-
-
-def test_every_command_of_a_study_is_on_the_page_and_no_two_write_to_one_place() -> None:
-    commands = [command for study in STUDIES for command in study.commands]
-    assert commands == COMMANDS
-    names = [name for command in commands for name in runs_of(command)]
+    configs = {command: runs_of(command) for command in COMMANDS}
+    assert all(configs.values())
+    names = [name for runs in configs.values() for name in runs]
     assert len(set(names)) == len(names)
-    assert {command for study in STUDIES for table in study.tables for command in table.shown_with} <= set(commands)
+    assert set(COMMANDS) == {
+        line for page in PAGES.values() for line in page.read_text().splitlines() if line.startswith("papa compare")
+    }
 
 
 def test_records_are_small_sorted_and_name_no_machine() -> None:
@@ -108,8 +88,8 @@ def test_records_are_small_sorted_and_name_no_machine() -> None:
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Study]:
-    """A small command of the page, run with the smoke budget on tiny data: the directory of its runs, and its study."""
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A small command of a page, run with the smoke budget on tiny data: the directory of its runs, and the command."""
     folder = tmp_path_factory.mktemp("smoke")
     for part in ("train", "test"):
         write_images(folder / "cifar10" / part, num_classes=10, images_per_class=5, size=32)
@@ -118,22 +98,29 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Study]:
     typed = small.replace("DATA", str(folder)).replace("--out ", f"--out {folder}/")
     assert typed != small
     assert main(shlex.split(typed)[1:]) == 0
-    table = Table(title="PAPA-all", commands=(small,))
-    return folder / "runs", Study(name="repair", title="Without REPAIR", tables=(table,))
+    return folder / "runs", small
 
 
-def test_a_command_of_the_page_runs_and_becomes_a_table(
-    smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def results_with(command: str, folder: Path) -> Results:
+    """A study of one table, without records."""
+    folder.mkdir(exist_ok=True)
+    words = f"## Without REPAIR\n{{study repair}}\n\n### PAPA-all\n\n```console\n{command}\n```\n\n{{table papa-all}}\n"
+    (folder / "short.md").write_text(words)
+    return Results(folder, folder / "records")
+
+
+def test_a_command_of_a_page_runs_and_becomes_a_table(
+    smoke: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, study = smoke
-    assert "Not run yet." in detail_page("short", tmp_path, tmp_path, {"short": [study]})
-    assert collect(runs, tmp_path, [study]) == 0
+    runs, command = smoke
+    results = results_with(command, tmp_path)
+    assert "Not run yet." in results.page("short")
+    assert collect(runs, results) == 0
     assert "repair: 3 of 3 runs" in capsys.readouterr().out
-    page = detail_page("short", tmp_path, tmp_path, {"short": [study]})
+    page = results_with(command, tmp_path).page("short")
     assert "Budget smoke; seeds 1, 2, 3; papa " in page
     assert len(re.findall(r"^\| papa-all \| [123] \|", page, re.MULTILINE)) == 3
-    (path,) = tmp_path.iterdir()
-    texts = path.read_text().splitlines()
+    texts = (tmp_path / "records/repair.jsonl").read_text().splitlines()
     assert len(texts) == 3
     for written in texts:
         assert '"root":"DATA"' in written
@@ -142,22 +129,21 @@ def test_a_command_of_the_page_runs_and_becomes_a_table(
             assert secret not in written
 
 
-def test_a_run_with_other_options_than_its_smallis_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
-    runs, study = smoke
-    other = study.commands[0].replace("--average.repair 0", "--average.repair 3")
-    changed = Study(name="repair", title="", tables=(Table(title="", commands=(other,)),))
+def test_a_run_with_other_options_than_its_command_is_refused(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    runs, command = smoke
+    other = command.replace("--average.repair 0", "--average.repair 3")
     with pytest.raises(RunError, match=r"average.repair is 0, its command says 3\. Run the command again"):
-        collect(runs, tmp_path, [changed])
-    assert not list(tmp_path.iterdir())
-    collect(runs, tmp_path, [study])
+        collect(runs, results_with(other, tmp_path))
+    assert not (tmp_path / "records").exists()
+    collect(runs, results_with(command, tmp_path))
     with pytest.raises(RunError, match="the record repair/none/papa-all-seed1 differs from its command"):
-        detail_page("short", tmp_path, tmp_path, {"short": [changed]})
+        results_with(other, tmp_path).page("short")
 
 
 def test_unfinished_runs_are_left_out_and_counted(
-    smoke: tuple[Path, Study], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    smoke: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, study = smoke
+    runs, command = smoke
     only = tmp_path / "runs/repair/none/papa-all-seed2"
     only.mkdir(parents=True)
     for name in ("config.json", "metrics.jsonl", "result.json"):
@@ -165,15 +151,19 @@ def test_unfinished_runs_are_left_out_and_counted(
     begun = tmp_path / "runs/repair/none/papa-all-seed1"
     begun.mkdir()
     (begun / "config.json").write_bytes((only / "config.json").read_bytes())
-    collect(tmp_path / "runs", tmp_path / "records", [study])
+    collect(tmp_path / "runs", results_with(command, tmp_path))
     assert "repair: 1 of 3 runs" in capsys.readouterr().out
-    page = detail_page("short", tmp_path / "records", tmp_path, {"short": [study]})
-    assert "2 of 3 runs are missing." in page
+    assert "2 of 3 runs are missing." in results_with(command, tmp_path).page("short")
 
 
-def test_a_record_that_no_smallmakes_is_refused(smoke: tuple[Path, Study], tmp_path: Path) -> None:
-    runs, study = smoke
-    collect(runs, tmp_path, [study])
-    write_records("stray", {"stray": {}}, tmp_path)
-    with pytest.raises(RunError, match=r"no command of results/studies.py makes stray: remove these records"):
-        detail_page("short", tmp_path, tmp_path, {"short": [study]})
+def test_a_record_that_no_command_makes_is_refused(smoke: tuple[Path, str], tmp_path: Path) -> None:
+    write_records("stray", {"stray": {}}, tmp_path / "records")
+    with pytest.raises(RunError, match=r"no command of results/pages/ makes stray: remove these records"):
+        results_with(smoke[1], tmp_path).page("short")
+
+
+def test_an_unknown_study_is_an_error_that_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError, match="there is no study claim: did you mean claims"):
+        make.run("data", ["claim"], RESULTS)
+    assert make.main(["strange"]) == 2
+    assert "usage: python -m results.make run DATA" in capsys.readouterr().err

@@ -19,7 +19,7 @@ LAYERS = (
     *("files", "training", "attach", "integrations", "lab", "cli"),
 )
 """From the foundation up."""
-NOT_YET_APART = {"core", "couplings", "distributed"}
+NOT_YET_APART = {"core", "couplings"}
 """Folders that still import each other."""
 
 

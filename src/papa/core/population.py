@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from papa.core import layout
 from papa.core.binding import BoundMember, Places
 from papa.core.columns import Columns, chosen_columns
-from papa.core.group import Group, LocalGroup
+from papa.core.group import Group, LocalGroup, as_group
 from papa.core.mixing import check_row, check_rows, soup_row
 from papa.core.product import is_finite, row_sums
-from papa.distributed.mesh import as_group
-from papa.distributed.wrappers import check_wrappers
 from papa.errors import MemberError, MixingError
 from papa.streams import global_stream
 
@@ -229,7 +227,7 @@ class Population(MemberRows):
             if any(model is other for other in members[:member]):
                 raise MemberError(f"member {member} is the same object as an earlier one: make a module for each")
         processes = as_group(group)
-        check_wrappers(members, processes)
+        processes.check_models(members)
         super().__init__(members, processes, average or {})
 
     @classmethod

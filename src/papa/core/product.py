@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -371,13 +371,11 @@ def _two_parents(row: list[float]) -> tuple[int, int, float]:
     return first, second, row[second] if rest else 0.0
 
 
-def combine_rows(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """`weights @ rows`, adding members in order and not reading those with weight 0, since 0 x NaN is NaN."""
-    used = [(member, weight) for member, weight in enumerate(weights.tolist()) if weight]
-    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
-    for block, target in zip(column_blocks(rows), column_blocks(combined[None], num_rows=len(rows)), strict=True):
-        combine_block_(target[0], [(block[member], weight) for member, weight in used])
-    return combined
+def combine_columns_(target: Tensor, rows: Tensor, weights: Mapping[int, float], width: int) -> None:
+    """`target <- sum of weights[j] rows[j]`, adding members in order; others are not read, since 0 x NaN is NaN."""
+    for start in range(0, len(target), width):
+        columns = slice(start, start + width)
+        combine_block_(target[columns], [(rows[member, columns], weight) for member, weight in weights.items()])
 
 
 def combine_block_(target: Tensor, weighted: Iterable[tuple[Tensor, float]]) -> None:

@@ -7,13 +7,13 @@ import io
 import logging
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from papa.core.group import Group, balanced_ranges
 from papa.errors import LostError, MemberError
@@ -144,6 +144,19 @@ class MultiProcessGroup(Group):
                 if found != expected:
                     raise MemberError(f"rank {rank} has {found} as '{name}', rank {ranks[0]} has {expected}: {cure}")
 
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """A wrapper that spans several members, such as `DistributedDataParallel`, would average their gradients."""
+        for model in models:
+            for processes, name in {processes: name for name, processes in _wrappers(model)}.items():
+                ranks = sorted(set(all_gather_object(self.rank, processes))) if processes.size() > 1 else []
+                if len(ranks) > 1:
+                    raise MemberError(
+                        f"{name} spans the processes of several members (ranks {', '.join(map(str, ranks))} of the "
+                        "population): it would average their gradients and make them copies of one network. Do not "
+                        "wrap members; or, where several processes train one member, give it those alone: "
+                        "init_device_mesh(device, (members, ranks), mesh_dim_names=('population', 'data'))"
+                    )
+
     def all_gather(self, values: list[T]) -> list[T]:
         return [value for part in all_gather_object(values, self.process_group) for value in part]
 
@@ -166,3 +179,14 @@ def all_max(values: tuple[float, ...], group: dist.ProcessGroup | None) -> tuple
     with connection_errors("exchanging values"):
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
     return tuple(numbers.tolist())
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """The name and the process group of everything that trains a module on several processes."""
+    for module in model.modules():
+        processes = getattr(module, "process_group", None)  # DistributedDataParallel, FullyShardedDataParallel
+        if isinstance(processes, dist.ProcessGroup):
+            yield type(module).__name__, processes
+    for mesh in {parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")}:
+        for processes in mesh.get_all_groups():
+            yield "fully_shard", processes

@@ -7,22 +7,28 @@ Rounds are pipelined: while a process works on one round, the next arrives and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from papa.core.group import balanced_ranges
-from papa.core.product import BlockUpdate, block_width, update_blocks_
+from papa.core.group import Work, balanced_ranges
+from papa.core.product import block_width
 from papa.distributed.collectives import connection_errors, rank_in
 
 MESSAGE_BYTES = 2 << 20
 """The approximate size of a message: large enough for full bandwidth, small enough for a pipeline."""
 
+CHUNK_BYTES = 16 << 20
+"""The size of an all-reduce, each of which has a fixed cost."""
+CHUNKS_UNDER_WAY = 2
+
+T = TypeVar("T")
 Wait: TypeAlias = Callable[[], Tensor]
 """Waits for a collective and returns its output."""
 
@@ -39,10 +45,6 @@ class Round:
     def span(self) -> slice:
         """The columns of all ranks together."""
         return slice(self.columns[0].start, self.columns[-1].stop)
-
-    def blocks(self, columns: Tensor) -> list[Tensor]:
-        """The blocks of one rank's columns; none where the rank has no columns."""
-        return list(torch.split(columns, self.block_width, dim=1)) if columns.shape[1] else []
 
 
 class ColumnExchange:
@@ -71,44 +73,71 @@ class ColumnExchange:
             self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
         return self._buffers[key][:num_bytes].view(like.dtype)
 
-    def local_columns(self, rows: Tensor, members: Sequence[int] | None = None) -> Iterator[tuple[Round, Tensor]]:
-        """Round by round, the columns that this rank works on, of the rows of all members or of some."""
-        mine, chosen = self.members[self.rank], range(self.size) if members is None else members
-        vectors = [rows[member - mine.start] for member in chosen if member in mine]
-        counts = [sum(member in theirs for member in chosen) for theirs in self.members]
-        rounds = self._rounds(rows)
-        waits: list[Wait] = []
+    def map_columns(
+        self,
+        parts: Sequence[Tensor],
+        work: Work[T],
+        *,
+        changes: Collection[int],
+        singles: Collection[int] = (),
+        copies: Collection[int] = (),
+        members: Sequence[int] | None = None,
+    ) -> list[T]:
+        """`Group.map_columns`: rounds are pipelined, so that the next one arrives while this one is worked on."""
+        none = [0] * self.num_ranks
+        counts = [
+            [1, *none[1:]] if number in singles else none if number in copies else self.counts
+            for number in range(len(parts))
+        ]
+        rounds = self._rounds(parts[0], sum(map(sum, counts)))
+        mine = self.members[self.rank]
+        sent = [list(rows) if number not in copies else [] for number, rows in enumerate(parts)]
+        received = list(counts)
+        if members is not None:
+            sent[0] = [parts[0][member - mine.start] for member in members if member in mine]
+            received[0] = [sum(member in theirs for member in members) for theirs in self.members]
+        arriving: deque[list[Wait]] = deque()
+        finishes: list[Callable[[], object]] = []
+        found = []
         for number, this in enumerate(rounds):
-            for later in rounds[number + len(waits) : number + 2]:
-                waits.append(self._start_rows_to_columns(vectors, counts, later, like=rows))
-            yield this, waits.pop(0)()
-
-    def update_(self, parts: Sequence[Tensor], update: BlockUpdate, singles: Collection[int] = ()) -> None:
-        """Change all columns of several matrices: columns of all ranks' rows travel to one rank, and back.
-
-        The parts of `singles` have a single row, which is on the first rank.
-        """
-        single = [1] + [0] * (self.num_ranks - 1)
-        counts = [single if number in singles else self.counts for number in range(len(parts))]
-        for this in self._rounds(parts[0], sum(map(sum, counts))):
-            waits = [
-                self._start_rows_to_columns(list(rows), of_ranks, this, like=rows, name=f" {number}")
-                for number, (rows, of_ranks) in enumerate(zip(parts, counts, strict=True))
-            ]
-            columns = [wait() for wait in waits]
-            mine = this.columns[self.rank]
-            if len(mine):
-                update_blocks_(columns, update, width=this.block_width, start=mine.start)
-            finishes = [
-                self.start_columns_to_rows(part, rows, this, counts=of_ranks, name=f" {number}")
-                for number, (part, rows, of_ranks) in enumerate(zip(columns, parts, counts, strict=True))
-            ]
-            for finish in finishes:
+            for later in rounds[number + len(arriving) : number + 2]:
+                starts = zip(parts, sent, received, strict=True)
+                arriving.append(
+                    [
+                        self._start_rows_to_columns(rows, of, later, like=like, name=f" {n}")
+                        for n, (like, rows, of) in enumerate(starts)
+                    ]
+                )
+            columns = [wait() for wait in arriving.popleft()]
+            width = len(this.columns[self.rank])
+            for copy in copies:
+                columns[copy] = columns[copy].new_empty(len(parts[copy]), width)
+            if members is not None and len(members) < self.size:
+                only, columns[0] = columns[0], columns[0].new_empty(self.size, width)
+                columns[0][members] = only
+            if width:
+                found.append(work(columns, this.columns[self.rank].start, this.block_width))
+            previous, finishes = finishes, []
+            for changed in changes:
+                if changed in copies:
+                    target = parts[changed][0, this.span]
+                    sizes = [len(one) for one in this.columns]
+                    source = columns[changed][0].repeat(self.num_ranks)
+                    finishes.append(self._start_all_to_all(target, source, sizes, [width] * self.num_ranks))
+                else:
+                    finishes.append(
+                        self._start_columns_to_rows(
+                            columns[changed], parts[changed], this, counts[changed], f" {changed}"
+                        )
+                    )
+            for finish in previous:
                 finish()
+        for finish in finishes:
+            finish()
+        return found
 
-    def _rounds(self, rows: Tensor, num_rows: int | None = None) -> list[Round]:
-        """All columns of the whole matrix, of which `rows` are the local rows; with extra rows it has `num_rows`."""
-        num_rows = num_rows or self.size
+    def _rounds(self, rows: Tensor, num_rows: int) -> list[Round]:
+        """All columns of the whole matrix, which has `num_rows`; `rows` are some of them."""
         num_columns = rows.shape[1]
         width = block_width(rows, num_rows, num_columns)
         num_blocks = -(-num_columns // width)
@@ -123,7 +152,7 @@ class ColumnExchange:
         return rounds
 
     def _start_rows_to_columns(
-        self, rows: Sequence[Tensor], counts: Sequence[int], this: Round, *, like: Tensor, name: str = ""
+        self, rows: Sequence[Tensor], counts: Sequence[int], this: Round, *, like: Tensor, name: str
     ) -> Wait:
         """Send every rank its columns of local rows, and receive this rank's columns of `counts` rows of each rank."""
         width = len(this.columns[self.rank])
@@ -133,16 +162,16 @@ class ColumnExchange:
             torch.cat(parts, out=send)
         received = self.buffer(f"columns{name}", sum(counts) * width, like, depth=3).view(sum(counts), width)
         sizes = [count * width for count in counts]
-        return self.start_all_to_all(received, send, sizes, [len(rows) * len(columns) for columns in this.columns])
+        return self._start_all_to_all(received, send, sizes, [len(rows) * len(columns) for columns in this.columns])
 
-    def start_columns_to_rows(
-        self, columns: Tensor, rows: Tensor, this: Round, *, counts: Sequence[int] | None = None, name: str = ""
+    def _start_columns_to_rows(
+        self, columns: Tensor, rows: Tensor, this: Round, counts: Sequence[int], name: str
     ) -> Callable[[], None]:
         """Send the columns of this rank back to the ranks of their rows; the returned function fills the local rows."""
         num_rows, width = len(rows), len(this.columns[self.rank])
         sizes = [num_rows * len(part) for part in this.columns]
         received = self.buffer(f"back{name}", sum(sizes), rows, depth=2)
-        wait = self.start_all_to_all(received, columns, sizes, [count * width for count in counts or self.counts])
+        wait = self._start_all_to_all(received, columns, sizes, [count * width for count in counts])
 
         def finish() -> None:
             for target, part in zip(this.columns, torch.split(wait(), sizes), strict=True):
@@ -150,11 +179,7 @@ class ColumnExchange:
 
         return finish
 
-    def start_all_gather(self, target: Tensor, part: Tensor, sizes: Sequence[int]) -> Wait:
-        """Send `part` to all ranks and fill `target` with the parts of all, whose sizes may differ."""
-        return self.start_all_to_all(target, part.repeat(self.num_ranks), sizes, [len(part)] * self.num_ranks)
-
-    def start_all_to_all(self, output: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int]) -> Wait:
+    def _start_all_to_all(self, output: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int]) -> Wait:
         """Send a part of `source` to each rank and fill `output` with theirs; sizes are numbers of elements."""
         itemsize = output.element_size()
         with connection_errors("exchanging weights"):
@@ -177,3 +202,37 @@ class ColumnExchange:
             return output
 
         return wait
+
+    def push_by_sums_(self, rows: Tensor, keep: float) -> None:
+        """A push with the mean of all members by an all-reduce, in float32 or better, several chunks at a time.
+
+        It needs fewer bytes, but the last bits depend on the number of processes.
+        """
+        dtype = rows.dtype if rows.element_size() >= 4 else torch.float32
+        width = CHUNK_BYTES // dtype.itemsize
+        under_way: deque[tuple[slice, Tensor, Tensor, dist.Work]] = deque()
+
+        def finish() -> None:
+            columns, wide, mean, work = under_way.popleft()
+            with connection_errors("adding up weights"):
+                work.wait()
+            wide.lerp_(mean, 1.0 - keep)
+            if wide.dtype != rows.dtype:
+                rows[:, columns].copy_(wide)
+
+        for start in range(0, rows.shape[1], width):
+            columns = slice(start, min(start + width, rows.shape[1]))
+            wide = rows[:, columns].to(dtype)
+            total = self.buffer("total", wide.shape[1], wide, depth=CHUNKS_UNDER_WAY + 1)
+            torch.mul(wide[0], 1.0 / self.size, out=total)
+            for row in wide[1:]:
+                total.add_(row, alpha=1.0 / self.size)
+            with connection_errors("adding up weights"):
+                work = dist.all_reduce(total, group=self.group, async_op=True)
+            assert work is not None
+            self.bytes_sent += 2 * (self.num_ranks - 1) * total.nbytes // self.num_ranks
+            under_way.append((columns, wide, total, work))
+            if len(under_way) > CHUNKS_UNDER_WAY:
+                finish()
+        while under_way:
+            finish()

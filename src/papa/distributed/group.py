@@ -1,14 +1,14 @@
 """The group of processes on any number of machines: each holds only the rows of its members.
 
 What needs the weights of several members is computed on columns (`papa.distributed.exchange`), with the bits of a
-single process. Pushes and merges of all members can use sums over processes instead (`papa.distributed.reduce`), which
-is faster.
+single process. Pushes and merges of all members can use sums over processes instead, which is faster.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from papa.core import mixing
 from papa.core.columns import Columns, chosen_columns, write_columns_
-from papa.core.group import zeros
-from papa.core.product import BlockUpdate, combine_block_, mix_columns_, squared_distances_by_block
+from papa.core.group import Work, zeros
 from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors
 from papa.distributed.exchange import ColumnExchange
-from papa.distributed.reduce import AllReduceMean, mean_by_chunk
 from papa.errors import ConfigError, MemberError, did_you_mean
+
+T = TypeVar("T")
 
 EXCHANGES = {
     "exact": "columns of all rows by all-to-all, with the bits of a single process",
@@ -56,7 +56,8 @@ class DistributedGroup(MultiProcessGroup):
         super().__init__(group)
         self.exchange = exchange
         self.data_group = data_group
-        self.is_leader = self.is_leader and (data_group is None or data_group.rank() == 0)
+        self.is_first_of_member = data_group is None or data_group.rank() == 0
+        self.is_leader = self.is_leader and self.is_first_of_member
         self._columns: ColumnExchange | None = None
 
     @property
@@ -115,81 +116,41 @@ class DistributedGroup(MultiProcessGroup):
             return values
         return torch.stack(all_gather_object(values, self.data_group)).sum(dim=0)
 
-    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
-        keep = None if self.exchange == "exact" else mixing.push_strength(matrix)
-        if keep is None or rows.is_complex():
-            self._mix_columns_(rows, matrix)
-        else:
-            self._push_(rows, keep)
-
-    def _mix_columns_(self, rows: Tensor, matrix: Tensor) -> None:
-        exchange = self._connect(len(rows))
-        finish: Callable[[], None] | None = None
-        for this, columns in exchange.local_columns(rows):
-            mix_columns_(columns, matrix, this.block_width)
-            finish, previous = exchange.start_columns_to_rows(columns, rows, this), finish
-            if previous is not None:
-                previous()
-        if finish is not None:
-            finish()
-
-    def update_(
+    def map_columns(
         self,
         parts: Sequence[Tensor],
-        update: BlockUpdate,
+        work: Work[T],
         *,
+        changes: Collection[int] = (0,),
         columns: Columns = None,
         singles: Collection[int] = (),
+        copies: Collection[int] = (),
+        members: Sequence[int] | None = None,
         chosen: Sequence[Tensor] | None = None,
         synchronised: bool = False,
-    ) -> None:
-        chosen = chosen or [chosen_columns(rows, columns) for rows in parts]
-        self._connect(len(parts[0])).update_(chosen, update, singles)
-        for rows, part in zip(parts, chosen, strict=True):
-            write_columns_(rows, columns, part)
+    ) -> list[T]:
+        """Columns of all rows travel to the process that works on them, and back."""
+        found = list(chosen or [chosen_columns(rows, columns) for rows in parts])
+        exchange = self._connect(len(parts[0]))
+        done = exchange.map_columns(found, work, changes=changes, singles=singles, copies=copies, members=members)
+        for number in changes:
+            write_columns_(parts[number], columns, found[number])
+        return done
 
-    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
-        self._connect(len(rows)).update_([rows], update)
+    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
+        keep = mixing.push_strength(matrix) if self.exchange == "fast" else None
+        if keep is None:
+            super().mix_(rows, matrix, synchronised=synchronised)
+        else:
+            self.push_(rows, keep)
 
-    def _push_(self, rows: Tensor, keep: float) -> None:
-        for columns, wide, mean in mean_by_chunk(rows, AllReduceMean(self._connect(len(rows)))):
-            wide.lerp_(mean, 1.0 - keep)
-            if wide.dtype != rows.dtype:
-                rows[:, columns].copy_(wide)
-
-    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        return _combine(self._connect(len(rows)), rows, weights, out)
-
-    def squared_distances(self, rows: Tensor) -> Tensor:
-        """Each rank computes the part of its blocks; the parts are added in block order."""
-        exchange = self._connect(len(rows))
-        mine = [
-            (this.columns[self.rank].start, squared_distances_by_block(columns, this.block_width).cpu())
-            for this, columns in exchange.local_columns(rows)
-            if columns.shape[1]
-        ]
-        parts = [part for _, part in sorted(self.all_gather(mine), key=lambda part: part[0])]
-        return torch.cat(parts or [torch.zeros(1, exchange.size, dtype=torch.float64)]).sum(dim=0)
+    def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
+        if self.exchange == "fast" and not rows.is_complex():
+            self._connect(len(rows)).push_by_sums_(rows, keep)
+        else:
+            super().push_(rows, keep, synchronised=synchronised)
 
     def all_max(self, *values: float) -> tuple[float, ...]:
         """Also over the processes that train the same member."""
         found = super().all_max(*values)
         return found if self.data_group is None else all_max(found, self.data_group)
-
-
-def _combine(exchange: ColumnExchange, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """Each rank computes the sum for its columns and sends it to all; members of weight 0 send nothing."""
-    combined = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out
-    used = {member: weight for member, weight in enumerate(weights.tolist()) if weight}
-    previous: Callable[[], Tensor] | None = None
-    for this, columns in exchange.local_columns(rows, list(used)):
-        part = torch.empty(columns.shape[1], dtype=rows.dtype, device=rows.device)
-        for block, target in zip(this.blocks(columns), this.blocks(part[None]), strict=True):
-            combine_block_(target[0], zip(block, used.values(), strict=True))
-        sizes = [len(mine) for mine in this.columns]
-        finish, previous = previous, exchange.start_all_gather(combined[this.span], part, sizes)
-        if finish is not None:
-            finish()
-    if previous is not None:
-        previous()
-    return combined

@@ -1,58 +1,36 @@
-"""Converts the process groups and device meshes of `torch.distributed` to a `Group`."""
+"""Members that several processes train: device meshes, and whole networks from shards."""
 
 from __future__ import annotations
 
-import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from papa.core.group import Group, LocalGroup
+from papa.core.group import Group
+from papa.core.layout import is_sharded
 from papa.distributed.group import DistributedGroup
-from papa.errors import ConfigError, MemberError
+from papa.errors import ConfigError, MemberError, SoupError
 
 POPULATION = "population"
 
 
-def as_group(group: Any, *, exchange: str = "exact") -> Group:
-    """The group for any object that says where members are.
-
-    Args:
-        group: None when this process holds all members; a `Group`; a process group of `torch.distributed`, each rank of
-            which holds its own members; or a device mesh with a dimension called `population` and at most one other,
-            along which several ranks train one member.
-        exchange: how weights travel; see `papa.distributed.EXCHANGES`.
-    """
-    if group is None:
-        _check_single_process()
-        return LocalGroup()
-    if isinstance(group, DeviceMesh):
-        return _from_mesh(group, exchange)
+def group_of(group: Any) -> DistributedGroup:
+    """The group for a process group or a device mesh of `torch.distributed`; see `papa.core.group.as_group`."""
     if isinstance(group, dist.ProcessGroup):
-        return DistributedGroup(group, exchange=exchange)
-    if not hasattr(group, "check_same"):
+        return DistributedGroup(group)
+    if not isinstance(group, DeviceMesh):
         raise MemberError(
-            f"group is a {type(group).__name__}, expected a process group or device mesh of torch.distributed, or "
-            "one of papa.distributed, such as papa.core.group.LocalGroup"
+            f"group is a {type(group).__name__}, expected a process group or device mesh of torch.distributed, or a "
+            "papa.core.group.Group, such as LocalGroup"
         )
-    found: Group = group
-    return found
-
-
-def _check_single_process() -> None:
-    """Raise under torchrun before `init_process_group`, where `dist.group.WORLD` is None too."""
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    if "RANK" in os.environ and num_ranks != "1" and not dist.is_initialized():
-        raise ConfigError(
-            f"group is None in one of {num_ranks} processes that torchrun started: call torch.distributed."
-            "init_process_group() first and pass torch.distributed.group.WORLD, or pass papa.core.group.LocalGroup() "
-            "for a population of this process alone"
-        )
-
-
-def _from_mesh(mesh: DeviceMesh, exchange: str) -> DistributedGroup:
-    names = mesh.mesh_dim_names or ()
+    names = group.mesh_dim_names or ()
     others = [name for name in names if name != POPULATION]
     if POPULATION not in names or len(others) > 1:
         found = ", ".join(names) if names else "no names"
@@ -60,5 +38,56 @@ def _from_mesh(mesh: DeviceMesh, exchange: str) -> DistributedGroup:
             f"the device mesh has the dimensions {found}, expected 'population' and at most one more, along which one "
             "member is trained: init_device_mesh(device, (members, ranks), mesh_dim_names=('population', 'data'))"
         )
-    data_group = mesh.get_group(others[0]) if others else None
-    return DistributedGroup(mesh.get_group(POPULATION), exchange=exchange, data_group=data_group)
+    data_group = group.get_group(others[0]) if others else None
+    return DistributedGroup(group.get_group(POPULATION), data_group=data_group)
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """The network inside of `DistributedDataParallel` and `torch.compile`, whose tensors have their plain names."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def like(local: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that is sharded as `tensor` is, made of this rank's part of it."""
+    if not is_sharded(tensor):
+        return local
+    from torch.distributed.tensor import DTensor  # takes long to import, and is there where something is sharded
+
+    assert isinstance(tensor, DTensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its shards, on all ranks that hold one; they must call it together."""
+    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return found
+
+
+def save_distributed(directory: Path, state: Mapping[str, Any], group: Group) -> None:
+    """Write a distributed checkpoint: every rank of one member writes its shards; these ranks must call it together.
+
+    The directory must not exist. Tensors are sharded or not; `group` is that of the population.
+    """
+    if directory.exists():
+        raise SoupError(f"{directory} exists already, expected a new directory for a distributed checkpoint")
+    from torch.distributed.checkpoint.state_dict_saver import save  # takes long to import
+
+    partial = directory.with_name(f".{directory.name}.partial")
+    data_group = group.data_group if isinstance(group, DistributedGroup) else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the missing group of a single process, and about files to replace
+            save(dict(state), checkpoint_id=partial, process_group=data_group, no_dist=data_group is None)
+        if group.is_first_of_member:
+            partial.rename(directory)
+    except OSError as error:
+        if group.is_first_of_member:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise SoupError(f"cannot write {directory}: {error.strerror}") from error

@@ -10,25 +10,23 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
-from papa.core.group import balanced_ranges
+from papa.core.group import Work, balanced_ranges
 from papa.core.product import (
     BlockUpdate,
     block_width,
-    combine_rows,
-    mix_columns_,
-    push_columns_,
-    squared_distances_by_block,
-    update_blocks_,
 )
-from papa.distributed.collectives import MultiProcessGroup, all_gather_object, connection_errors
+from papa.distributed.collectives import MultiProcessGroup, connection_errors
 from papa.errors import ConfigError, MemberError, RunError
+
+T = TypeVar("T")
 
 MEMORY = "/dev/shm"
 """A directory in memory, where there is one."""
@@ -95,15 +93,6 @@ class SharedMemoryGroup(MultiProcessGroup):
             dist.broadcast_object_list(paths, src=0)
         return paths[0]
 
-    def _share(self, rows: Tensor, *, synchronised: bool = False) -> Tensor:
-        """The rows of all members in the mapping, once all ranks have written theirs."""
-        shared = self._mapping_of(rows)
-        if shared is not rows:
-            shared[self._local].copy_(rows)
-        if not synchronised or shared is not rows:
-            self.barrier()
-        return shared
-
     def _mapping_of(self, rows: Tensor) -> Tensor:
         """The mapping of rows, or of their first columns; the rows themselves where they are in it."""
         if not self.is_staged(rows.device):
@@ -114,77 +103,60 @@ class SharedMemoryGroup(MultiProcessGroup):
                 return mapping[:, : rows.shape[1]]
         raise AssertionError("these rows were not allocated by this group")
 
-    def _my_columns(self, shared: Tensor) -> tuple[Tensor, int]:
-        """The columns of this rank's blocks, and the width of a block."""
-        width = block_width(shared, *shared.shape)
-        mine = balanced_ranges(-(-shared.shape[1] // width), self.num_ranks)[self.rank]
-        return shared[:, mine.start * width : mine.stop * width], width
-
-    def mix_(self, rows: Tensor, matrix: Tensor, *, synchronised: bool = False) -> None:
-        self._change_columns_(
-            rows, lambda columns, width: mix_columns_(columns, matrix, width), synchronised=synchronised
-        )
-
-    def push_(self, rows: Tensor, keep: float, *, synchronised: bool = False) -> None:
-        self._change_columns_(
-            rows, lambda columns, width: push_columns_(columns, keep, width), synchronised=synchronised
-        )
-
-    def _change_columns_(
-        self, rows: Tensor, change_: Callable[[Tensor, int], None], *, synchronised: bool = False
-    ) -> None:
-        shared = self._share(rows, synchronised=synchronised)
-        change_(*self._my_columns(shared))
-        self.barrier()
-        if shared is not rows:
-            rows.copy_(shared[self._local])
-
-    def update_(
+    def map_columns(
         self,
         parts: Sequence[Tensor],
-        update: BlockUpdate,
+        work: Work[T],
         *,
+        changes: Collection[int] = (0,),
         columns: Columns = None,
         singles: Collection[int] = (),
+        copies: Collection[int] = (),
+        members: Sequence[int] | None = None,
         chosen: Sequence[Tensor] | None = None,
         synchronised: bool = False,
-    ) -> None:
-        """Each rank updates its blocks; members on accelerators send and receive the chosen columns only."""
-        shared = [self._mapping_of(rows) for rows in parts]
-        is_staged = shared[0] is not parts[0]
-        own = [mapping if number in singles else mapping[self._local] for number, mapping in enumerate(shared)]
+    ) -> list[T]:
+        """Each rank works on its blocks in place; where there are copies to write, on all blocks.
+
+        Members on accelerators send and receive these columns only.
+        """
+        is_staged = self.is_staged(parts[0].device)
+        shared = [part.cpu() if number in copies else self._mapping_of(part) for number, part in enumerate(parts)]
+        own = [
+            mapping if number in singles or number in copies else mapping[self._local]
+            for number, mapping in enumerate(shared)
+        ]
         if is_staged:
-            for number, (rows, mapping) in enumerate(zip(parts, own, strict=True)):
-                if number not in singles or self.rank == 0:
-                    _copy_columns_(mapping, rows, columns)
+            for number, (part, mapping) in enumerate(zip(parts, own, strict=True)):
+                if number not in copies and (number not in singles or self.rank == 0):
+                    _copy_columns_(mapping, part, columns)
         if is_staged or not synchronised:
             self.barrier()
-        num_columns = _num_columns(shared[0], columns)
-        width = block_width(shared[0], sum(map(len, shared)), num_columns)
-        mine = balanced_ranges(-(-num_columns // width), self.num_ranks)[self.rank]
+        num_columns = len(columns) if isinstance(columns, Lines) else chosen_columns(shared[0], columns).shape[1]
+        num_rows = sum(len(mapping) for number, mapping in enumerate(shared) if number not in copies)
+        width = block_width(shared[0], num_rows, num_columns)
+        blocks = range(-(-num_columns // width))
+        mine = blocks if copies else balanced_ranges(len(blocks), self.num_ranks)[self.rank]
         start, stop = mine.start * width, min(mine.stop * width, num_columns)
+        done = []
         if start < stop:
             local = _part_of(columns, start, stop, shared[0].shape[1])
             found = [chosen_columns(mapping, local) for mapping in shared]
-            update_blocks_(found, update, width=width, start=start)
-            for mapping, part in zip(shared, found, strict=True):
-                write_columns_(mapping, local, part)
-        self.barrier()
+            done.append(work(found, start, width))
+            for number in changes:
+                write_columns_(shared[number], local, found[number])
+        if changes:
+            self.barrier()
         if is_staged:
-            for rows, mapping in zip(parts, own, strict=True):
-                _copy_columns_(rows, mapping, columns)
+            for number in changes:
+                _copy_columns_(parts[number], own[number], columns)
+        return done
 
-    def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """Each rank reads all rows and computes the whole sum."""
-        shared = self._share(rows)
-        row = combine_rows(shared, weights, out if shared is rows else None)
-        self.barrier()
-        return row.to(rows.device) if out is None else out if out is row else out.copy_(row)
-
-    def squared_distances(self, rows: Tensor) -> Tensor:
-        """Each rank computes the part of its blocks; the parts are added in block order."""
-        parts = squared_distances_by_block(*self._my_columns(self._share(rows)))
-        return torch.cat(all_gather_object(parts)).sum(dim=0)
+    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
+        """These rows are in no mapping: each rank gathers and updates all."""
+        everyone = torch.stack(self.all_gather(list(rows)))
+        update([everyone], 0)
+        rows.copy_(everyone[self._local])
 
 
 def _copy_columns_(target: Tensor, source: Tensor, columns: Columns) -> None:
@@ -194,12 +166,6 @@ def _copy_columns_(target: Tensor, source: Tensor, columns: Columns) -> None:
         write_columns_(target, columns.to(target.device), values)
     else:
         chosen_columns(target, columns).copy_(chosen_columns(source, columns))
-
-
-def _num_columns(rows: Tensor, columns: Columns) -> int:
-    if isinstance(columns, Lines):
-        return len(columns)
-    return len(range(rows.shape[1])[slice(None) if columns is None else columns])
 
 
 def _part_of(columns: Columns, start: int, stop: int, num_columns: int) -> Columns:

@@ -12,7 +12,7 @@ from papa.core.group import gather_or_raise
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.soups import Weights
-from papa.distributed.sharding import inner_module, is_first_data_rank, like, save_distributed, whole
+from papa.distributed.mesh import inner_module, like, save_distributed, whole
 from papa.errors import SoupError
 from papa.storage.tensors import save_network
 
@@ -102,7 +102,7 @@ def _is_writer(population: Population) -> bool:
 
 def _gathered(state: dict[str, Tensor], population: Population) -> dict[str, Tensor]:
     """Whole tensors on the CPU, on the first of the ranks that train a member; all of these must call it."""
-    found, is_kept = {}, is_first_data_rank(population.group)
+    found, is_kept = {}, population.group.is_first_of_member
     for name, tensor in state.items():
         gathered = whole(tensor)  # one tensor at a time
         if is_kept:

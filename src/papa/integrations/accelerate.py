@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from papa.attach import averaging, join
 from papa.core.rules import Rule
 from papa.distributed.members import member_of_environment
-from papa.distributed.sharding import inner_module
+from papa.distributed.mesh import inner_module
 from papa.errors import ConfigError
 from papa.packages import importing
 

@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 from papa import attach
 from papa.attach import Joined
 from papa.core.averager import Averaging
-from papa.core.group import Group
+from papa.core.group import Group, as_group
 from papa.core.rules import Rule
 from papa.distributed.members import group_of_environment, group_of_process
-from papa.distributed.mesh import as_group
-from papa.distributed.wrappers import check_wrappers
 from papa.packages import importing
 from papa.training.callbacks import averaging_values
 
@@ -75,7 +73,7 @@ def join(
         options: as for `papa.join`.
     """
     group = group_for(fabric.strategy, options.pop("group", None))
-    check_wrappers([model], group)  # also those around the network, such as DistributedDataParallel
+    group.check_models([model])  # also those around the network, such as DistributedDataParallel
     return attach.join(_inner(model), optimizer, rule, group=group, **_logging(fabric, **options))
 
 

@@ -22,7 +22,6 @@ from papa.attach import Joined, join
 from papa.core.group import Group
 from papa.core.layout import named_tensors
 from papa.core.rules import Rule
-from papa.distributed.wrappers import check_wrappers
 from papa.errors import ConfigError, DataError, PapaWarning
 from papa.integrations.fabric import OwnMember, group_for
 from papa.packages import importing
@@ -129,7 +128,7 @@ class PopulationAveraging(Callback):
             num_steps = int(trainer.estimated_stepping_batches)
         group = group_for(trainer.strategy, self.group)
         if trainer.strategy.model is not None:
-            check_wrappers([trainer.strategy.model], group)
+            group.check_models([trainer.strategy.model])
         self._device = pl_module.device
         self.joined = join(pl_module, trainer.optimizers, self.rule, num_steps=num_steps, group=group, **self.options)
         if self._state:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
+from helpers import Attention
 from papa import Population
 from papa.align import Symmetries, TensorAxis, UnitGroup, align_, inverse, permute_, permute_all_, symmetries
-from papa.align.matching import CRITERIA, checked_inputs
-from papa.align.search import sinkhorn
+from papa.align.matching import CRITERIA, checked_inputs, sinkhorn
 from papa.errors import DataError, MemberError, PapaError
 
 Case = tuple[nn.Module, Symmetries, list[Tensor]]
@@ -69,6 +69,19 @@ def test_similarity_never_decreases_the_function_is_kept_and_it_can_be_undone(ca
     undo = {name: inverse(order) for name, order in reversed(alignment.permutations.items())}
     permute_all_(other, found, undo)
     assert same(other, kept)
+
+
+@pytest.mark.parametrize("by", CRITERIA)
+def test_the_default_device_does_not_matter(by: str) -> None:
+    """Numbers on the device `meta` cannot be read: none of those that are computed with may lie there."""
+    torch.manual_seed(3)
+    model, reference, inputs = Attention(), Attention(), torch.randn(NETWORKS["attention"][1])
+    twin = copy.deepcopy(model)
+    expected = align_(twin, reference, [inputs], by=by)
+    with torch.device("meta"):
+        found = align_(model, reference, [inputs], by=by)
+    assert found.after == expected.after
+    assert same(model, twin)
 
 
 def weight_similarity(model: nn.Module, reference: nn.Module) -> float:

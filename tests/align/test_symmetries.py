@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers import Attention
 from papa.align import Symmetries, TensorAxis, UnitGroup, align_, permute_all_, symmetries, verify
 from papa.align.derive import verified_groups
-from papa.align.permute import permute_axis_
+from papa.align.unit_groups import permute_axis_
 from papa.errors import PapaError
 from papa.lab import models
 

@@ -1,24 +1,26 @@
-"""Aligning networks: one to another, each of many to the first, all jointly, or members before they are merged."""
+"""Aligning networks: one to another, many to the first, members before they are merged, or as they join a soup."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from papa.align.matching import Alignment, Matcher
-from papa.align.permute import permute_all_
-from papa.align.search import identity
-from papa.align.unit_groups import Symmetries
+from papa.align.matching import Alignment, Matcher, identity
+from papa.align.unit_groups import Permutations, Symmetries, inverses, permute_all_
 from papa.core.group import gather_or_raise
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import AveragingContext
-from papa.errors import MixingError, PapaError, did_you_mean
+from papa.core.soups import GreedySoup, Score, add_greedily, mean_network
+from papa.errors import MixingError, PapaError, SoupError
+from papa.repair import goals_of, layer_statistics, repair_toward_
+from papa.repair.statistics import ChannelStatistics
 
 
 @torch.no_grad()
@@ -74,60 +76,42 @@ def align_all_(
     models: Sequence[nn.Module] | Population,
     batches: Any = None,
     *,
-    to: Literal["first", "joint"] = "first",
     by: str | None = None,
     symmetries: Symmetries | None = None,
     optimizers: Sequence[Optimizer] = (),
     seed: int = 0,
 ) -> list[Alignment]:
-    """Permute the units of many networks to match each other, without changing their functions.
-
-    To `"first"`: each is aligned to the first, as the paper does before merges. `"joint"`: coordinate ascent on the sum
-    over all pairs, in which each network in turn is matched to the sum of the others. As every network has one
-    permutation, aligning a with b and b with c aligns a with c. It starts from the alignment to the first, if that is
-    a gain, and the sum never decreases.
+    """Permute the units of many networks to match the first, without changing their functions.
 
     Example:
         >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
-        >>> alignments = align_all_(nets, [torch.randn(32, 4)], to="joint")
+        >>> alignments = align_all_(nets, [torch.randn(32, 4)])
         >>> len(alignments)
         3
 
     Args:
-        models: networks of one architecture, or a population; if several processes hold it, all must call this, and
-            only `"first"` is possible. None is changed if an error is raised.
+        models: networks of one architecture, or a population; if several processes hold it, all must call this. None
+            is changed if an error is raised.
         batches: as for `align_`; one pass over them serves all.
-        to: `"first"` or `"joint"`.
         by: as for `align_`.
         symmetries: as for `align_`.
         optimizers: one for each network, to permute their state with the parameters; or none.
         seed: as for `align_`.
 
     Returns:
-        For each network on this process, its mean similarity to the first, or to all others when aligned jointly.
+        For each network on this process, its similarity to the first.
     """
-    population, networks = models if isinstance(models, Population) else None, list(models)
-    if to not in ("first", "joint"):
-        raise PapaError(f"networks cannot be aligned to '{to}': {did_you_mean(to, ['first', 'joint'])}")
-    if to == "joint" and population is not None and population.size != len(networks):
-        raise PapaError(
-            f"the population has {population.size} members, of which {len(networks)} are on this process: members of "
-            'several processes can only be aligned to the first, with to="first"'
-        )
+    networks = list(models)
     _check_optimizers(optimizers, networks)
     matcher = Matcher(batches, by=by, symmetries=symmetries, seed=seed)
-    subjects = [f"member {member}" for member in range(len(networks))]
-    if to == "joint":
-        alignments = dict(enumerate(matcher.match_jointly(networks, subjects)))
+    if isinstance(models, Population):
+        found = match_to_member(models, 0, range(1, models.size), matcher)
     else:
-        unchanged = Alignment(1.0, 1.0, 0, identity(matcher.symmetries_of(networks[0])) if networks else {})
-        if population is None:
-            found = dict(enumerate(matcher.match_to_first(networks, subjects), start=1))
-        else:
-            found = match_to_member(population, 0, range(1, population.size), matcher)
-        alignments = {index: found.get(index, unchanged) for index in range(len(networks))}
-    _permute_(networks, alignments, matcher, optimizers)
-    return list(alignments.values())
+        subjects = [f"member {member}" for member in range(len(networks))]
+        found = dict(enumerate(matcher.match_to_first(networks, subjects), start=1))
+    _permute_(networks, found, matcher, optimizers)
+    unchanged = Alignment(1.0, 1.0, 0, identity(matcher.symmetries_of(networks[0])) if networks else {})
+    return [found.get(index, unchanged) for index in range(len(networks))]
 
 
 def match_to_member(
@@ -231,3 +215,141 @@ class AlignMerges:
         found = match_to_member(population, 0, range(1, population.size), self._matcher)
         self.alignments = list(found.values())
         _permute_(population, found, self._matcher, self._optimizers)
+
+
+@dataclass(frozen=True)
+class AlignedSoups:
+    """An average soup and a greedy soup of aligned members."""
+
+    average: nn.Module
+    """The mean of all, each aligned to the mean of those before it."""
+    greedy: GreedySoup[nn.Module]
+    """The greedy soup, each candidate aligned to the soup it may join."""
+
+
+@torch.no_grad()
+def aligned_soups(
+    members: Population | Sequence[nn.Module],
+    score: Score,
+    batches: Any = None,
+    *,
+    by: str | None = None,
+    symmetries: Symmetries | None = None,
+    repair_batches: Sequence[Any] | None = None,
+    seed: int = 0,
+    higher_is_better: bool = True,
+) -> AlignedSoups:
+    """The average soup and the greedy soup, each member aligned to the growing soup before it joins.
+
+    Members are added in the order of their scores, best first, as the paper does for independent networks. With
+    `repair_batches`, every average is repaired (REPAIR) toward its aligned members before it is scored or returned;
+    members are aligned to the plain mean.
+
+    Example:
+        >>> nets = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3)]
+        >>> soups = aligned_soups(nets, lambda net: -net[0].weight.norm().item(), [torch.randn(32, 4)])
+        >>> len(soups.greedy.trials)
+        2
+
+    Args:
+        members: a population (if several processes hold it, all must call this) or modules of one architecture. Their
+            units are permuted while this runs; afterwards they are restored bit for bit, also after an error.
+        score: as for `greedy_soup`.
+        batches: as for `align_`.
+        by: as for `align_`.
+        symmetries: as for `align_`.
+        repair_batches: batches on which soups are repaired; None for no REPAIR.
+        seed: as for `align_`.
+        higher_is_better: as for `greedy_soup`.
+
+    Returns:
+        Both soups. At most two more networks are in memory, for any number of members.
+    """
+    local = list(members)
+    if not local:
+        raise SoupError("a soup needs at least one network, got none")
+    matcher = Matcher(batches, by=by, symmetries=symmetries, seed=seed)
+    matcher.symmetries_of(local[0])  # deriving them takes memory: do it before there is a soup
+    with _AlignedMeans(members, matcher, repair_batches) as means:
+        readings, order = means.mean.ranked(score, higher_is_better=higher_is_better)
+        chosen, best, trials = add_greedily(
+            order,
+            readings[order[0]][0],
+            lambda candidate: means.mean.agreed(score(means.network(candidate))),
+            higher_is_better=higher_is_better,
+        )
+        average = means.network(order)
+        means.mean = mean_network(members)
+        scores = tuple(value for value, _ in readings)
+        return AlignedSoups(average, GreedySoup(means.network(chosen), tuple(chosen), best, scores, trials))
+
+
+class _AlignedMeans:
+    """A context in which members are permuted to join means, one mean at a time; on exit, they are restored.
+
+    How a member is permuted depends on the members before it only, so this is kept by sequence of members.
+    """
+
+    def __init__(
+        self, members: Population | Sequence[nn.Module], matcher: Matcher, repair_batches: Sequence[Any] | None
+    ) -> None:
+        self.mean = mean_network(members)
+        self._matcher, self._repair_batches = matcher, repair_batches
+        self._local: dict[int, nn.Module] = self.mean.local_members
+        self._permuted: dict[int, Permutations] = {}
+        self._permutations: dict[tuple[int, ...], dict[int, Permutations]] = {}
+        self._statistics: dict[tuple[int, ...], dict[str, ChannelStatistics]] = {}
+
+    def __enter__(self) -> _AlignedMeans:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arrange({})
+
+    def network(self, members: Sequence[int]) -> nn.Module:
+        """The mean of some members, each aligned to the mean of those before it; several are repaired if requested."""
+        self._fill(tuple(members))
+        network: nn.Module = self.mean.network
+        if self._repair_batches is not None and len(members) > 1:
+            statistics = [self._statistics_of_last(tuple(members[: size + 1])) for size in range(len(members))]
+            row = soup_row(len(members), range(len(members)))
+            repair_toward_(network, goals_of(statistics, row), self._repair_batches)
+        return network
+
+    def _fill(self, members: tuple[int, ...]) -> dict[int, Permutations]:
+        if len(members) > 1 and members not in self._permutations:
+            others, last = self._fill(members[:-1]), members[-1]
+            networks, subjects = [self.mean.network, self._local.get(last)], ["the soup", f"member {last}"]
+            (alignment,) = gather_or_raise(
+                self.mean.group, lambda: self._matcher.match_to_first(networks, subjects) if last in self._local else []
+            )
+            self._permutations[members] = {**others, last: alignment.permutations}
+        permutations = self._permutations.get(members, {})
+        self._arrange(permutations)
+        self.mean.fill_(soup_row(self.mean.size, members))
+        return permutations
+
+    def _arrange(self, permutations: dict[int, Permutations]) -> None:
+        """Permute every member on this process in this way, starting from its original order."""
+        for member, model in self._local.items():
+            found, wanted = self._permuted.get(member), permutations.get(member)
+            if found is wanted:
+                continue
+            symmetries = self._matcher.symmetries_of(model)
+            if found is not None:
+                permute_all_(model, symmetries, inverses(found))
+                del self._permuted[member]
+            if wanted is not None:
+                permute_all_(model, symmetries, wanted)
+                self._permuted[member] = wanted
+
+    def _statistics_of_last(self, members: tuple[int, ...]) -> dict[str, ChannelStatistics]:
+        """The statistics of the last of some members, which must be permuted to join the others."""
+        if members not in self._statistics:
+            member, batches = members[-1], self._repair_batches or []
+            model = self._local.get(member)
+            (self._statistics[members],) = gather_or_raise(
+                self.mean.group,
+                lambda: [] if model is None else [layer_statistics(model, batches, subject=f"member {member}")],
+            )
+        return self._statistics[members]

@@ -5,15 +5,102 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, fx
 
-from papa.align.permute import Permutations, permute_axis_, require_tensor
-from papa.align.unit_groups import ExportedGraph, NestedGroup, Symmetries, TensorAxis, nested_groups
+from papa.align.unit_groups import (
+    ExportedGraph,
+    Symmetries,
+    TensorAxis,
+    UnitGroup,
+    permute_axis_,
+    require_tensor,
+)
 from papa.errors import DataError, MemberError, PapaError
+
+
+@dataclass(frozen=True)
+class BlockPart:
+    """Units that every block of a group has in the same places, such as the value units of each attention head."""
+
+    groups: tuple[UnitGroup, ...]
+    """For each block, the group of these units inside it."""
+    columns: tuple[Tensor, ...]
+    """For each axis of the outer group, one row per unit: the columns of the axis's index that the unit takes."""
+
+
+@dataclass(frozen=True)
+class NestedGroup:
+    """Units that are matched together: a group, and the units inside its blocks if it has any."""
+
+    outer: UnitGroup
+    parts: tuple[BlockPart, ...] = ()
+
+    @property
+    def inner(self) -> list[UnitGroup]:
+        """The groups inside the blocks."""
+        return [group for part in self.parts for group in part.groups]
+
+
+def nested_groups(symmetries: Symmetries) -> list[NestedGroup]:
+    """Every group that lies in no block of another, each with the units inside its blocks.
+
+    Units of a block that have no counterpart in the other blocks are left out: they move with their block.
+    """
+    alone = {group.name: group for group in symmetries if group.is_inner}
+    inner_groups, found = list(alone.values()), []
+    for outer in symmetries:
+        if outer.is_inner:
+            continue
+        owners = [_owners(axis) for axis in outer.axes]
+        parts: dict[tuple[tuple[int, ...], ...], dict[int, tuple[UnitGroup, tuple[Tensor, ...]]]] = {}
+        for inner in inner_groups:
+            place = _place(inner, outer, owners)
+            if place is not None:
+                block, columns = place
+                key = tuple(tuple(part.flatten().tolist()) for part in columns)
+                parts.setdefault(key, {})[block] = inner, columns
+                alone.pop(inner.name, None)
+        complete = [
+            BlockPart(tuple(blocks[block][0] for block in range(outer.size)), blocks[0][1])
+            for blocks in parts.values()
+            if len(blocks) == outer.size
+        ]
+        found.append(NestedGroup(outer, tuple(complete)))
+    return found + [NestedGroup(inner) for inner in alone.values()]
+
+
+def _owners(axis: TensorAxis) -> tuple[Tensor, Tensor]:
+    """For each index along an axis, the unit that owns it (-1 if none) and its column in the axis's index."""
+    length = int(axis.index.max()) + 1
+    owner, column = torch.full((length,), -1, device="cpu"), torch.zeros(length, dtype=torch.int64, device="cpu")
+    owner[axis.index] = torch.arange(len(axis.index), device="cpu")[:, None].expand_as(axis.index)
+    column[axis.index] = torch.arange(axis.index.shape[1], device="cpu").expand_as(axis.index)
+    return owner, column
+
+
+def _place(
+    inner: UnitGroup, outer: UnitGroup, owners: list[tuple[Tensor, Tensor]]
+) -> tuple[int, tuple[Tensor, ...]] | None:
+    """The block that contains an inner group, and the group's columns on each axis; None if no block does."""
+    index_of = {(axis.tensor, axis.dim): axis.index for axis in inner.axes if axis.row_range is None}
+    block, columns = -1, []
+    for axis, (owner, column) in zip(outer.axes, owners, strict=True):
+        index = index_of.get((axis.tensor, axis.dim))
+        if index is None:
+            columns.append(torch.zeros(inner.size, 0, dtype=torch.int64, device="cpu"))
+            continue
+        if int(index.max()) >= len(owner):
+            return None
+        rows = owner[index]
+        if bool((rows != rows[0, 0]).any()) or int(rows[0, 0]) < 0 or block not in (-1, int(rows[0, 0])):
+            return None
+        block = int(rows[0, 0])
+        columns.append(column[index])
+    return (block, tuple(columns)) if block >= 0 else None
 
 
 class Comparison(ABC):
@@ -44,43 +131,29 @@ class Comparison(ABC):
 class WeightObjective:
     """The similarity of networks by their weights: the sum over tensors of `<P_a a, P_b b> / (|a| |b|)`.
 
-    Tensors are copied and divided by their norm on access; only permuted ones are kept in memory.
+    Tensors are copied and divided by their norm on access, so that at most one network is in memory once more.
     """
 
     def __init__(self, networks: Sequence[Mapping[str, Tensor]], symmetries: Symmetries) -> None:
         self.groups = nested_groups(symmetries)
-        self._networks, self._symmetries = networks, symmetries
+        self._networks = networks
         axes = [axis for group in symmetries for axis in group.axes]
         for axis in axes:
             require_tensor(networks[0], axis)
         self._names = list(dict.fromkeys(axis.tensor for axis in axes))
         self._norms = [{name: float(its[name].detach().double().norm()) for name in self._names} for its in networks]
-        self._permuted: dict[tuple[int, str], Tensor] = {}
         self.count = max(sum(bool(networks[0][name].any()) for name in self._names), 1)
         """The number of cosines in the sum."""
 
     def _tensor(self, member: int, name: str) -> Tensor:
-        if (member, name) in self._permuted:
-            return self._permuted[member, name].clone()
         tensor, norm = self._networks[member][name], self._norms[member][name]
         wide = tensor.detach().to(device="cpu", dtype=torch.promote_types(tensor.dtype, torch.float32), copy=True)
         return wide.div_(norm) if norm > 0 else wide
 
-    def compare(self, member: int, others: Sequence[int]) -> WeightComparison:
-        """One network with the sum of some others."""
+    def compare(self, member: int) -> WeightComparison:
+        """One network with the first."""
         own = {name: self._tensor(member, name) for name in self._names}
-        if len(others) == 1:
-            return WeightComparison(own, partial(self._tensor, others[0]))
-        sums = {name: torch.stack([self._tensor(other, name) for other in others]).sum(0) for name in own}
-        return WeightComparison(own, sums.__getitem__)
-
-    def permute_(self, member: int, permutations: Permutations) -> None:
-        """Permute the units of one network, in this comparison only."""
-        for name, permutation in permutations.items():
-            for axis in self._symmetries[name].axes:
-                key = member, axis.tensor
-                self._permuted[key] = self._tensor(*key)
-                permute_axis_(self._permuted[key], axis, permutation)
+        return WeightComparison(own, partial(self._tensor, 0))
 
 
 class WeightComparison(Comparison):
@@ -108,7 +181,7 @@ def unit_rows(tensor: Tensor, axis: TensorAxis, index: Tensor) -> Tensor:
 class ActivationObjective:
     """The similarity of networks by their activations: the sum of correlations of paired units at every node.
 
-    Correlations do not depend on the order of units, so one pass over the data serves all groups and all pairs.
+    Correlations do not depend on the order of units, so one pass over the data serves all groups and all networks.
     """
 
     def __init__(
@@ -118,7 +191,6 @@ class ActivationObjective:
         batches: Sequence[Tensor],
         *,
         subjects: Sequence[str],
-        pairs: Collection[tuple[int, int]],
     ) -> None:
         if symmetries.graph is None:
             raise PapaError('symmetries written by hand have no graph: match by weights, with by="weights"')
@@ -129,9 +201,8 @@ class ActivationObjective:
             if group.activations
         ]
         self.groups = nested_groups(Symmetries(tuple(groups)))
-        self._axes = {group.name: group.axes for group in groups}
         dims = {axis.tensor: axis.dim for group in symmetries for axis in group.activations}
-        self._correlations = _correlations(symmetries.graph, networks, batches, dims, subjects, pairs)
+        self._correlations = _correlations(symmetries.graph, networks, batches, dims, subjects)
         indices: dict[str, list[Tensor]] = {name: [] for name in dims}
         for axis in (axis for group in groups for axis in group.axes):
             indices[axis.tensor].append(axis.index.flatten())
@@ -139,25 +210,9 @@ class ActivationObjective:
         self.count = max(sum(map(len, self._covered.values())), 1)
         """The number of correlations in the sum."""
 
-    def compare(self, member: int, others: Sequence[int]) -> ActivationComparison:
-        """One network with the sum of some others."""
-        tensors = {
-            name: torch.stack([self._pair(other, member)[name] for other in others]).sum(0) for name in self._covered
-        }
-        return ActivationComparison(tensors, self._covered)
-
-    def _pair(self, first: int, second: int) -> dict[str, Tensor]:
-        if (first, second) in self._correlations:
-            return self._correlations[first, second]
-        return {name: matrix.T for name, matrix in self._correlations[second, first].items()}
-
-    def permute_(self, member: int, permutations: Permutations) -> None:
-        """Permute the units of one network, in this comparison only."""
-        for pair, matrices in self._correlations.items():
-            if member in pair:
-                for name, permutation in permutations.items():
-                    for axis in self._axes.get(name, ()):
-                        permute_axis_(matrices[axis.tensor], replace(axis, dim=int(member == pair[1])), permutation)
+    def compare(self, member: int) -> ActivationComparison:
+        """One network with the first."""
+        return ActivationComparison({name: self._correlations[member][name] for name in self._covered}, self._covered)
 
 
 class ActivationComparison(Comparison):
@@ -182,11 +237,10 @@ def _correlations(
     batches: Sequence[Tensor],
     dims: Mapping[str, int],
     subjects: Sequence[str],
-    pairs: Collection[tuple[int, int]],
-) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """For each pair of networks and each node, the correlation of each index of the first with each of the second."""
+) -> dict[int, dict[str, Tensor]]:
+    """For each network but the first and each node, the correlation of each index of the first with each of its own."""
     sums: dict[tuple[str, int], Tensor] = {}
-    products: dict[tuple[str, int, int], Tensor] = {}
+    products: dict[tuple[str, int], Tensor] = {}
     counts: Counter[str] = Counter()
 
     def add(name: str, outputs: Sequence[Tensor]) -> None:
@@ -200,18 +254,18 @@ def _correlations(
                 )
             found = torch.stack([own.sum(1), own.square().sum(1)])
             sums[name, member] = sums[name, member] + found if (name, member) in sums else found
-        for first, second in pairs:
-            key, product = (name, first, second), units[first] @ units[second].T
-            products[key] = products[key].add_(product) if key in products else product
+            if member:
+                product = units[0] @ own.T
+                products[name, member] = products[name, member].add_(product) if (name, member) in products else product
 
     for batch in batches:
         _run_side_by_side(graph, networks, batch, dims, add)
     return {
-        (first, second): {
-            name: _correlation(sums[name, first], sums[name, second], products.pop((name, first, second)), counts[name])
+        member: {
+            name: _correlation(sums[name, 0], sums[name, member], products.pop((name, member)), counts[name])
             for name in dims
         }
-        for first, second in pairs
+        for member in range(1, len(networks))
     }
 
 

@@ -8,8 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from papa.align.propagation import Call, Labelled, LabelPropagation, OperatorRule, StateTensor, is_parameter
-from papa.align.unit_labels import UncoveredError, as_rows, compact, joint_shape, tidy, varies
+from papa.align.labels import (
+    Call,
+    Labelled,
+    LabelPropagation,
+    OperatorRule,
+    StateTensor,
+    UncoveredError,
+    as_rows,
+    compact,
+    is_parameter,
+    joint_shape,
+    tidy,
+    varies,
+)
 
 
 def move(graph: LabelPropagation, call: Call) -> Any:
@@ -48,7 +60,7 @@ def _with_new_constants(graph: LabelPropagation, call: Call, labels: Tensor) -> 
         return labels
     distinct, inverse = torch.unique(small, return_inverse=True)
     new = [graph.constraints.constant((call.node.name, label)) if label < 0 else label for label in distinct.tolist()]
-    return tidy(torch.tensor(new)[inverse].expand(labels.shape))
+    return tidy(torch.tensor(new, device="cpu")[inverse].expand(labels.shape))
 
 
 def elementwise(graph: LabelPropagation, call: Call) -> Labelled:
@@ -125,7 +137,7 @@ def new_tensor(graph: LabelPropagation, call: Call) -> Any:
     """A new tensor of known numbers, with the shape or dtype of an activation."""
     like = call.node.args[0].meta["val"]  # type: ignore[union-attr]
     assert callable(call.node.target)
-    return call.node.target(torch.zeros(like.shape, dtype=like.dtype), *call.args[1:], **call.kwargs)
+    return call.node.target(torch.zeros(like.shape, dtype=like.dtype, device="cpu"), *call.args[1:], **call.kwargs)
 
 
 def linear(graph: LabelPropagation, call: Call) -> Labelled:

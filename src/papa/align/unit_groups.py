@@ -1,14 +1,21 @@
-"""Groups of exchangeable units: where in a network's tensors each unit lies, and which groups lie inside blocks."""
+"""Groups of exchangeable units: where in a network's tensors each unit lies, and permuting them in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
-from papa.errors import PapaError, did_you_mean
+from papa.core.layout import named_tensors
+from papa.errors import MemberError, PapaError, did_you_mean
+
+Permutation = Tensor | Sequence[int]
+Permutations = dict[str, Tensor]
+"""A permutation for each group, by name: blocks and single units first, then units inside blocks."""
 
 
 @dataclass(frozen=True)
@@ -88,82 +95,100 @@ class Symmetries:
         raise PapaError(f"no group '{name}': {did_you_mean(name, [group.name for group in self.groups])}")
 
 
-@dataclass(frozen=True)
-class BlockPart:
-    """Units that every block of a group has in the same places, such as the value units of each attention head."""
+def permute_(model: nn.Module, group: UnitGroup, permutation: Permutation) -> None:
+    """Reorder the units of one group: unit `i` becomes what unit `permutation[i]` was.
 
-    groups: tuple[UnitGroup, ...]
-    """For each block, the group of these units inside it."""
-    columns: tuple[Tensor, ...]
-    """For each axis of the outer group, one row per unit: the columns of the axis's index that the unit takes."""
+    The network's tensors keep their memory, and it is unchanged if an error is raised.
 
-
-@dataclass(frozen=True)
-class NestedGroup:
-    """Units that are matched together: a group, and the units inside its blocks if it has any."""
-
-    outer: UnitGroup
-    parts: tuple[BlockPart, ...] = ()
-
-    @property
-    def inner(self) -> list[UnitGroup]:
-        """The groups inside the blocks."""
-        return [group for part in self.parts for group in part.groups]
-
-
-def nested_groups(symmetries: Symmetries) -> list[NestedGroup]:
-    """Every group that lies in no block of another, each with the units inside its blocks.
-
-    Units of a block that have no counterpart in the other blocks are left out: they move with their block.
+    Example:
+        >>> from papa.align import symmetries
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> inputs = torch.randn(5, 4)
+        >>> before = net(inputs)
+        >>> (group,) = symmetries(net, inputs)
+        >>> permute_(net, group, [2, 0, 1])
+        >>> torch.allclose(net(inputs), before, atol=1e-6)
+        True
     """
-    alone = {group.name: group for group in symmetries if group.is_inner}
-    inner_groups, found = list(alone.values()), []
-    for outer in symmetries:
-        if outer.is_inner:
-            continue
-        owners = [_owners(axis) for axis in outer.axes]
-        parts: dict[tuple[tuple[int, ...], ...], dict[int, tuple[UnitGroup, tuple[Tensor, ...]]]] = {}
-        for inner in inner_groups:
-            place = _place(inner, outer, owners)
-            if place is not None:
-                block, columns = place
-                key = tuple(tuple(part.flatten().tolist()) for part in columns)
-                parts.setdefault(key, {})[block] = inner, columns
-                alone.pop(inner.name, None)
-        complete = [
-            BlockPart(tuple(blocks[block][0] for block in range(outer.size)), blocks[0][1])
-            for blocks in parts.values()
-            if len(blocks) == outer.size
-        ]
-        found.append(NestedGroup(outer, tuple(complete)))
-    return found + [NestedGroup(inner) for inner in alone.values()]
+    permute_all_(model, Symmetries((group,)), {group.name: permutation})
 
 
-def _owners(axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """For each index along an axis, the unit that owns it (-1 if none) and its column in the axis's index."""
-    length = int(axis.index.max()) + 1
-    owner, column = torch.full((length,), -1), torch.zeros(length, dtype=torch.int64)
-    owner[axis.index] = torch.arange(len(axis.index))[:, None].expand_as(axis.index)
-    column[axis.index] = torch.arange(axis.index.shape[1]).expand_as(axis.index)
-    return owner, column
+@torch.no_grad()
+def permute_all_(
+    model: nn.Module,
+    symmetries: Symmetries,
+    permutations: Mapping[str, Permutation],
+    *,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Reorder the units of several groups, one after the other in the order of `permutations`; see `permute_`.
+
+    Permutations are given by the group's name. The optimizer's state of the same shape as a parameter (such as
+    momentum) is reordered with the parameter, so that training continues as it would have.
+    """
+    tensors = named_tensors(model)
+    state = optimizer.state if optimizer is not None else {}
+    moves: dict[str, list[tuple[TensorAxis, Tensor]]] = {}
+    for name, permutation in permutations.items():
+        group = symmetries[name]
+        order = _checked(permutation, group)
+        for axis in group.axes:
+            require_tensor(tensors, axis)
+            moves.setdefault(axis.tensor, []).append((axis, order))
+    for name, its_moves in moves.items():
+        tensor = tensors[name]
+        moments = [part for part in state.get(tensor, {}).values() if isinstance(part, Tensor)]
+        for part in (tensor, *(part for part in moments if part.shape == tensor.shape)):
+            values = part.detach().clone()
+            for axis, order in its_moves:
+                permute_axis_(values, axis, order)
+            part.copy_(values)
 
 
-def _place(
-    inner: UnitGroup, outer: UnitGroup, owners: list[tuple[Tensor, Tensor]]
-) -> tuple[int, tuple[Tensor, ...]] | None:
-    """The block that contains an inner group, and the group's columns on each axis; None if no block does."""
-    index_of = {(axis.tensor, axis.dim): axis.index for axis in inner.axes if axis.row_range is None}
-    block, columns = -1, []
-    for axis, (owner, column) in zip(outer.axes, owners, strict=True):
-        index = index_of.get((axis.tensor, axis.dim))
-        if index is None:
-            columns.append(torch.zeros(inner.size, 0, dtype=torch.int64))
-            continue
-        if int(index.max()) >= len(owner):
-            return None
-        rows = owner[index]
-        if bool((rows != rows[0, 0]).any()) or int(rows[0, 0]) < 0 or block not in (-1, int(rows[0, 0])):
-            return None
-        block = int(rows[0, 0])
-        columns.append(column[index])
-    return (block, tuple(columns)) if block >= 0 else None
+def permute_axis_(tensor: Tensor, axis: TensorAxis, permutation: Tensor) -> None:
+    """Reorder the units along one axis of one tensor."""
+    part = axis.view(tensor)
+    source, target = axis.index[permutation].flatten(), axis.index.flatten()
+    part.index_copy_(axis.dim, target.to(part.device), part.index_select(axis.dim, source.to(part.device)))
+
+
+def require_tensor(tensors: Mapping[str, Tensor], axis: TensorAxis) -> None:
+    """Raise a `MemberError` if a network does not have the tensor and dimension of an axis."""
+    tensor = tensors.get(axis.tensor)
+    if tensor is None:
+        raise MemberError(f"the network has no '{axis.tensor}': these symmetries belong to another architecture")
+    last = int(axis.index.max())
+    if last >= (tensor.shape[axis.dim] if axis.dim < tensor.dim() else 0):
+        raise MemberError(
+            f"the network has '{axis.tensor}' of shape {tuple(tensor.shape)}, expected more than {last} along dim "
+            f"{axis.dim}: these symmetries belong to another architecture"
+        )
+
+
+def _checked(permutation: Permutation, group: UnitGroup) -> Tensor:
+    order = torch.as_tensor(permutation, device="cpu")
+    if (
+        order.is_floating_point()
+        or order.shape != (group.size,)
+        or not torch.equal(order.sort().values.long(), torch.arange(group.size, device="cpu"))
+    ):
+        raise PapaError(
+            f"group '{group.name}' was given {reprlib.repr(order.tolist())}, expected each of 0 to {group.size - 1} "
+            "exactly once"
+        )
+    return order.long()
+
+
+def inverse(permutation: Permutation) -> Tensor:
+    """The permutation that undoes another.
+
+    Example:
+        >>> inverse([2, 0, 1])
+        tensor([1, 2, 0])
+    """
+    return torch.argsort(torch.as_tensor(permutation, device="cpu"))
+
+
+def inverses(permutations: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The permutations that undo those of several groups, for `permute_all_`: the inverse of each, the last first."""
+    return {name: inverse(order) for name, order in reversed(permutations.items())}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from papa.align import Symmetries, permute_all_, symmetries
 from papa.align.aligning import match_to_member
 from papa.align.matching import Matcher
-from papa.align.permute import inverses
+from papa.align.unit_groups import inverses
 from papa.analysis import Curve, Features, curve_between, feature_similarity
 from papa.core.mixing import soup_row
 from papa.core.population import Population

@@ -177,9 +177,10 @@ def _goal_of(name: str, parents: Sequence[tuple[ChannelStatistics, float]]) -> G
     if len(sizes) > 1:
         raise DataError(f"layer '{name}' has {sizes[0]} channels in one parent and {sizes[-1]} in another")
     num_uses = min(len(found.uses) for found, _ in parents)
+    zero = torch.zeros((), device=parents[0][0].mean.device)
     return Goal(
-        mean=sum((weight * found.mean for found, weight in parents), torch.zeros(())),
-        std=sum((weight * found.std for found, weight in parents), torch.zeros(())),
+        mean=sum((weight * found.mean for found, weight in parents), zero),
+        std=sum((weight * found.std for found, weight in parents), zero),
         uses=tuple(_goal_of(name, [(found.uses[use], weight) for found, weight in parents]) for use in range(num_uses)),
     )
 

@@ -1,4 +1,4 @@
-"""Alignment before merges, and in soups: cadence, optimizers, several processes."""
+"""Many networks: to the first, before merges, and in soups; cadence, optimizers, several processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import nn
 import group_jobs
 from align_networks import mlp, random_permutations, same
 from papa import AlignMerges, Averager, MergeAll, Population, Push, align_, aligned_soups, average_soup, greedy_soup
-from papa.align import permute_all_, symmetries
+from papa.align import align_all_, permute_all_, symmetries
+from papa.align.matching import CRITERIA
 from papa.core.group import LocalGroup
 from papa.distributed.start import start_workers
-from papa.errors import MixingError, PapaError, SoupError
+from papa.errors import MemberError, MixingError, PapaError, SoupError
 from papa.repair import RepairMerges, repair_
 
 SIZE = 3
@@ -28,6 +29,26 @@ def members(seed: int = 0) -> list[nn.Sequential]:
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(16, 5, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("by", CRITERIA)
+def test_aligning_all_to_the_first_is_aligning_pairs(by: str) -> None:
+    nets = members()
+    twins = copy.deepcopy(nets)
+    found = align_all_(nets, batches(), by=by)
+    expected = [align_(twin, twins[0], batches(), by=by) for twin in twins[1:]]
+    assert all(same(net, twin) for net, twin in zip(nets, twins, strict=True))
+    assert [one.after for one in found] == [1.0, *(one.after for one in expected)]
+
+
+def test_no_network_is_changed_if_one_is_not_finite() -> None:
+    nets = members()
+    with torch.no_grad():
+        nets[-1][0].weight[0, 0] = float("nan")
+    before = copy.deepcopy(nets)
+    with pytest.raises(MemberError, match=r"member 2 has '0.weight' with values that are not finite"):
+        align_all_(nets, batches())
+    assert all(same(net, old) for net, old in zip(nets[:-1], before[:-1], strict=True))
 
 
 @pytest.mark.parametrize("by", ["activations", "weights"])
@@ -112,6 +133,8 @@ def test_invalid_arguments_are_refused() -> None:
     align = AlignMerges(batches(), optimizers=[torch.optim.SGD(nets[0].parameters(), lr=0.1)])
     with pytest.raises(PapaError, match="1 optimizers for 3 networks"):
         align.align_(Population(nets))
+    with pytest.raises(PapaError, match="1 optimizers for 3 networks"):
+        align_all_(nets, batches(), optimizers=[torch.optim.SGD(nets[0].parameters(), lr=0.1)])
 
 
 def test_two_processes_align_as_one_does() -> None:

@@ -120,21 +120,18 @@ def train(kind: str, directory: Path, port: int) -> dict[str, Any]:
     soup = message_of(lambda: average_soup(population))
     nonfinite, restarted = average_with_nonfinite_shard(population, is_here=(member, half) == (1, 1))
     found = {"record": record, "saved": saved, "merged": merged, "soup": soup, "size": population.size}
-    return {**found, "nonfinite": nonfinite, "restarted": restarted, "shuffled": shuffle(population, optimizer)}
+    return {**found, "nonfinite": nonfinite, "restarted": restarted, "shuffled": shuffle(population)}
 
 
-def shuffle(population: Population, optimizer: Optimizer) -> tuple[bool, bool]:
-    """Whether a permutation changed weights, and whether momenta that were their opposites are so still."""
-    for parameter, state in optimizer.state.items():
-        with torch.no_grad():
-            parameter.mul_(1 + population.members[0])
-        state["momentum_buffer"].copy_(-parameter.detach())
+def shuffle(population: Population) -> bool:
+    """Whether a permutation changed weights."""
     before = state_of(population[0])
-    Averager(population, Shuffle(share=0.5, depth="constant", move_momentum=True), [optimizer]).step()
+    with torch.no_grad():
+        for parameter in population[0].parameters():
+            parameter.mul_(1 + population.members[0])
+    Averager(population, Shuffle(share=0.5, depth="constant")).step()
     after = state_of(population[0])
-    pairs = [(parameter, state["momentum_buffer"]) for parameter, state in optimizer.state.items()]
-    moved = any(not torch.equal(before[name], after[name]) for name in before)
-    return moved, all(bool((parameter == -momentum).all()) for parameter, momentum in pairs)
+    return any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def save_soups(population: Population, directory: Path) -> dict[str, Any]:

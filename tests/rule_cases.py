@@ -187,7 +187,6 @@ CASES: dict[str, Case] = {
     "SparseAverage of single columns": case(SparseAverage, sparse_average, share=0.2, seed=3, by_lines=False),
     "Shuffle": case(Shuffle, shuffle, share=0.4, seed=3),
     "Shuffle of single columns": case(Shuffle, shuffle, share=0.4, seed=3, by_lines=False),
-    "Shuffle with momentum": case(Shuffle, shuffle, share=0.4, depth="constant", move_momentum=True),
     "Elastic": case(Elastic, elastic),
     "Lookahead": case(Lookahead, lookahead),
     "OuterStep": case(OuterStep, outer_step),

@@ -64,7 +64,7 @@ def test_a_probe_scores_in_evaluation_mode_and_restores_the_mode() -> None:
 
 def losses(step: int, members: tuple[float, ...], average: float, state: dict[str, object]) -> AveragingContext:
     return AveragingContext(
-        step=step, size=len(members), lr_ratio=1.0, previous=step - 5, probed=members, probed_mean=average, state=state
+        step=step, size=len(members), lr_ratio=1.0, previous=step - 5, losses=members, mean_loss=average, state=state
     )
 
 
@@ -103,7 +103,7 @@ def test_losses_that_are_not_finite_make_the_push_stronger() -> None:
 
 def test_it_checks_only_now_and_then() -> None:
     rule = papa.AdaptivePush(lambda network: 0.0, every_steps=5, check_every=20)
-    looked = [step for step in range(5, 65, 5) if rule.looks_at(losses(step, (1.0,), 1.0, {}))]
+    looked = [step for step in range(5, 65, 5) if rule.is_check(losses(step, (1.0,), 1.0, {}))]
     assert looked == [20, 40, 60]
     state = rule.initial_state(1)
     assert rule.next_state(AveragingContext(step=5, size=1, lr_ratio=1.0, state=state)) == state

@@ -31,7 +31,6 @@ from .core.averager import Averager as Averager
 from .core.averager import Averaging as Averaging
 from .core.population import Population as Population
 from .core.rules import AveragingContext as AveragingContext
-from .core.rules import ExtraRow as ExtraRow
 from .core.rules import Independent as Independent
 from .core.rules import MergeAll as MergeAll
 from .core.rules import MergeMany as MergeMany
@@ -50,6 +49,7 @@ from .couplings.anchored import Elastic as Elastic
 from .couplings.anchored import Gossip as Gossip
 from .couplings.anchored import Lookahead as Lookahead
 from .couplings.anchored import OuterStep as OuterStep
+from .couplings.coupling import ExtraRow as ExtraRow
 from .couplings.sparse import Shuffle as Shuffle
 from .couplings.sparse import SparseAverage as SparseAverage
 from .couplings.weighted import GradientWeightedPush as GradientWeightedPush

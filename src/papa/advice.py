@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from papa.core.group import gather_or_raise
 from papa.core.mixing import soup_row
 from papa.core.population import Population
-from papa.core.rules import Probe
+from papa.core.soups import mean_network
+from papa.couplings.observation import Probe
 from papa.errors import DataError
 from papa.evaluation.inputs import outputs_of
 from papa.evaluation.scores import Loss, evaluating
@@ -125,11 +126,11 @@ def diagnose(population: Population, batches: Iterable[Any], loss: Loss) -> Diag
     losses = gather_or_raise(
         population.group, lambda: [probe(net) if member in active else math.nan for member, net in mine]
     )
-    buffer = population._soup_buffer()
-    buffer.fill_(soup_row(population.size, active))
-    average_loss = gather_or_raise(population.group, lambda: [probe(buffer.network)])[0]
+    mean = mean_network(population)
+    mean.fill_(soup_row(population.size, active))
+    average_loss = gather_or_raise(population.group, lambda: [probe(mean.network)])[0]
     distances = population.distances()[list(active)]
-    return Diagnosis(tuple(losses[member] for member in active), average_loss, spread_of(distances, buffer.network))
+    return Diagnosis(tuple(losses[member] for member in active), average_loss, spread_of(distances, mean.network))
 
 
 def spread_of(distances: Tensor, mean: nn.Module) -> float:

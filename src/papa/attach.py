@@ -296,7 +296,7 @@ class Joined:
 
     def soup_tensors(self) -> dict[str, Tensor]:
         """The averaged tensors of the average soup now, by name, in new memory. All processes must call it."""
-        return self.population._combined(soup_row(self.population.size, self.population.active))
+        return self.population.combined(soup_row(self.population.size, self.population.active))
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, with the members and their optimizers, to continue exactly."""

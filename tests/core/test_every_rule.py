@@ -14,6 +14,7 @@ from helpers import assert_close, small_training
 from papa.core.averager import Averager
 from papa.core.group import LocalGroup
 from papa.core.rules import AveragingContext, Independent
+from papa.couplings.coupling import Coupling
 from papa.distributed.start import start_workers
 from papa.training.state import load_state_, member_states, shared_state
 from rule_cases import CASES, SIZE, VARIANTS, make_population, run_rule, step_
@@ -44,14 +45,14 @@ def test_it_does_what_its_twin_does(name: str) -> None:
     memory: dict[str, Any] = {
         "members": population.matrix.clone(),
         "anchor": population.matrix.mean(dim=0),
-        "num_parameters": population._num_parameter_columns(torch.float64),
+        "num_parameters": population.layout.num_parameter_columns[torch.float64],
     }
     for step in range(1, 6):
         step_(population, optimizers, step)
         grads = [torch.cat([p.grad.flatten() for p in net.parameters()]) for net in population]
         memory["norms"] = [float(grad.norm()) for grad in grads]
         context = AveragingContext(step=step, size=SIZE, lr_ratio=1.0)
-        mask = rule.mask(context, population._layout)
+        mask = rule.mask(context, population.layout) if isinstance(rule, Coupling) else None
         expected = population.matrix.clone()
         if rule.is_due(step):
             expected = ALL[name].twin(rule, expected, context, memory, mask)

@@ -12,7 +12,6 @@ from helpers import assert_close, assert_same_bits, make_networks, make_training
 from papa import Averager, Independent, MergeAll, MergePairs, Mix, Population, Push, average_soup, greedy_soup
 from papa.core import mixing
 from papa.core.group import LocalGroup
-from papa.core.health import HealthCheck
 from papa.core.product import is_finite
 from papa.couplings.anchored import Elastic, Lookahead, OuterStep
 from papa.distributed.start import start_workers
@@ -129,7 +128,7 @@ def test_the_healthy_keep_even_the_sign_of_zero(dtype: torch.dtype, size: int, s
             spoil(population[member])
     (rows,) = population.matrices.values()
     before = rows.clone()
-    HealthCheck(population, policy="restart").check_(1)
+    Averager(population, MergeAll(every_steps=2)).check_health()
     healthy = [member for member in range(size) if member not in sick]
     assert torch.equal(rows[healthy].view(torch.uint8), before[healthy].view(torch.uint8))
     assert torch.isfinite(rows).all()
@@ -148,7 +147,7 @@ def test_stopping_and_a_population_without_a_healthy_member_are_errors_that_name
 def test_not_looking_lets_the_mean_be_poisoned_which_shows_that_looking_is_needed() -> None:
     population = poisoned(2, math.nan)
     Averager(population, Push(alpha=0.5, every_steps=1), on_nonfinite=None).step()
-    assert not any(population._is_finite(index) for index in range(4))
+    assert not any(population.is_finite(index) for index in range(4))
 
 
 def test_a_restarted_member_has_a_fresh_optimizer_and_the_others_keep_theirs() -> None:

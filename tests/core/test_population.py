@@ -662,7 +662,7 @@ class TestCombined:
         weights = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
         weights /= weights.sum()
         members = averaged_tensors(population)
-        for name, tensor in population._combined(weights).items():
+        for name, tensor in population.combined(weights).items():
             wide = torch.complex128 if tensor.is_complex() else torch.float64
             expected = sum(weight * member[name].to(wide) for weight, member in zip(weights, members, strict=True))
             assert_close(tensor, expected)
@@ -671,7 +671,7 @@ class TestCombined:
     def test_one_hot_weights_copy_a_member_to_memory_of_its_own(self, kind: str, size: int, seed: int) -> None:
         population = Population(make_networks(kind, size, seed))
         member = seed % size
-        copied = population._combined(torch.eye(size)[member])
+        copied = population.combined(torch.eye(size)[member])
         assert_same_bits(copied, averaged_tensors(population)[member])
         for tensor in copied.values():
             tensor.zero_()
@@ -680,13 +680,13 @@ class TestCombined:
     def test_a_member_of_weight_zero_is_not_read(self) -> None:
         population = Population(make_networks("linear", 3))
         population.matrix[1] = torch.nan
-        for tensor in population._combined([0.5, 0.0, 0.5]).values():
+        for tensor in population.combined([0.5, 0.0, 0.5]).values():
             assert torch.isfinite(tensor).all()
 
     @pytest.mark.parametrize("weights", [[0.5, 0.5], [0.5, 0.5, 0.5], [1.5, -0.5, 0.0], [float("nan"), 0.5, 0.5]])
     def test_bad_weights_are_refused(self, weights: list[float]) -> None:
         with pytest.raises(MixingError):
-            Population(make_networks("linear", 3))._combined(weights)
+            Population(make_networks("linear", 3)).combined(weights)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda population: pickle.loads(pickle.dumps(population))])

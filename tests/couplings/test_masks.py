@@ -14,8 +14,9 @@ from helpers import make_networks
 from papa.core.averager import Averager
 from papa.core.columns import Lines, chosen_columns, write_columns_
 from papa.core.population import Population
-from papa.core.rules import AveragingContext, MergeAll
+from papa.core.rules import AveragingContext
 from papa.couplings.anchored import Elastic
+from papa.couplings.coupling import Coupling
 from papa.couplings.masks import Mask, _places, _rate, depths, draw_columns, draw_permutations, fragments
 from papa.couplings.sparse import Shuffle, SparseAverage
 from papa.couplings.weighted import PushPull
@@ -24,7 +25,7 @@ from papa.streams import stream
 
 
 def layout_of(kind: str) -> object:
-    return Population(make_networks(kind, 1))._layout
+    return Population(make_networks(kind, 1)).layout
 
 
 @pytest.mark.parametrize("by_lines", [False, True])
@@ -134,7 +135,9 @@ def spread_of(rows: torch.Tensor) -> torch.Tensor:
     return (rows - rows.mean(dim=0)).square().sum()
 
 
-NUM_PARAMETERS = Population(make_networks("conv_batch_norm", 1)).to(torch.float64)._num_parameter_columns(torch.float64)
+NUM_PARAMETERS = (
+    Population(make_networks("conv_batch_norm", 1)).to(torch.float64).layout.num_parameter_columns[torch.float64]
+)
 
 
 def one_step(rule: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +178,7 @@ class TestLaws:
     @pytest.mark.parametrize("spread", [0.0, 3.0, 100.0])
     def test_push_pull_moves_distances_toward_the_spread(self, spread: float) -> None:
         population = Population([network.double() for network in make_networks("linear", 5)])
-        rows, count = population.matrix.clone(), population._num_parameter_columns(torch.float64)
+        rows, count = population.matrix.clone(), population.layout.num_parameter_columns[torch.float64]
         distances = population.distances()
         Averager(population, PushPull(spread=spread, pull=0.1, every_steps=1)).step()
         found = (population.matrix - rows.mean(dim=0))[:, :count].norm(dim=1)
@@ -191,7 +194,7 @@ class TestBadMasks:
         before = population.matrix.clone()
 
         @dataclass(frozen=True)
-        class Masked(MergeAll):
+        class Masked(Coupling):
             def mask(self, context: AveragingContext, layout: object) -> Mask:
                 return Mask({dtype: columns}, None if sources is None else {dtype: sources})
 
@@ -224,36 +227,10 @@ class TestBadMasks:
         with pytest.raises(MixingError, match="negative"):
             Averager(Population(make_networks("linear", 2)), Negative(share=0.5)).step()
 
-    def test_shares_and_momenta(self) -> None:
+    def test_shares(self) -> None:
         for share in (2.0, -0.1, "0.1", None):
             with pytest.raises(MixingError, match=r"share is .*, expected a number from 0 to 1"):
                 SparseAverage(share=share)
-        with pytest.raises(MixingError, match="move_momentum needs the members' optimizers"):
-            Averager(Population(make_networks("linear", 2)), Shuffle(move_momentum=True))
-
-
-@pytest.mark.parametrize("by_lines", [False, True])
-@pytest.mark.parametrize("kind", ["conv_batch_norm", "mixed_dtypes"])
-def test_momenta_move_with_the_weights_and_step_counters_stay(kind: str, by_lines: bool) -> None:
-    population = Population(make_networks(kind, 4))
-    for member, net in enumerate(population):
-        net.register_parameter("scale", torch.nn.Parameter(torch.tensor(float(member))))
-    population = Population(list(population))
-    optimizers = [torch.optim.Adam(net.parameters(), lr=0.0) for net in population]
-    for member, (net, optimizer) in enumerate(zip(population, optimizers, strict=True)):
-        for parameter in net.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        for parameter, state in optimizer.state.items():
-            state["exp_avg"].copy_(-parameter.detach())
-            state["step"].fill_(member)
-    before = {dtype: rows.clone() for dtype, rows in population.matrices.items()}
-    Averager(population, Shuffle(share=1.0, depth="constant", move_momentum=True, by_lines=by_lines), optimizers).step()
-    assert any(not torch.equal(rows, before[dtype]) for dtype, rows in population.matrices.items())
-    for member, (net, optimizer) in enumerate(zip(population, optimizers, strict=True)):
-        for parameter in net.parameters():
-            assert torch.equal(optimizer.state[parameter]["exp_avg"], -parameter.detach())
-            assert float(optimizer.state[parameter]["step"]) == member
 
 
 def test_a_member_that_is_dropped_now_takes_no_part_in_the_permutation() -> None:

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,8 +18,8 @@ from helpers import assert_same_bits, make_networks, small_training, snapshot
 from papa.core import mixing
 from papa.core.averager import Averager
 from papa.core.population import Population
-from papa.core.rules import AveragingContext, Look, Probe, Push, Rule
-from papa.couplings.observation import gradient_norm
+from papa.core.rules import AveragingContext, Push, Rule
+from papa.couplings.observation import Probe, gradient_norms, loss_of_mean, losses_of_members
 from papa.errors import MixingError, RunError
 from papa.training.state import expected_states, load_state_, member_states, shared_state
 
@@ -32,26 +32,26 @@ def size_of_weights(network: nn.Module) -> float:
 class PushByNumbers(Rule):
     """A push whose strength is what the rule saw so far."""
 
-    probe: Probe | None = size_of_weights
-    looks: tuple[Look, ...] = ("distances", "members", "mean")
+    probe: Probe = size_of_weights
     _: KW_ONLY
     every_steps: int = 2
 
     is_merge: ClassVar[bool] = False
     is_for_any_size: ClassVar[bool] = True
 
-    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
-        return self.looks
+    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
+        losses, mean_loss = losses_of_members(population, self.probe), loss_of_mean(population, self.probe)
+        return replace(context, losses=losses, mean_loss=mean_loss)
 
     def initial_state(self, size: int) -> dict[str, Any]:
         return {"total": 0.0, "seen": []}
 
     def next_state(self, context: AveragingContext) -> Mapping[str, Any]:
-        assert context.probed is not None
-        assert context.probed_mean is not None
+        assert context.losses is not None
+        assert context.mean_loss is not None
         assert context.distances is not None
-        seen = [context.step, context.probed_mean, *context.probed, *context.distances]
-        return {"total": context.state["total"] + context.probed_mean, "seen": [*context.state["seen"], seen]}
+        seen = [context.step, context.mean_loss, *context.losses, *context.distances]
+        return {"total": context.state["total"] + context.mean_loss, "seen": [*context.state["seen"], seen]}
 
     def keep(self, context: AveragingContext) -> float:
         return 1.0 / (1.0 + abs(math.sin(context.state["total"])))
@@ -108,8 +108,8 @@ def test_a_rule_sees_only_active_members() -> None:
     averager.step()
     seen = averager.rule_state["seen"][0]
     assert math.isnan(seen[3])
-    context = AveragingContext(step=1, size=3, lr_ratio=1.0, probed=(1.0, 2.0, 3.0), gradient_norms=(4.0, 5.0, 6.0))
-    assert context.among([0, 2]).probed == (1.0, 3.0)
+    context = AveragingContext(step=1, size=3, lr_ratio=1.0, losses=(1.0, 2.0, 3.0), gradient_norms=(4.0, 5.0, 6.0))
+    assert context.among([0, 2]).losses == (1.0, 3.0)
     assert (context.among([0, 2]).size, context.among([2]).gradient_norms) == (2, (6.0,))
 
 
@@ -158,17 +158,18 @@ def test_a_checkpoint_holds_what_the_rule_remembers() -> None:
         assert_same_bits(snapshot(ours), snapshot(theirs))
 
 
-def test_a_missing_probe_and_an_unknown_look_are_reported() -> None:
-    with pytest.raises(MixingError, match="PushByNumbers has None as its probe, expected a function from a network"):
-        averager_of(probe=None, every_steps=1).step()
-    with pytest.raises(MixingError, match=r"PushByNumbers looks at 'distance'.*did you mean distances"):
-        averager_of(looks=("distance",), every_steps=1).step()
+def test_a_missing_probe_is_reported() -> None:
+    with pytest.raises(
+        MixingError, match="ScoreWeightedPush has None as its probe, expected a function from a network"
+    ):
+        Averager(Population(make_networks("linear", 3)), papa.ScoreWeightedPush(None))
 
 
 def test_gradient_norms_are_those_of_the_last_backward_pass() -> None:
-    (network,) = make_networks("linear", 1)
+    population = Population(make_networks("linear", 2))
     with pytest.raises(MixingError, match="member 0 has no gradients, and the rule needs their norm"):
-        gradient_norm(network, 0)
-    network(torch.randn(4, 3)).square().sum().backward()
-    flat = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
-    assert gradient_norm(network, 0) == pytest.approx(float(flat.norm()))
+        gradient_norms(population)
+    for network in population:
+        network(torch.randn(4, 3)).square().sum().backward()
+    flat = [torch.cat([parameter.grad.flatten() for parameter in network.parameters()]) for network in population]
+    assert gradient_norms(population) == pytest.approx([float(one.norm()) for one in flat])

@@ -141,7 +141,7 @@ class TestMutation:
         population = Population(make_networks("conv_batch_norm", 3))
         averager = Averager(population, MergeAll(every_steps=1), merge_hooks=Mutation(seed=1))
         for generation in (1, 2, 3):
-            before = population._combined([1 / 3] * 3)
+            before = population.combined([1 / 3] * 3)
             averager.step()
             noise = [
                 (parameter.detach() - before[name]).flatten()

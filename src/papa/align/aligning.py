@@ -124,14 +124,14 @@ def match_to_member(
     """
     matcher.symmetries_of(population[0])  # deriving them takes memory: do it before there is a copy
     local = [index for index, member in enumerate(population.members) if member in members]
-    buffer = population._soup_buffer()
-    buffer.fill_(soup_row(population.size, [reference]))
+    copy_of_reference = mean_network(population)
+    copy_of_reference.fill_(soup_row(population.size, [reference]))
     subjects = [f"member {member}" for member in (reference, *(population.members[index] for index in local))]
     alignments: list[Alignment] = []
 
     def match() -> list[None]:
         if local:
-            networks = [buffer.network, *(population[index] for index in local)]
+            networks = [copy_of_reference.network, *(population[index] for index in local)]
             alignments.extend(matcher.match_to_first(networks, subjects))
         return []
 

@@ -12,23 +12,16 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from papa.core import mixing
-from papa.core.columns import Lines
 from papa.core.diagnostics import Diagnostics
 from papa.core.health import HealthCheck, Measured, NonFiniteMember, OnNonFinite, check_one_ratio, measure
-from papa.core.layout import dtype_name
 from papa.core.population import Population
 from papa.core.rules import AveragingContext, Rule
-from papa.couplings.extra_rows import ExtraRows
-from papa.couplings.masks import Mask
-from papa.couplings.observation import observed
-from papa.couplings.optimizer_state import permute_state_
 from papa.errors import MixingError, PapaWarning
 
 LOW_RATIO = 0.1
@@ -36,12 +29,16 @@ NUM_LOW_BEFORE_WARNING = 20
 """After this many pushes with a low ratio, and none with a higher one, the user is warned."""
 
 
+Rates: TypeAlias = tuple[float, float | None, float | None, float]
+"""A learning rate, its `max_lr` and `initial_lr` if a schedule stored them, and the highest one seen."""
+
+
 class LearningRates:
     """The learning rates of the members' optimizers, if there are any; of each, that of the first parameter group."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self.highest = [0.0] * len(self.optimizers)
+        self.highest: list[float | Tensor] = [0.0] * len(self.optimizers)
         """The highest learning rate seen, by optimizer."""
         self._recorded: dict[int, float] = {}
         """Ratios at the time of a step, by the index of the optimizer."""
@@ -51,21 +48,21 @@ class LearningRates:
         self.update()
 
     def update(self) -> None:
-        """Read the current learning rates."""
+        """Look at the current learning rates; those that are tensors are not read from their device."""
         for index, optimizer in enumerate(self.optimizers):
-            self.highest[index] = max(self.highest[index], float(optimizer.param_groups[0]["lr"]))
+            lr, highest = optimizer.param_groups[0]["lr"], self.highest[index]
+            self.highest[index] = lr.detach().clamp(min=highest) if isinstance(lr, Tensor) else max(highest, float(lr))
 
     def ratio(self) -> float:
         """The learning rate divided by its highest value, which all members must share; 1 without optimizers."""
         recorded, self._recorded = self._recorded, {}
         known: dict[Any, float] = {}
         ratios = []
-        for index, (optimizer, highest) in enumerate(zip(self.optimizers, self.highest, strict=True)):
-            group = optimizer.param_groups[0]
-            rates = (recorded.get(index), group["lr"], group.get("initial_lr"), group.get("max_lr"), highest)
-            ratio = known.get(rates)  # most often all members have the same learning rates
+        for index, rates in enumerate(self._rates(range(len(self.optimizers)))):
+            key = (recorded.get(index), *rates)  # most often all members have the same learning rates
+            ratio = known.get(key)
             if not ratio:  # 0 may be a reason to warn
-                ratio = known[rates] = recorded[index] if index in recorded else self._ratio_of(index)
+                ratio = known[key] = recorded[index] if index in recorded else self._ratio_of(index, rates)
             ratios.append(ratio)
         for member, ratio in enumerate(ratios) if len(known) > 1 else ():
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
@@ -77,17 +74,29 @@ class LearningRates:
         self._warn_if_always_low(ratio)
         return ratio
 
+    def _rates(self, indices: Iterable[int]) -> list[Rates]:
+        """The current learning rates of optimizers, and what the highest may be; one read if they are tensors."""
+        found: list[Any] = []
+        for index in indices:
+            group, highest = self.optimizers[index].param_groups[0], self.highest[index]
+            found += [group["lr"], group.get("max_lr"), group.get("initial_lr"), highest]
+        tensors = [value.detach().reshape(()).double() for value in found if isinstance(value, Tensor)]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+        values = [next(numbers) if isinstance(value, Tensor) else value for value in found]
+        return [(values[n], values[n + 1], values[n + 2], values[n + 3]) for n in range(0, len(values), 4)]
+
     def record(self, optimizer: Optimizer) -> None:
         """Let the next `ratio` use the present learning rate of an optimizer, whatever schedules do until then."""
         self.update()
         index = next(index for index, one in enumerate(self.optimizers) if one is optimizer)
-        self._recorded[index] = self._ratio_of(index)
+        (rates,) = self._rates([index])
+        self._recorded[index] = self._ratio_of(index, rates)
 
-    def _ratio_of(self, index: int) -> float:
-        optimizer, highest = self.optimizers[index], self.highest[index]
-        group = optimizer.param_groups[0]
+    def _ratio_of(self, index: int, rates: Rates) -> float:
+        lr, max_lr, initial_lr, highest = rates
+        optimizer = self.optimizers[index]
         # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
-        base = float(group.get("max_lr", max(group.get("initial_lr", highest), highest)))
+        base = float(max(highest, highest if initial_lr is None else initial_lr) if max_lr is None else max_lr)
         if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
             warnings.warn(
                 "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to nothing, "
@@ -95,7 +104,7 @@ class LearningRates:
                 PapaWarning,
                 stacklevel=4,
             )
-        return clamped(float(group["lr"]) / base) if base > 0.0 else 0.0
+        return clamped(float(lr) / base) if base > 0.0 else 0.0
 
     def _warn_if_always_low(self, ratio: float) -> None:
         self._was_high |= ratio >= LOW_RATIO
@@ -115,7 +124,7 @@ class LearningRates:
         found = [float(lr) for lr in highest]
         if len(found) != len(self.optimizers):
             raise MixingError(f"the state is of {len(found)} optimizers, this averager has {len(self.optimizers)}")
-        self.highest = found
+        self.highest = list(found)
         self._was_high = True  # earlier ratios are not known
 
 
@@ -173,80 +182,7 @@ class Averaging:
         return tuple(self.after.tolist()) if isinstance(self.after, Tensor) else self.after
 
 
-class AveragerState:
-    """What an averager must save to continue exactly, and how it continues."""
-
-    population: Population
-    rule: Rule
-    num_steps_taken: int
-    num_averagings: int
-    rule_state: Mapping[str, Any]
-    _rates: LearningRates
-    _rows: ExtraRows
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved to continue exactly."""
-        state: dict[str, Any] = {
-            "num_steps_taken": self.num_steps_taken,
-            "num_averagings": self.num_averagings,
-            "highest_lrs": list(self._rates.highest),
-        }
-        if self.rule_state:
-            state["rule"] = dict(self.rule_state)
-        tensors = self.member_tensors()
-        if any(tensors):
-            state["tensors"] = tensors
-        if self.population.dropped:
-            state["dropped"] = sorted(self.population.dropped)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        missing = {"num_steps_taken", "num_averagings", "highest_lrs"} - set(state)
-        if missing:
-            raise MixingError(f"the state has no {', '.join(sorted(missing))}: it is not the state of an averager")
-        dropped = frozenset(state.get("dropped", ()))
-        if not dropped <= set(range(self.population.size)):
-            raise MixingError(
-                f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
-            )
-        rule_state = self.checked_rule_state(state.get("rule"))
-        self._rates.load_highest(state["highest_lrs"])
-        self.rule_state = rule_state
-        self.num_steps_taken = int(state["num_steps_taken"])
-        self.num_averagings = int(state["num_averagings"])
-        self.population.dropped = dropped
-        self.load_member_tensors_(state.get("tensors", [{}] * len(self.population)))
-
-    def checked_rule_state(self, state: Any) -> Mapping[str, Any]:
-        """A saved state of the rule, or a `MixingError`; the initial state for None."""
-        initial = self.rule.initial_state(self.population.size)
-        if state is None:
-            return initial
-        if not isinstance(state, Mapping) or state.keys() != initial.keys():
-            expected = ", ".join(initial) or "nothing"
-            raise MixingError(f"the state of {type(self.rule).__name__} is {state!r}, expected {expected}")
-        return dict(state)
-
-    def member_tensors(self) -> list[dict[str, Tensor]]:
-        """For each local member, the tensors that a checkpoint needs: the rule's rows."""
-        return [self._rows.tensors_of(index) for index in range(len(self.population))]
-
-    def tensor_templates(self) -> dict[str, Tensor]:
-        """Tensors of the shapes and dtypes that `member_tensors` may contain for a member."""
-        rows = {dtype_name(dtype): matrix[0] for dtype, matrix in self.population.matrices.items()}
-        return {f"row.{one.name}.{name}": row for one in self.rule.extra_rows for name, row in rows.items()}
-
-    def row_names(self, member: int) -> list[str]:
-        """The names of the rule's own rows in the state of a member."""
-        return self._rows.names_of(member)
-
-    def load_member_tensors_(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Continue from `member_tensors`, for the members that are local now."""
-        self._rows.load_(states)
-
-
-class Averager(AveragerState):
+class Averager:
     """Applies a rule to a population when it is due.
 
     Call `step()` once after all members took an optimizer step and after the learning rate was updated (Algorithm 1 of
@@ -300,12 +236,9 @@ class Averager(AveragerState):
             raise MixingError(f"num_steps is {num_steps}, expected the number of steps of the whole training")
         rule = rule.for_length(num_steps)
         rule.check(population.size, population.matrices)
-        self.population = population
-        self.rule = rule
-        self.num_steps = num_steps
-        self.measure = measure
+        self.population, self.rule, self.num_steps, self.measure = population, rule, num_steps, measure
         self.merge_hooks: list[MergeHook] = [merge_hooks] if callable(merge_hooks) else list(merge_hooks)
-        if self.merge_hooks and rule.extra_rows:
+        if self.merge_hooks and not rule.takes_hooks:
             raise MixingError(
                 f"{type(rule).__name__} has rows of its own and cannot have merge hooks, which change members only: "
                 "remove the hooks, such as alignment"
@@ -316,33 +249,37 @@ class Averager(AveragerState):
         """What the rule remembers; see `Rule.next_state`."""
         self.found_nonfinite: tuple[NonFiniteMember, ...] = ()
         """Members that the last step found non-finite."""
-        self._rows = ExtraRows(population, rule.extra_rows)
+        self.memory = rule.memory(population)
+        """The tensors that the rule keeps."""
         self._rates = LearningRates([optimizers] if isinstance(optimizers, Optimizer) else list(optimizers))
-        check_optimizers(population, self._rates.optimizers)
+        check_optimizers(population, self.optimizers)
         if on_nonfinite == "restart" and not rule.averages:
             on_nonfinite = "drop"
         self.health: HealthCheck | None = None
         if on_nonfinite is not None:
             self.health = HealthCheck(
                 population,
-                self._rates.optimizers,
+                self.optimizers,
                 policy=on_nonfinite,
                 unhealthy_reason=unhealthy_reason,
                 watched=watched,
             )
-        if getattr(rule, "move_momentum", False) and not self._rates.optimizers:
-            raise MixingError("move_momentum needs the members' optimizers: Averager(population, rule, optimizers)")
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
-        facts = {"num_steps": str(num_steps), "measure": str(measure), "on_nonfinite": str(on_nonfinite)}
+        values = {entry.name: getattr(rule, entry.name) for entry in fields(rule)}
+        facts = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | None)}
+        facts |= {"num_steps": str(num_steps), "measure": str(measure), "on_nonfinite": str(on_nonfinite)}
         population.group.check_same(
-            {**_plain_fields(rule), **facts}, cure="give every process the same rule and options"
+            {"rule": type(rule).__name__, **facts}, cure="give every process the same rule and options"
         )
-        self._diagnostics = Diagnostics(
-            population, rule, self._rates.optimizers, num_steps, watch_batches=watch_batches
-        )
-        population._before_soup = weakref.WeakMethod(self._diagnostics.before_soup)
+        self.diagnostics = Diagnostics(population, rule, self.optimizers, num_steps, watch_batches=watch_batches)
+        population.before_soup = weakref.WeakMethod(self.diagnostics.before_soup)
         if rule.start == 0:
-            self._rows.start_()
+            self.memory.start_()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The members' optimizers, as given."""
+        return self._rates.optimizers
 
     def step(self, lr_ratio: float | None = None) -> Averaging | None:
         """Count one optimizer step, and average if the rule is due.
@@ -362,91 +299,96 @@ class Averager(AveragerState):
                 stacklevel=2,
             )
         self.found_nonfinite = ()
-        self._diagnostics.on_step(uses_optimizers=lr_ratio is None)
+        self.diagnostics.on_step(uses_optimizers=lr_ratio is None)
         self._rates.update()
         if 0 < self.num_steps_taken == self.rule.start:
-            if self.health is not None and self.rule.extra_rows:  # as copies of healthy members
-                self.found_nonfinite = self.health.check_(self.num_steps_taken)
-            self._rows.start_()
-        start = time.perf_counter()
+            self.found_nonfinite = self.check_health()  # what the rule keeps begins as a copy of healthy members
+            self.memory.start_()
         if not self.rule.is_due(self.num_steps_taken, self.num_steps):
             return None
         if lr_ratio is None:
             lr_ratio = self._rates.ratio() if self.rule.uses_lr else 1.0
+        start, population = time.perf_counter(), self.population
+        bytes_before = population.group.bytes_sent
         context = AveragingContext(
             step=self.num_steps_taken,
-            size=self.population.size,
+            size=population.size,
             lr_ratio=clamped(lr_ratio),
             generation=self.num_averagings + 1,
             previous=self.rule.previous(self.num_steps_taken),
             state=self.rule_state,
+            memory=self.memory,
+            is_fresh=not self.merge_hooks and not self.rule.is_merge,
         )
-        return self._average(context, start)
-
-    def _average(self, context: AveragingContext, start: float) -> Averaging:
-        bytes_before = self.population.group.bytes_sent
-        mask = self._mask(context)
-        self.population.refresh_()
-        chosen = self._read_chosen(mask)
-        has_distances = self.measure and mask is None
-        before = None
-        measured: Measured | None = None
-        if has_distances or (self.health is not None and chosen is None):
-            watched = None if self.health is None else self.health.watched()
-            measured = measure(
-                self.population, distances=has_distances, health=self.health is not None, watched=watched
-            )
-            before = measured.distances
-        found = self.found_nonfinite = (*self.found_nonfinite, *self._check(context, measured, chosen))
-        if found and self.population.dropped:
-            mask = self._mask(context)  # those that were just dropped take no part
-        if found or self.population.dropped or self.merge_hooks:
-            chosen = None  # these columns have changed, or may change
-        if has_distances and (found or self.population.dropped):
-            before = measure(self.population, health=False).distances
-        self._diagnostics.before_averaging(before)
-        known = self.rule_state
-        context = self._look(context, before)
-        keep = self.rule.keep(context)
-        # The health check or the exchange of what the rule looked at has synchronised all processes. Since then,
-        # hooks and the scoring of merges that select members may have taken longer in some of them.
-        is_synchronised = not self.merge_hooks and not self.rule.is_merge
-        is_refreshed = not self.merge_hooks and not self.rule.looks_at(context)
-        if is_refreshed and self._is_plain_push(keep, mask):
-            self.population._push_refreshed_(keep, synchronised=is_synchronised)
+        population.refresh_()
+        context = self.rule.prepare(population, context)
+        has_distances = self.measure and context.columns is None  # else only few columns are read
+        if self.health is not None:
+            watched = self.health.watched()
+            measured = measure(population, context.columns, distances=has_distances, watched=watched)
+            self.found_nonfinite = (*self.found_nonfinite, *self._check_(measured, context.lr_ratio))
+            distances = measured.distances
         else:
-            matrix = self._matrix(context)
-            with contextlib.ExitStack() as stack:
-                for hook in self.merge_hooks:
-                    stack.enter_context(hook(self.population, matrix, context))
-                self._mix_(context, matrix, mask, chosen, synchronised=is_synchronised, refreshed=is_refreshed)
-        self._diagnostics.after_averaging()
+            distances = measure(population, health=False).distances if has_distances else None
+            check_one_ratio(*population.group.all_max(context.lr_ratio, -context.lr_ratio))
+        if self.found_nonfinite or population.dropped:  # these members have changed since
+            context = self.rule.prepare(population, context)
+            distances = measure(population, health=False).distances if has_distances else None
+        self.diagnostics.before_averaging(distances)
+        context, decision = self._seen(replace(context, distances=distances))
+        if self.merge_hooks:
+            context = replace(context, matrix=self.rule.whole_matrix(context, population.active))
+        with contextlib.ExitStack() as stack:
+            for hook in self.merge_hooks:
+                assert context.matrix is not None
+                stack.enter_context(hook(population, context.matrix, context))
+            keep = self.rule.apply_(population, context)
+        self.diagnostics.after_averaging()
         self.num_averagings += 1
         after: Tensor | tuple[float, ...] | None
-        if before is None or keep is None or self.merge_hooks or self._is_rounded:
-            after = self.population._distances() if has_distances else None
+        if distances is None or keep is None or self.merge_hooks or self._is_rounded:
+            after = population.measure_distances() if has_distances else None
         else:
-            after = tuple(keep * distance for distance in before)  # a push contracts by exactly this factor
-        num_bytes = self.population.group.bytes_sent - bytes_before
-        seconds = time.perf_counter() - start
-        rule, decision = type(self.rule).__name__, self._decision(known)
-        return Averaging(context.step, rule, keep, before, after, found, num_bytes, seconds, decision)
+            after = tuple(keep * distance for distance in distances)  # a push contracts by exactly this factor
+        return Averaging(
+            context.step,
+            type(self.rule).__name__,
+            keep,
+            distances,
+            after,
+            self.found_nonfinite,
+            population.group.bytes_sent - bytes_before,
+            time.perf_counter() - start,
+            decision,
+        )
 
-    def _is_plain_push(self, keep: float | None, mask: Mask | None) -> TypeGuard[float]:
-        """Whether the number that the rule keeps says all about its matrix, which then need not be made."""
-        is_share = keep is not None and 0.0 <= keep <= 1.0
-        return is_share and mask is None and not self.population.dropped and not self.rule.extra_rows
-
-    def _decision(self, known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The rule's state if this averaging changed it and it is one number or text by name, as in logs."""
-        state = self.rule_state
+    def _seen(self, context: AveragingContext) -> tuple[AveragingContext, Mapping[str, Any] | None]:
+        """The context after the rule saw the members, with its new state; and this state for logs, if it changed."""
+        seen = self.rule.see(self.population, context)
+        if seen is not context:
+            seen = replace(seen, is_fresh=False)
+        if not self.rule_state:
+            return seen, None
+        # A rule may change the state that it gets, and may return that.
+        seen = replace(seen, state=copy.deepcopy(dict(self.rule_state)))
+        state = self.rule.next_state(seen)
+        is_new, self.rule_state = state != self.rule_state, state
         is_plain = not any(isinstance(value, list) for value in state.values())
-        return dict(state) if is_plain and state is not known else None
+        return replace(seen, state=state), dict(state) if is_new and is_plain else None
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The members' optimizers, as given."""
-        return self._rates.optimizers
+    def check_health(self) -> tuple[NonFiniteMember, ...]:
+        """Check for non-finite members now and apply the policy; `step` does so before each averaging."""
+        if self.health is None:
+            return ()
+        self.population.refresh_()
+        return self._check_(measure(self.population, distances=False, watched=self.health.watched()))
+
+    def _check_(self, measured: Measured, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
+        assert self.health is not None
+        found = self.health.check_(self.num_steps_taken, measured, lr_ratio=lr_ratio)
+        if found:
+            self.memory.restart_([one.member for one in found])
+        return found
 
     def record_lr(self, optimizer: Optimizer) -> None:
         """Let the next step use the present learning rate of an optimizer, whatever schedules do until then."""
@@ -457,86 +399,49 @@ class Averager(AveragerState):
         steps = f"step {self.num_steps_taken}{total}, {self.num_averagings} averagings"
         return f"Averager({self.rule}, {self.population!r}, {steps})"
 
-    def _mix_(
-        self,
-        context: AveragingContext,
-        matrix: Tensor,
-        mask: Mask | None,
-        chosen: Mapping[torch.dtype, Tensor] | None,
-        *,
-        synchronised: bool,
-        refreshed: bool,
-    ) -> None:
-        if mask is None and not self.rule.extra_rows:
-            mix_ = self.population._mix_refreshed_ if refreshed else self.population.mix_
-            mix_(matrix, synchronised=synchronised, signed=self.rule.is_signed)
-            return
-        own, signed = self.rule.own_matrix(context), self.rule.is_signed
-        self._rows.update_(matrix, mask, own, signed=signed, synchronised=synchronised, chosen=chosen)
-        if mask is not None and mask.sources is not None and getattr(self.rule, "move_momentum", False):
-            permute_state_(self.population, self._rates.optimizers, mask)
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to continue exactly."""
+        state: dict[str, Any] = {
+            "num_steps_taken": self.num_steps_taken,
+            "num_averagings": self.num_averagings,
+            "highest_lrs": [float(lr) for lr in self._rates.highest],
+        }
+        if self.rule_state:
+            state["rule"] = dict(self.rule_state)
+        tensors = [self.memory.tensors_of(index) for index in range(len(self.population))]
+        if any(tensors):
+            state["tensors"] = tensors
+        if self.population.dropped:
+            state["dropped"] = sorted(self.population.dropped)
+        return state
 
-    def _read_chosen(self, mask: Mask | None) -> dict[torch.dtype, Tensor] | None:
-        """The columns of a mask of lines, which are few and hold no buffers; else None."""
-        if mask is None or not mask.columns:
-            return None
-        if not all(isinstance(columns, Lines) for columns in mask.columns.values()):
-            return None
-        return self.population._chosen(mask.columns)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        missing = {"num_steps_taken", "num_averagings", "highest_lrs"} - set(state)
+        if missing:
+            raise MixingError(f"the state has no {', '.join(sorted(missing))}: it is not the state of an averager")
+        dropped = frozenset(state.get("dropped", ()))
+        if not dropped <= set(range(self.population.size)):
+            raise MixingError(
+                f"the state dropped members {sorted(dropped)}, this population has {self.population.size}"
+            )
+        rule_state = self.checked_rule_state(state.get("rule"))
+        self._rates.load_highest(state["highest_lrs"])
+        self.rule_state = rule_state
+        self.num_steps_taken = int(state["num_steps_taken"])
+        self.num_averagings = int(state["num_averagings"])
+        self.population.dropped = dropped
+        self.memory.load_(state.get("tensors", [{}] * len(self.population)))
 
-    def _mask(self, context: AveragingContext) -> Mask | None:
-        population = self.population
-        if population.dropped:
-            mask = self.rule.mask_among(context, population._layout, population.active)
-        else:
-            mask = self.rule.mask(context, population._layout)
-        if mask is not None:
-            mask.check(population._layout, context.size)
-        return mask
-
-    def check_health(self) -> tuple[NonFiniteMember, ...]:
-        """Check for non-finite members now and apply the policy; `step` does so before each averaging."""
-        return () if self.health is None else self._restarted(self.health.check_(self.num_steps_taken))
-
-    def _restarted(self, found: tuple[NonFiniteMember, ...]) -> tuple[NonFiniteMember, ...]:
-        """Restart the rule's rows of members that were found non-finite."""
-        if found:
-            self._rows.restart_([one.member for one in found])
-        return found
-
-    def _check(
-        self,
-        context: AveragingContext,
-        measured: Measured | None = None,
-        chosen: Mapping[torch.dtype, Tensor] | None = None,
-    ) -> tuple[NonFiniteMember, ...]:
-        """`check_health`; and raise unless all processes are at the same learning rate."""
-        if self.health is not None:
-            found = self.health.check_(self.num_steps_taken, measured, lr_ratio=context.lr_ratio, chosen=chosen)
-            return self._restarted(found)
-        self.population.refresh_()  # before others may read these rows from shared memory
-        check_one_ratio(*self.population.group.all_max(context.lr_ratio, -context.lr_ratio))
-        return ()
-
-    def _look(self, context: AveragingContext, distances: tuple[float, ...] | None = None) -> AveragingContext:
-        """The context with what the rule looks at, and with its new state."""
-        context = observed(self.population, self.rule, context, distances)
-        if self.rule_state:  # a rule may change what it gets, and may return that
-            context = replace(context, state=copy.deepcopy(dict(self.rule_state)))
-        state = self.rule.next_state(context)
-        if state == self.rule_state:
-            return context
-        self.rule_state = state
-        return replace(context, state=state)
-
-    def _matrix(self, context: AveragingContext) -> Tensor:
-        active, rows = self.population.active, self.rule.extra_rows
-        if len(active) == context.size:
-            return self.rule.matrix(context)
-        matrix = self.rule.matrix_among(context, active)
-        if rows and self.rule.own_matrix(context) is None:
-            return mixing.among_extended(matrix, active, context.size, [row.per_member for row in rows])
-        return mixing.among(matrix, active, context.size)
+    def checked_rule_state(self, state: Any) -> Mapping[str, Any]:
+        """A saved state of the rule, or a `MixingError`; the initial state for None."""
+        initial = self.rule.initial_state(self.population.size)
+        if state is None:
+            return initial
+        if not isinstance(state, Mapping) or state.keys() != initial.keys():
+            expected = ", ".join(initial) or "nothing"
+            raise MixingError(f"the state of {type(self.rule).__name__} is {state!r}, expected {expected}")
+        return dict(state)
 
 
 def _check_kinds(population: object, rule: object) -> None:
@@ -545,10 +450,3 @@ def _check_kinds(population: object, rule: object) -> None:
     if not isinstance(rule, Rule):
         found = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
         raise MixingError(f"an averager needs a rule such as papa.Push(half_life=0.003), got {found}")
-
-
-def _plain_fields(rule: Rule) -> dict[str, str]:
-    """The rule's fields that can be compared between processes: numbers and strings."""
-    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
-    plain = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | None)}
-    return {"rule": type(rule).__name__, **plain}

@@ -162,8 +162,8 @@ class Diagnostics:
                 self._check_copies()
 
     def _sample(self) -> Tensor:
-        rows = self.population._local_rows()[self.population.matrix.dtype]
-        end = min(self.population._num_parameter_columns(rows.dtype), SAMPLE_COLUMNS)
+        rows = self.population.rows[self.population.matrix.dtype]
+        end = min(self.population.layout.num_parameter_columns[rows.dtype], SAMPLE_COLUMNS)
         return rows[0, :end].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
 
     def _check_if_undone(self) -> None:
@@ -172,7 +172,11 @@ class Diagnostics:
         assert before is not None
         assert after is not None
         self.population.refresh_()
-        push, left = after - before, self._sample() - before
+        now = self._sample()
+        if now.shape != before.shape:  # members were converted meanwhile
+            return
+        before, after = before.to(now), after.to(now)
+        push, left = after - before, now - before
         self._num_undone += bool(left.norm() < UNDONE * push.norm())
         if self._num_undone == NUM_AVERAGINGS_CHECKED:
             self._warn(
@@ -201,7 +205,7 @@ class Diagnostics:
 
 def are_apart(population: Population) -> bool:
     """Whether members are too different to have started from the same weights. All processes must call it."""
-    mean = population.mean()[: population._num_parameter_columns(population.matrix.dtype)]
+    mean = population.mean()[: population.layout.num_parameter_columns[population.matrix.dtype]]
     return bool(population.distances().max() > APART * float(torch.linalg.vector_norm(mean.abs())))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,61 +16,8 @@ from torch.optim import Optimizer
 from papa.core import mixing
 from papa.core.layout import named_tensors
 from papa.core.population import Population
-from papa.core.product import row_sums
+from papa.core.product import is_finite, row_sums
 from papa.errors import MemberError, MixingError, PapaWarning, did_you_mean
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The distances of all members, and which local members are finite."""
-
-    distances: tuple[float, ...] | None
-    """Each member's distance to the mean; None if not measured."""
-    are_finite: tuple[bool, ...]
-    """Of each local member, whether all its numbers are finite. False may also be due to an overflow in a sum."""
-    watched: tuple[float, ...] = ()
-    """The numbers that were read along, one for each local member."""
-
-
-def measure(
-    population: Population, *, distances: bool = True, health: bool = True, watched: Tensor | None = None
-) -> Measured:
-    """Measure refreshed members: distances to the mean, and which are finite, if asked for. All processes must call it.
-
-    One non-finite weight makes the distances of all members non-finite. So if these are finite, only buffers, which do
-    not count for the distances, remain to be checked. `watched` is a number for each local member, which is read with
-    the others.
-    """
-    found = [population._distances()] if distances else []
-    sums = population._row_sums(only_buffers=distances) if health else []
-    numbers = _read(found + sums + ([] if watched is None else [watched.double()]))
-    measured = tuple(numbers[0]) if distances else None
-    if health and measured is not None and not all(map(math.isfinite, measured)):
-        are_finite = (False,) * len(population)
-    else:
-        are_finite = _all_finite(numbers[len(found) : len(found) + len(sums)], len(population))
-    return Measured(measured, are_finite, () if watched is None else tuple(numbers[-1]))
-
-
-def measure_chosen(chosen: Sequence[Tensor], *, watched: Tensor | None = None) -> Measured:
-    """Find out which local members are finite in some columns; `watched` is as for `measure`."""
-    numbers = _read([*map(row_sums, chosen), *([] if watched is None else [watched.double()])])
-    are_finite = _all_finite(numbers[: len(chosen)], len(chosen[0]))
-    return Measured(None, are_finite, () if watched is None else tuple(numbers[-1]))
-
-
-def _read(parts: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of several tensors, by one copy from the device."""
-    if len(parts) < 2 or len({part.device for part in parts}) > 1:  # distances of several processes are on the CPU
-        return [part.tolist() for part in parts]
-    numbers = iter(torch.cat(list(parts)).tolist())
-    return [[next(numbers) for _ in range(len(part))] for part in parts]
-
-
-def _all_finite(rows: Sequence[Sequence[float]], num_rows: int) -> tuple[bool, ...]:
-    are_finite = [map(math.isfinite, row) for row in rows]
-    return tuple(map(all, zip(*are_finite, strict=True))) if rows else (True,) * num_rows
-
 
 OnNonFinite: TypeAlias = Literal["restart", "drop", "stop"]
 """`restart`: the member starts again from the mean of the healthy members, with fresh optimizer state.
@@ -98,6 +46,61 @@ class NonFiniteMember:
         return {"event": "nonfinite", **asdict(self)}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The distances of all members, and which local members are finite."""
+
+    distances: tuple[float, ...] | None
+    """Each member's distance to the mean; None if not measured."""
+    are_finite: tuple[bool, ...]
+    """Of each local member, whether all its numbers are finite. False may also be due to an overflow in a sum."""
+    watched: tuple[float, ...]
+    """The numbers that were read along, one for each local member."""
+    rows: tuple[Tensor, ...]
+    """What was measured: the local members' rows, or some columns of them."""
+
+
+def measure(
+    population: Population,
+    columns: Mapping[torch.dtype, Tensor] | None = None,
+    *,
+    distances: bool = True,
+    health: bool = True,
+    watched: Tensor | None = None,
+) -> Measured:
+    """Measure refreshed members, or some columns of the local ones. All processes must call it.
+
+    Everything is computed where the members are. The numbers are then read in one go, since every read from an
+    accelerator waits until it has finished its work. One non-finite weight makes the distances of all members
+    non-finite. So if these are finite, only buffers, which do not count for the distances, remain to be checked.
+
+    Args:
+        population: the members.
+        columns: by dtype, the columns of the local members to look at; None for all.
+        distances: whether to measure distances to the mean, of all columns.
+        health: whether to find out which members are finite.
+        watched: a number for each local member, read with the others.
+    """
+    rows = tuple((population.rows if columns is None else columns).values())
+    found = [population.measure_distances()] if distances else []
+    sums: list[Tensor] = []
+    if health:
+        sums = population.measure_sums(only_buffers=distances) if columns is None else [row_sums(one) for one in rows]
+    parts = found + sums + ([] if watched is None else [watched.double()])
+    if len({part.device for part in parts}) > 1:  # distances of several processes are on the CPU
+        numbers = [part.tolist() for part in parts]
+    else:
+        together = torch.cat(parts).tolist() if parts else []
+        ends = list(itertools.accumulate(map(len, parts), initial=0))
+        numbers = [together[start:end] for start, end in itertools.pairwise(ends)]
+    apart = tuple(numbers[0]) if distances else None
+    of_members = [map(math.isfinite, row) for row in numbers[len(found) : len(found) + len(sums)]]
+    are_finite = tuple(map(all, zip(*of_members, strict=True))) if sums else (True,) * len(population)
+    if apart is not None and not all(map(math.isfinite, apart)):
+        are_finite = (False,) * len(population)
+    return Measured(apart, are_finite, () if watched is None else tuple(numbers[-1]), rows)
+
+
 class HealthCheck:
     """Finds members with non-finite weights and applies a policy. All processes agree on the result.
 
@@ -122,29 +125,16 @@ class HealthCheck:
         self.population, self.optimizers, self.policy = population, optimizers, policy
         self.unhealthy_reason, self._watched = unhealthy_reason, watched
 
-    def check_(
-        self,
-        step: int,
-        measured: Measured | None = None,
-        *,
-        lr_ratio: float = 1.0,
-        chosen: Mapping[torch.dtype, Tensor] | None = None,
-    ) -> tuple[NonFiniteMember, ...]:
+    def check_(self, step: int, measured: Measured, *, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
         """Find non-finite members and apply the policy; the weights of healthy members are not touched.
 
-        `measured` is what was measured of the refreshed members, if it was. The learning rate's ratio must be the same
-        in all processes, which is checked in the same exchange. With `chosen`, only these columns of the local rows are
-        checked, as no others are about to be averaged.
+        The learning rate's ratio must be the same in all processes, which is checked in the same exchange.
         """
         population = self.population
-        if chosen is not None:
-            measured = measure_chosen(list(chosen.values()), watched=self.watched())
-        elif measured is None:
-            population.refresh_()
-            measured = measure(population, distances=False, watched=self.watched())
+        is_watched = self.unhealthy_reason is None or (measured.watched and all(map(math.isfinite, measured.watched)))
         local: list[str | None] = [None] * len(population)
-        if not self._are_healthy(measured):
-            local = [self._reason(index, measured, chosen) for index in range(len(population))]
+        if not (is_watched and all(measured.are_finite)):  # what was measured leaves doubts
+            local = [self._reason(index, measured) for index in range(len(population))]
         any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
         check_one_ratio(*ratios)
         if not any_found and not population.dropped:
@@ -161,15 +151,10 @@ class HealthCheck:
         """The numbers that decide which local members need `unhealthy_reason`; None for all."""
         return None if self._watched is None else self._watched()
 
-    def _are_healthy(self, measured: Measured) -> bool:
-        """Whether what was measured leaves no doubt about any local member."""
-        is_watched = self.unhealthy_reason is None or (measured.watched and all(map(math.isfinite, measured.watched)))
-        return bool(is_watched) and all(measured.are_finite)
-
-    def _reason(self, index: int, measured: Measured, chosen: Mapping[torch.dtype, Tensor] | None) -> str | None:
+    def _reason(self, index: int, measured: Measured) -> str | None:
         if self.population.members[index] in self.population.dropped:
             return None
-        if not measured.are_finite[index] and not self.population._is_finite(index, chosen=chosen):
+        if not measured.are_finite[index] and not all(is_finite(rows[index]) for rows in measured.rows):
             return WEIGHTS_NOT_FINITE
         if self.unhealthy_reason is None or (measured.watched and math.isfinite(measured.watched[index])):
             return None

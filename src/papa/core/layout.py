@@ -60,6 +60,18 @@ class Layout:
         """The first column of each slot and the number of its columns, `(2, slots)` in float64."""
         return torch.tensor([(slot.offset, slot.numel) for slot in self.slots], dtype=torch.float64, device="cpu").T
 
+    @functools.cached_property
+    def buffer_columns(self) -> dict[torch.dtype, slice]:
+        """By dtype, the columns of averaged buffers, which come after those of parameters; not their padding."""
+        starts = self.num_parameter_columns
+        ends = {dtype: max(slot.offset + slot.numel for slot in self.slots if slot.dtype == dtype) for dtype in starts}
+        return {dtype: slice(start, ends[dtype]) for dtype, start in starts.items() if start < ends[dtype]}
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """The memory order of each averaged tensor in its row."""
+        return tuple(slot.stride for slot in self.slots)
+
     @property
     def main_dtype(self) -> torch.dtype:
         """The dtype with the most columns."""

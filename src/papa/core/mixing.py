@@ -122,24 +122,6 @@ def among(matrix: Tensor, members: Sequence[int], size: int) -> Tensor:
     return whole
 
 
-def among_extended(matrix: Tensor, members: Sequence[int], size: int, per_member: Sequence[bool]) -> Tensor:
-    """Extend a matrix for some members, followed by their extra rows, to all `size` members.
-
-    All other members become the mean of `members`, and their extra rows stay unchanged. `per_member` says of each extra
-    row whether there is one for each member.
-    """
-    places = list(members)
-    num_rows = size
-    for is_per_member in per_member:
-        places += [num_rows + member for member in members] if is_per_member else [num_rows]
-        num_rows += size if is_per_member else 1
-    whole = identity(num_rows)
-    whole[:size, :size] = among(identity(len(members)), members, size)
-    index = torch.tensor(places, device="cpu")
-    whole[index[:, None], index] = matrix
-    return whole
-
-
 def check_rows(matrix: Any, size: int | None = None, *, signed: bool = False) -> Tensor:
     """Convert `matrix` to float64, or raise a `MixingError` if its rows do not sum to 1 or have negative weights.
 
@@ -178,31 +160,6 @@ def check_row(weights: Tensor, *, subject: str, signed: bool = False) -> None:
     total = float(weights.sum())
     if abs(total - 1.0) > ROW_SUM_TOLERANCE:
         raise MixingError(f"{subject} sums to {total:.6g}, expected 1: divide it by its sum")
-
-
-def check_extended(matrix: Tensor, points: Tensor) -> Tensor:
-    """A matrix of members and extra rows, or a `MixingError`; weights may be negative.
-
-    `points` says which rows are points, not differences of points. With a 1 for every point and a 0 for every
-    difference, `A u = u`: if all members and anchors were shifted by the same vector, so would be the result, and
-    momenta would not change.
-    """
-    matrix = torch.as_tensor(matrix, dtype=torch.float64, device="cpu")
-    if matrix.shape != (len(points), len(points)):
-        raise MixingError(
-            f"mixing matrix has shape {tuple(matrix.shape)}, expected ({len(points)}, {len(points)}): one row and one "
-            "column for each member and each extra row"
-        )
-    if not torch.isfinite(matrix).all():
-        raise MixingError("the mixing matrix has non-finite weights, expected finite ones")
-    shift = points.double()
-    found = matrix @ shift
-    for row, (total, expected) in enumerate(zip(found.tolist(), shift.tolist(), strict=True)):
-        if abs(total - expected) > ROW_SUM_TOLERANCE:
-            raise MixingError(
-                f"row {row} of the mixing matrix sums to {total:.6g} over members and anchors, expected {expected:g}"
-            )
-    return matrix
 
 
 def exact_in_float32(matrix: Tensor, points: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -93,8 +93,8 @@ def push_columns_(columns: Tensor, keep: float, width: int | None = None) -> Non
 
     Without a width, the columns are those of whole rows.
     """
-    dtype, (size, num_columns) = accumulation_dtype(columns.dtype), columns.shape
-    push = None if dtype.itemsize > 4 else exact_push(size, keep)
+    size, num_columns = columns.shape
+    push = None if accumulation_dtype(columns.dtype).itemsize > 4 else exact_push(size, keep)
     if push is None:
         mix_columns_(columns, mixing.push(size, keep), width or block_width(columns, size, num_columns))
         return
@@ -105,9 +105,14 @@ def push_columns_(columns: Tensor, keep: float, width: int | None = None) -> Non
         kernels.push_(columns, own)
         return
     width = width or block_width(columns, size, num_columns)
-    row = torch.full((size,), common, dtype=dtype, device=columns.device)
     with full_precision(columns.device):
-        _multiply_(columns, _push_product(own, row, columns.dtype), width)
+        _multiply_(columns, _known_push(own, common, size, columns.dtype, columns.device), width)
+
+
+@functools.lru_cache(maxsize=16)
+def _known_push(own: float, common: float, size: int, dtype: torch.dtype, device: torch.device) -> Product:
+    row = torch.full((size,), common, dtype=accumulation_dtype(dtype), device="cpu")
+    return _push_product(own, row, dtype, device)
 
 
 def _multiply_(columns: Tensor, mix_block_: Product, width: int) -> None:
@@ -178,38 +183,6 @@ def update_blocks_(parts: Sequence[Tensor], update: BlockUpdate, *, width: int, 
             update([part[:, first : first + width] for part in parts], start + first)
 
 
-def joint_product(matrix: Tensor, like: Tensor, points: Tensor | None = None) -> BlockUpdate:
-    """The update that multiplies the rows of all parts together by one matrix."""
-    mix_block_ = product_with(matrix, like, points)
-
-    def update(blocks: list[Tensor], _: int) -> None:
-        if len(blocks) == 1:
-            mix_block_(blocks[0])
-            return
-        joined = torch.cat(blocks)
-        mix_block_(joined)
-        for block, rows in zip(blocks, torch.split(joined, [len(block) for block in blocks]), strict=True):
-            block.copy_(rows)
-
-    return update
-
-
-def permutation(sources: Tensor, width: int) -> BlockUpdate:
-    """The update in which row `j` of each line of `width` columns takes those of row `sources[j]`."""
-
-    def update(blocks: list[Tensor], start: int) -> None:
-        for block in blocks:
-            first, num_lines = start // width, block.shape[1] // width
-            own = sources[:, first : first + num_lines].to(block.device)
-            # Faster on a CPU than `gather`, and with half of the memory if positions in the block are int32.
-            dtype = torch.int32 if block.numel() < 2**31 else torch.int64
-            places = torch.add(torch.arange(num_lines, dtype=dtype, device=block.device), own, alpha=num_lines)
-            lines = block.flatten() if width == 1 else block.reshape(-1, width)
-            block.copy_(lines.index_select(0, places.flatten()).view_as(block))
-
-    return update
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which numbers are added up: at least float32."""
     return dtype if dtype.itemsize >= 4 else torch.float32
@@ -218,17 +191,28 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch off autocast and reduced matmul precision inside the block."""
-    precision = torch.get_float32_matmul_precision()
-    is_autocast = torch.is_autocast_enabled(device.type)
-    if precision == "highest" and not is_autocast:  # as usual; switching takes as long as mixing a small network
+    backend: Any = getattr({"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}.get(device.type), "matmul", None)
+    # Since PyTorch 2.9 each backend has its own setting, and the one for all raises once these were used.
+    is_new = hasattr(backend, "fp32_precision")
+    precision = backend.fp32_precision if is_new else torch.get_float32_matmul_precision()
+    is_full = precision in ("highest", "ieee", "none")
+    if is_full and not torch.is_autocast_enabled(device.type):  # as usual; switching takes as long as a small push
         yield
         return
     with torch.autocast(device.type, enabled=False):
         try:
-            torch.set_float32_matmul_precision("highest")
+            if is_new:
+                backend.fp32_precision = "ieee"
+            elif not is_full:
+                torch.set_float32_matmul_precision("highest")
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            if is_new:
+                backend.fp32_precision = "none"  # the setting of all backends
+                if backend.fp32_precision != precision:
+                    backend.fp32_precision = precision
+            elif not is_full:
+                torch.set_float32_matmul_precision(precision)
 
 
 def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
@@ -242,7 +226,7 @@ def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) 
     own, common = _own_and_common(matrix)
     is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
     if common is not None and not is_copy:
-        return _push_product(own, common.to(device=device, dtype=wide_dtype), dtype)
+        return _push_product(own, common.to(dtype=wide_dtype), dtype, device)
     return _widened(_other_product(matrix, wide_dtype, device), dtype)
 
 
@@ -253,12 +237,12 @@ def _other_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> 
         order = _least_copies(parents)
         return lambda block: _interpolate_(block, parents, order)
     weights = matrix.to(device=device, dtype=dtype)
-    if bool(weights.all()):
+    if bool(matrix.all()):
         return lambda block: block.copy_(weights @ block)
     # A member that keeps only itself is not written: times 1, -0.0 would become 0.0.
-    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    stays = [bool((row == unit).all()) for row, unit in zip(matrix, eye, strict=True)]
-    sums = [(child, used, row[used]) for child, row in enumerate(weights) if not stays[child] for used in [_used(row)]]
+    stays = (matrix == torch.eye(len(matrix), dtype=matrix.dtype, device="cpu")).all(dim=1).tolist()
+    used_by = [_used(row) for row in matrix]
+    sums = [(child, used_by[child], row[used_by[child]]) for child, row in enumerate(weights) if not stays[child]]
 
     def mix_block_(block: Tensor) -> None:
         children = [row @ block[used] for _, used, row in sums]
@@ -295,13 +279,19 @@ class OnePassPush:
         kernels.push_(block, self.own, self.common)
 
 
-def _push_product(own: float, common: Tensor, dtype: torch.dtype) -> Product:
-    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`."""
-    if kernels.supports(dtype, common.device):
+def _push_product(own: float, common: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
+    """The product with `d I + 1 c^T`, where `d` is `own` and `c` is `common`, on the CPU.
+
+    Everything that depends on numbers is decided before they are on the device, which is then never waited for.
+    """
+    if kernels.supports(dtype, device):
         is_mean = bool((common == common[0]).all()) and float(common[0]) * len(common) == 1.0 - own
         return OnePassPush(own, None if is_mean else common)
     used = _used(common)
-    row = common[used]
+    if bool((common == common[0]).all()):  # made there, since a copy from the host may be waited for
+        row = torch.full((len(common),), common[0].item(), dtype=common.dtype, device=device)
+    else:
+        row = common[used].to(device)
     if own == 0.0:
         return _widened(lambda block: block.copy_(row @ block[used]), dtype)
     if isinstance(used, slice) and not row.is_complex():
@@ -315,7 +305,10 @@ def weighted_sum(row: Tensor, block: Tensor) -> Tensor:
 
 
 def _used(row: Tensor) -> slice | list[int]:
-    """The members with a non-zero weight: a slice if these are all (indexing with it copies nothing), else a list."""
+    """The members with a non-zero weight: a slice if these are all (indexing with it copies nothing), else a list.
+
+    Asked of weights on the CPU only: the answer is needed to launch anything, and a device would be waited for.
+    """
     return slice(None) if bool(row.all()) else row.nonzero().flatten().tolist()
 
 

@@ -6,24 +6,41 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal, SupportsFloat, TypeAlias, cast
+from typing import Any, ClassVar, SupportsFloat, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from papa.core import mixing
 from papa.core.half_life import HALF_LIFE, half_life_in_steps
-from papa.core.layout import Layout
-from papa.couplings.masks import Mask
+from papa.core.population import Population
 from papa.errors import MixingError, PapaWarning
 from papa.streams import stream
 
-Look: TypeAlias = Literal["distances", "gradient_norms", "members", "mean"]
-"""What a rule may look at: each member's distance to the mean; the norm of each member's gradient; what the rule's
-`probe` returns for each member; and what it returns for their mean network."""
 
-Probe: TypeAlias = Callable[[nn.Module], float]
-"""Maps a network to a number, such as its loss on a batch of validation data."""
+class Memory:
+    """The tensors that a rule keeps between averagings, such as anchors: this one keeps none."""
+
+    def start_(self) -> None:
+        """Give them their first values, from members that are finite. All processes must call it."""
+
+    def restart_(self, members: Collection[int]) -> None:
+        """Give the tensors of members that were restarted their first values. All processes must call it."""
+
+    def names_of(self, member: int) -> list[str]:
+        """The names of what is saved with a member."""
+        return []
+
+    def templates(self) -> dict[str, Tensor]:
+        """Tensors of the shapes and dtypes of all that may be saved with a member."""
+        return {}
+
+    def tensors_of(self, index: int) -> dict[str, Tensor]:
+        """What is saved with a local member."""
+        return {}
+
+    def load_(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Restore the `tensors_of` each local member. All processes must call it."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +58,25 @@ class AveragingContext:
     previous: int = 0
     """The step of the previous averaging; 0 if this is the first."""
     distances: tuple[float, ...] | None = None
-    """Each member's distance to the mean, if the rule looks at `distances`."""
+    """Each member's distance to the mean, if it was measured."""
     gradient_norms: tuple[float, ...] | None = None
-    """The norm of each member's gradient, if the rule looks at `gradient_norms`; NaN for dropped members."""
-    probed: tuple[float, ...] | None = None
-    """What `probe` returned for each member, if the rule looks at `members`; NaN for dropped members."""
-    probed_mean: float | None = None
-    """What `probe` returned for the mean of all active members, if the rule looks at `mean`."""
+    """The norm of each member's gradient, if the rule found it in `see`; NaN for dropped members."""
+    losses: tuple[float, ...] | None = None
+    """The loss of each member, if the rule found it in `see`; NaN for dropped members."""
+    mean_loss: float | None = None
+    """The loss of the mean of all active members, if the rule found it in `see`."""
     state: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """What the rule remembers; see `Rule.next_state`."""
+    memory: Memory = field(default_factory=Memory, compare=False)
+    """What `Rule.memory` returned for this population."""
+    mask: Any = field(default=None, compare=False)
+    """What `Rule.prepare` chose, for `Rule.apply_`."""
+    columns: Mapping[torch.dtype, Tensor] | None = field(default=None, compare=False)
+    """The columns of the local members that are about to change, which alone are checked; None for all."""
+    matrix: Tensor | None = field(default=None, compare=False)
+    """The rule's matrix for all members, if merge hooks were given it."""
+    is_fresh: bool = False
+    """Whether nothing has run since members were read and all processes met, so that neither is needed again."""
 
     def among(self, members: Sequence[int]) -> AveragingContext:
         """The context of a population of these members only."""
@@ -62,7 +89,7 @@ class AveragingContext:
             size=len(members),
             distances=chosen(self.distances),
             gradient_norms=chosen(self.gradient_norms),
-            probed=chosen(self.probed),
+            losses=chosen(self.losses),
         )
 
     def is_first_since(self, every_steps: int) -> bool:
@@ -71,22 +98,12 @@ class AveragingContext:
 
 
 @dataclass(frozen=True)
-class ExtraRow:
-    """A row that belongs to a rule: an anchor or a momentum. It is saved, resumed and distributed with the members."""
-
-    name: str
-    per_member: bool = False
-    """One for each member, instead of one for the whole population."""
-    is_difference: bool = False
-    """A difference of weights, such as a momentum: it starts at zero. Others start at the mean, or at their member."""
-
-
-@dataclass(frozen=True)
 class Rule:
     """When to average, and with which matrix. Subclass it and write `matrix` to make your own rule.
 
-    Everything else that a rule may need has a default: columns (`mask`), rows of its own (`extra_rows`), numbers about
-    the population (`looks_at`) and a memory (`initial_state`). The guide on rules explains them.
+    What else a rule may need has a default that does nothing: numbers about the population (`see`), a memory
+    (`initial_state`), another way to change members than a matrix (`apply_`). A rule for some columns, or with rows of
+    its own, is a `papa.couplings.Coupling`. The guide on rules explains them.
     """
 
     _: KW_ONLY
@@ -103,28 +120,22 @@ class Rule:
     """Whether members are replaced rather than pushed. A merge is never due on the last step of training."""
     is_for_any_size: ClassVar[bool] = False
     """Whether `matrix` works for any `context.size`; otherwise the matrix of all members is reduced to active ones."""
-
     has_strength: ClassVar[bool] = False
     """Whether the user chose how strongly members are pushed together, and may want advice about it."""
-
     is_signed: ClassVar[bool] = False
     """Whether weights may be negative. The rows of `matrix` sum to 1 in any case."""
-
     shares: ClassVar[tuple[str, ...]] = ()
     """The names of fields that are numbers from 0 to 1; others are refused."""
-
-    @property
-    def extra_rows(self) -> tuple[ExtraRow, ...]:
-        """Rows of the rule's own. `matrix` then has a row and a column for each member, followed by those of each extra
-        row: one, or one for each member. Rows of members and anchors sum to 1 over members and anchors, rows of
-        differences to 0.
-        """
-        return ()
 
     @property
     def uses_lr(self) -> bool:
         """Whether the matrix depends on the learning rate."""
         return False
+
+    @property
+    def takes_hooks(self) -> bool:
+        """Whether merge hooks may change members before and after; not if the rule has rows of its own."""
+        return True
 
     def __post_init__(self) -> None:
         check_steps("every_steps", self.every_steps, at_least=1)
@@ -166,14 +177,9 @@ class Rule:
         """The step before `step` at which the rule was last due; 0 if it never was."""
         return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
 
-    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
-        """What the rule needs to know about the population at this step.
-
-        The averager finds it out before it calls `next_state`, `keep` and `matrix`, after non-finite members were
-        restarted or dropped, and all processes get the same numbers. It is in the fields of the context. A rule that
-        looks at `members` or `mean` has a field `probe`, a function from a network to a number.
-        """
-        return ()
+    def memory(self, population: Population) -> Memory:
+        """Make the tensors that the rule keeps for a population."""
+        return Memory()
 
     def initial_state(self, size: int) -> dict[str, Any]:
         """What the rule remembers before the first averaging: numbers, strings and lists of them, by name.
@@ -182,8 +188,16 @@ class Rule:
         """
         return {}
 
+    def prepare(self, population: Population, context: AveragingContext) -> AveragingContext:
+        """Called first, and again if members had to be restarted. May read the only `columns` that will change."""
+        return context
+
+    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
+        """Called when all members are finite. May add what the rule wants to know, the same on all processes."""
+        return context
+
     def next_state(self, context: AveragingContext) -> Mapping[str, Any]:
-        """The state after what the rule sees in this context; the names are those of `initial_state`.
+        """The state after what the rule saw; the names are those of `initial_state`.
 
         Called once for each averaging. `keep` and `matrix` then get the new state in `context.state`.
         """
@@ -193,26 +207,6 @@ class Rule:
         """The share `a` of itself each member keeps, if the matrix is `a I + (1 - a)/p`; None for every other rule.
 
         Distances to the mean then shrink by exactly this factor, and are not measured again.
-        """
-        return None
-
-    def mask(self, context: AveragingContext, layout: Layout) -> Mask | None:
-        """The columns to act on at this step; None for all.
-
-        Must depend on its arguments and the rule's seed only: every process calls it for itself. Distances are then
-        not measured, since that would read every column.
-        """
-        return None
-
-    def mask_among(self, context: AveragingContext, layout: Layout, members: Sequence[int]) -> Mask | None:
-        """The mask when only some members are still active; only a rule that permutes members needs its own."""
-        return self.mask(context, layout)
-
-    def own_matrix(self, context: AveragingContext) -> Tensor | None:
-        """What each member does with its own rows after the members were mixed; None for nothing.
-
-        For a rule whose extra rows are all `per_member`: `matrix` then mixes the members only, and this matrix is
-        multiplied by each member and its extra rows, on its own process. Nothing but members travels.
         """
         return None
 
@@ -231,6 +225,28 @@ class Rule:
         part = self.matrix(context)[list(members)][:, list(members)]
         sums = part.sum(dim=1, keepdim=True)
         return torch.where(sums > 0, part / sums.clamp(min=1e-300), mixing.identity(len(members)))
+
+    def whole_matrix(self, context: AveragingContext, active: Sequence[int]) -> Tensor:
+        """The matrix for all members; those that were dropped become the mean of the active ones."""
+        if context.matrix is not None:
+            return context.matrix
+        if len(active) == context.size:
+            return self.matrix(context)
+        return mixing.among(self.matrix_among(context, active), active, context.size)
+
+    def apply_(self, population: Population, context: AveragingContext) -> float | None:
+        """Average the members, by `W <- A W`. All processes call it.
+
+        Returns:
+            The share of itself that each member kept, if this was a push toward the mean.
+        """
+        keep = self.keep(context)
+        if keep is not None and 0.0 <= keep <= 1.0 and context.matrix is None and not population.dropped:
+            population.push_(keep, fresh=context.is_fresh)
+        else:
+            matrix = self.whole_matrix(context, population.active)
+            population.mix_(matrix, signed=self.is_signed, fresh=context.is_fresh)
+        return keep
 
 
 def check_steps(name: str, value: int, *, at_least: int) -> None:
@@ -324,7 +340,6 @@ class Push(Rule):
         return self.every_steps
 
     def for_length(self, num_steps: int | None) -> Push:
-        """With the half-life in steps."""
         if self.half_life is None:
             return self
         if num_steps is None:
@@ -350,18 +365,15 @@ class Push(Rule):
 
     @property
     def uses_lr(self) -> bool:
-        """Whether the push weakens with the learning rate."""
         return self.scale_by_lr
 
     def too_weak_for(self, num_steps: int) -> str | None:
-        """If the half-life is a large share of training."""
         steps = self.half_life_in_steps
         if steps <= MAX_HALF_LIFE * num_steps or not 0.0 < self.effective_alpha < 1.0:
             return super().too_weak_for(num_steps)
         return f"the push has a half-life of {steps:.3g} steps, {steps / num_steps:.0%} of the training,"
 
     def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
-        """Warn if 16-bit weights would round the push away."""
         if self.effective_alpha > MAX_ALPHA_16_BIT and any(dtype.itemsize < 4 for dtype in dtypes):
             warnings.warn(
                 f"a push that leaves members {self.effective_alpha:.3g} of themselves is lost in the rounding of "
@@ -381,7 +393,6 @@ class Push(Rule):
         return min(max(1.0 - strength, 0.0), 1.0)
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """`a I + (1 - a)/p`."""
         return mixing.push(context.size, self.keep(context))
 
 
@@ -396,11 +407,9 @@ class Independent(Rule):
     is_merge: ClassVar[bool] = False
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
-        """Never."""
         return False
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """The identity."""
         return mixing.identity(context.size)
 
 
@@ -415,7 +424,6 @@ class MergeAll(Rule):
     is_for_any_size: ClassVar[bool] = True
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """`1/p` everywhere."""
         return mixing.merge_all(context.size)
 
 
@@ -435,7 +443,6 @@ class MergePairs(Rule):
     shares = ("share",)
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """Two weights in every row."""
         generator = stream(self.seed, "merge", position=context.step)
         return mixing.merge_pairs(context.size, generator, share=self.share)
 
@@ -450,7 +457,6 @@ class MergeMany(Rule):
     shares = ("share",)
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """`share` on the diagonal."""
         return mixing.merge_many(context.size, share=self.share)
 
 
@@ -473,16 +479,13 @@ class Mix(Rule):
             mixing.check_rows(self.weights)
 
     def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
-        """Raise unless a fixed matrix fits the number of members."""
         if not callable(self.weights):
             mixing.check_rows(self.weights, size)
 
     @property
     def uses_lr(self) -> bool:
-        """A function may use the learning rate."""
         return callable(self.weights)
 
     def matrix(self, context: AveragingContext) -> Tensor:
-        """The matrix, checked."""
         weights = self.weights(context) if callable(self.weights) else self.weights
         return mixing.check_rows(weights, context.size)

@@ -103,7 +103,7 @@ def average_soup(
     Returns:
         A new module, or a new state dict if the members are state dicts.
     """
-    if isinstance(members, Population) and (check := members._before_soup()) is not None:
+    if isinstance(members, Population) and (check := members.before_soup()) is not None:
         check()
     mean = mean_network(members, after)
     row = mixing.soup_row(mean.size, mean.active) if weights is None else _checked_weights(weights, mean.size)
@@ -125,14 +125,22 @@ def average_soup(
 
 
 def _has_nan(network: Any) -> bool:
+    """Whether a tensor has NaN; one read from each device if none has."""
     found = _averageable_tensors(network.state_dict() if isinstance(network, nn.Module) else network).values()
-    numbers = [tensor.float() if tensor.element_size() == 1 else tensor for tensor in found]  # float8 has no sum
-    # A sum without NaN is cheap proof that no number is NaN.
-    return any(bool(torch.isnan(one.sum())) and bool(torch.isnan(one).any()) for one in numbers)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in found:
+        number = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no sum
+        by_device.setdefault(tensor.device, []).append(number)
+    for numbers in by_device.values():
+        # A sum without NaN is cheap proof that no number is NaN; all are read at once.
+        are_nan = torch.stack([torch.isnan(one.sum()) for one in numbers]).tolist()
+        if any(bool(torch.isnan(one).any()) for one, is_nan in zip(numbers, are_nan, strict=True) if is_nan):
+            return True
+    return False
 
 
 def _checked_weights(weights: Weights, size: int) -> Tensor:
-    row = torch.as_tensor(weights, dtype=torch.float64)
+    row = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     if row.shape != (size,):
         raise SoupError(f"weights have shape {tuple(row.shape)}, expected ({size},): one for each network")
     mixing.check_row(row, subject="the row of the soup's weights")
@@ -276,10 +284,7 @@ class MeanNetwork:
 def mean_network(members: Any, after: After | None = None) -> MeanNetwork:
     """A `MeanNetwork` for a population, for modules of one architecture or for their state dicts."""
     if isinstance(members, Population):
-        active = members.active
-        first = next((index for index, member in enumerate(members.members) if member in active), 0)
-        buffer = _copied(lambda: members._soup_buffer(first), members[first])
-        return MeanNetwork(buffer.network, buffer.fill_, list(members), population=members, after=after)
+        return _mean_of_population(members, after)
     members = list(members)
     if not members:
         raise SoupError("a soup needs at least one network, got none")
@@ -295,6 +300,29 @@ def mean_network(members: Any, after: After | None = None) -> MeanNetwork:
         kinds = ", ".join(sorted({type(member).__name__ for member in members}))
         raise SoupError(f"a soup is made of a population, of modules or of state dicts, got {kinds}")
     return MeanNetwork(network, lambda row: _fill_(targets, sources, row), members, after=after)
+
+
+def _mean_of_population(population: Population, after: After | None) -> MeanNetwork:
+    """Means are written into a row in memory of its own, which is that of the network."""
+    population.refresh_()
+    active, strides = population.active, population.layout.strides
+    first = next((index for index, member in enumerate(population.members) if member in active), 0)
+    rows = {dtype: torch.zeros_like(matrix[0]) for dtype, matrix in population.matrices.items()}
+    network = _copied(lambda: layout.copy_onto(population[first], population.layout, rows), population[first])
+    tensors = layout.named_tensors(network, population.averaged)
+
+    @torch.no_grad()
+    def fill(row: Tensor) -> None:
+        population.refresh_()
+        if population.layout.strides == strides:
+            population.combined(row, rows)
+            torch.autograd.graph.increment_version(list(tensors.values()))
+        else:  # members were converted to another memory order meanwhile
+            for name, tensor in population.combined(row).items():
+                tensors[name].copy_(tensor)
+        torch.clear_autocast_cache()
+
+    return MeanNetwork(network, fill, list(population), population=population, after=after)
 
 
 @torch.no_grad()
@@ -415,7 +443,9 @@ def _slope(mean: MeanNetwork, data: Sequence[Any], loss: LossFunction) -> Slope:
             product(gradients, dict(network.named_parameters())) if member in mean.active else 0.0
             for member, network in mean.local_members.items()
         ]
-        return mean.group.all_gather([value])[0], torch.tensor(mean.group.all_gather(own), dtype=torch.float64)
+        return mean.group.all_gather([value])[0], torch.tensor(
+            mean.group.all_gather(own), dtype=torch.float64, device="cpu"
+        )
 
     return slope
 
@@ -446,7 +476,7 @@ def learned_weights(
     if num_batches < 1:
         raise SoupError("a learned soup needs held-out data, got no batch")
     members = list(range(size) if active is None else active)
-    logits = torch.zeros(len(members), dtype=torch.float64, requires_grad=True)
+    logits = torch.zeros(len(members), dtype=torch.float64, device="cpu", requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=lr)
     candidates: list[tuple[float, Tensor]] = []
     for epoch in range(num_epochs + 1):
@@ -455,7 +485,8 @@ def learned_weights(
         candidates.append((sum(slope(row, batch)[0] for batch in range(num_batches)) / num_batches, row))
         for batch in range(num_batches) if epoch < num_epochs else ():
             shares = torch.softmax(logits, dim=0)
-            whole = torch.zeros(size, dtype=torch.float64).index_copy(0, torch.tensor(members), shares)
+            places = torch.tensor(members, device="cpu")
+            whole = torch.zeros(size, dtype=torch.float64, device="cpu").index_copy(0, places, shares)
             _, derivative = slope(whole.detach(), batch)
             optimizer.zero_grad()
             whole.backward(derivative)  # type: ignore[no-untyped-call]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from papa.core import mixing
-from papa.core.rules import AveragingContext, Look, Probe, Rule, check_steps
+from papa.core.population import Population
+from papa.core.rules import AveragingContext, Rule, check_steps
+from papa.couplings.observation import Probe, check_probe, loss_of_mean, losses_of_members
 from papa.errors import MixingError
 
 LEARNED = 0.9
@@ -89,16 +91,18 @@ class AdaptivePush(Rule):
         return self.every_steps / 4
 
     def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
-        """Raise if there is nothing to compare networks by."""
-        if not callable(self.probe):
-            raise MixingError(
-                f"AdaptivePush has {self.probe!r} as its probe, expected a function from a network to its loss: make "
-                "one with papa.loss_probe(batches, loss)"
-            )
+        check_probe(self, self.probe)
 
-    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
+    def is_check(self, context: AveragingContext) -> bool:
+        """Whether the average is compared with its members at this step."""
+        return context.is_first_since(self.check_every)
+
+    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
         """The losses of members and average, at a check."""
-        return ("members", "mean") if context.is_first_since(self.check_every) else ()
+        if self.probe is None or not self.is_check(context):
+            return context
+        losses = losses_of_members(population, self.probe)
+        return replace(context, losses=losses, mean_loss=loss_of_mean(population, self.probe))
 
     def initial_state(self, size: int) -> dict[str, Any]:
         """The half-life in steps, and the losses of the last check."""
@@ -108,10 +112,10 @@ class AdaptivePush(Rule):
     def next_state(self, context: AveragingContext) -> Mapping[str, Any]:
         """A longer or a shorter half-life after a check; the same otherwise."""
         state = context.state
-        if context.probed is None or context.probed_mean is None:
+        if context.losses is None or context.mean_loss is None:
             return state
-        members = fmean(loss for loss in context.probed if not math.isnan(loss))  # NaN for dropped members
-        average, half_life = context.probed_mean, state["half_life"]
+        members = fmean(loss for loss in context.losses if not math.isnan(loss))  # NaN for dropped members
+        average, half_life = context.mean_loss, state["half_life"]
         first = _finite(members) if state["first_loss"] is None else state["first_loss"]
         if not (math.isfinite(members) and math.isfinite(average)):
             half_life = max(CUT * half_life, self.shortest)

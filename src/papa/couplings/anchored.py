@@ -10,7 +10,8 @@ from torch import Tensor
 
 from papa.core import mixing
 from papa.core.layout import Layout
-from papa.core.rules import AveragingContext, ExtraRow, Rule, check_steps
+from papa.core.rules import AveragingContext, check_steps
+from papa.couplings.coupling import Coupling, ExtraRow
 from papa.couplings.masks import Mask, fragments
 from papa.errors import MixingError
 from papa.streams import stream
@@ -20,7 +21,7 @@ MOMENTUM = ExtraRow("momentum", is_difference=True)
 
 
 @dataclass(frozen=True)
-class Elastic(Rule):
+class Elastic(Coupling):
     """EASGD: members and an anchor attract each other.
 
         w_j <- w_j + r (z - w_j),   z <- z + r sum_j (w_j - z),   r = moving_rate/p
@@ -59,7 +60,7 @@ class Elastic(Rule):
 
 
 @dataclass(frozen=True)
-class Lookahead(Rule):
+class Lookahead(Coupling):
     """Lookahead for a population: an anchor moves a part of the way to the mean, and all members restart from it.
 
         z <- z + slow_rate (mean - z),   w_j <- z
@@ -93,7 +94,7 @@ class Lookahead(Rule):
 
 
 @dataclass(frozen=True)
-class OuterStep(Rule):
+class OuterStep(Coupling):
     """DiLoCo: every few hundred steps, a Nesterov step on the movement of the mean; all members restart from it.
 
         g = z - mean,   m <- momentum m + g,   z <- z - lr (g + momentum m),   w_j <- z
@@ -173,7 +174,7 @@ class OuterStep(Rule):
 
 
 @dataclass(frozen=True)
-class Gossip(Rule):
+class Gossip(Coupling):
     """NoLoCo: an outer step with the mean of a random pair, without a mean of all.
 
         m_j <- momentum m_j + lr (mean of the pair - z_j),   z_j <- z_j + m_j,   w_j <- z_j

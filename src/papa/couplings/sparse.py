@@ -12,14 +12,15 @@ from torch import Tensor
 
 from papa.core import mixing
 from papa.core.layout import Layout
-from papa.core.rules import MAX_HALF_LIFE, AveragingContext, Rule
+from papa.core.rules import MAX_HALF_LIFE, AveragingContext
+from papa.couplings.coupling import Coupling
 from papa.couplings.masks import Mask, depths, draw_columns, draw_permutations
 from papa.errors import MixingError, did_you_mean
 from papa.streams import stream
 
 
 @dataclass(frozen=True)
-class SparseAverage(Rule):
+class SparseAverage(Coupling):
     """SPARTA: at every step, a few random weights are replaced by their mean over members.
 
         w_j[c] <- mean[c]   for each column c with probability `share`
@@ -72,7 +73,7 @@ Depth = Literal["decreasing", "constant", "increasing"]
 
 
 @dataclass(frozen=True)
-class Shuffle(Rule):
+class Shuffle(Coupling):
     """WASH: at every step, a few random weights are permuted among members, fewer of them in deeper layers.
 
         w_j[c] <- w_pi(j)[c]   for each column c with probability `share (1 - l/L)`, pi uniform for each column
@@ -90,14 +91,12 @@ class Shuffle(Rule):
         share: the probability of each parameter of the first layer.
         depth: how the probability depends on the layer: to 0 in the last (`decreasing`), the same in all, or from 0 in
             the first (`increasing`).
-        move_momentum: permute the optimizers' momenta with the weights, which is WASH+Opt.
         seed: of masks and permutations, which are a function of seed and step.
         by_lines: whether neighbours are chosen together: 16 in float32, 32 in bfloat16.
     """
 
     share: float = 0.001
     depth: Depth = "decreasing"
-    move_momentum: bool = False
     seed: int = 0
     _: KW_ONLY
     by_lines: bool = True

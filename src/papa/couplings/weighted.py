@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from papa.core import mixing
-from papa.core.rules import AveragingContext, Look, Probe, Rule
+from papa.core.population import Population
+from papa.core.rules import AveragingContext, Rule
+from papa.couplings.observation import Probe, check_probe, gradient_norms, losses_of_members
 from papa.errors import MixingError
 
 MAX_STRETCH = 1000.0
@@ -53,9 +55,11 @@ class PushPull(Rule):
         if not 0.0 <= self.spread < math.inf:
             raise MixingError(f"PushPull got spread={self.spread}, expected a distance, at least 0")
 
-    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
-        """Distances to the mean."""
-        return ("distances",)
+    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
+        """Distances to the mean, if the averager did not measure them."""
+        if context.distances is not None:
+            return context
+        return replace(context, distances=tuple(population.distances().tolist()))
 
     def matrix(self, context: AveragingContext) -> Tensor:
         """`a_j I + (1 - a_j)/p`, with a share of its own for each member."""
@@ -91,9 +95,9 @@ class GradientWeightedPush(Rule):
     has_strength: ClassVar[bool] = True
     shares = ("alpha", "smoothing")
 
-    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
+    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
         """The norms of gradients."""
-        return ("gradient_norms",)
+        return replace(context, gradient_norms=gradient_norms(population))
 
     def initial_state(self, size: int) -> dict[str, Any]:
         """The smoothed norms, and the weight of what was seen so far in them."""
@@ -152,10 +156,13 @@ class ScoreWeightedPush(Rule):
     is_for_any_size: ClassVar[bool] = True
     shares = ("alpha",)
 
-    def looks_at(self, context: AveragingContext) -> tuple[Look, ...]:
+    def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
+        check_probe(self, self.probe)
+
+    def see(self, population: Population, context: AveragingContext) -> AveragingContext:
         """The losses of members."""
-        return ("members",)
+        return replace(context, losses=losses_of_members(population, self.probe))
 
     def matrix(self, context: AveragingContext) -> Tensor:
         """`alpha I + (1 - alpha) 1 v^T`."""
-        return mixing.push_to(mixing.fitness(context.probed or (1.0,) * context.size), self.alpha)
+        return mixing.push_to(mixing.fitness(context.losses or (1.0,) * context.size), self.alpha)

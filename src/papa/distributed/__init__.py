@@ -8,7 +8,7 @@ the number of processes. There are three groups:
 - `DistributedGroup`: processes on any machines hold the rows of their own members. Columns of all rows travel by
   all-to-all (`exchange="exact"`, module `exchange`), or sums of rows (`"fast"`, module `reduce`).
 
-`as_group` turns a process group or a device mesh into a group, `start_workers` starts worker processes, `Torchrun`
+`mesh` turns a process group or a device mesh into a group, `start_workers` starts worker processes, `Torchrun`
 connects the processes that torchrun started, and `connect_members` those that train one member each in ways of their
 own, by a group that other libraries do not see. Members that do not wait for each other have no group at all: they
 publish their weights (module `asynchronous`).

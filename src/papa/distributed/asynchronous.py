@@ -233,7 +233,7 @@ class AsyncAverager:
     def publish(self) -> int:
         """Publish this member's weights as they are, unless they are not finite; returns the number of bytes."""
         self.population.refresh_()
-        if not self.population._is_finite(0):
+        if not self.population.is_finite(0):
             return 0
         metadata = {"member": str(self.member), "step": str(self.num_steps_taken)}
         return self.published.publish(self.member, self.population[0].state_dict(), metadata)
@@ -316,7 +316,7 @@ class AsyncAverager:
 
     def _check_(self) -> tuple[NonFiniteMember, ...]:
         self.population.refresh_()
-        if self.population._is_finite(0):
+        if self.population.is_finite(0):
             return ()
         last = self.published.read(self.member)
         if self.on_nonfinite == "stop" or last is None:

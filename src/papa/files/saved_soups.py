@@ -73,7 +73,7 @@ def _mean_of(
     population: Population, weights: Weights | None = None, *, only_averaged: bool = False
 ) -> dict[str, Tensor]:
     """The mean under the names of a state dict, sharded as members are."""
-    combined = population._combined(soup_row(population.size, population.active) if weights is None else weights)
+    combined = population.combined(soup_row(population.size, population.active) if weights is None else weights)
     first = next((index for index, member in enumerate(population.members) if member in population.active), 0)
     model = population[first]
     names: dict[int, str] = {}

@@ -192,7 +192,7 @@ class CandidateScorer:
         mine, losses = group.local_range(len(rows)), []
         repair = self._repair_now() if self.repairs else None
         for number, (row, candidate) in enumerate(zip(rows, candidates, strict=True)):
-            tensors = population._combined(row)
+            tensors = population.combined(row)
             if number in mine:
                 network = self._make_child(tensors, row, candidate, repair)
                 losses.append(self.training.score(network).loss)

@@ -19,6 +19,7 @@ from papa.core.health import NonFiniteMember
 from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Independent, Rule
+from papa.core.soups import mean_network
 from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together
@@ -313,9 +314,10 @@ class Training:
 
     def current_soup(self) -> nn.Module:
         """The mean of the active members now, as a separate network. All processes must call it."""
-        buffer = self.population._soup_buffer()
-        buffer.fill_(soup_row(self.population.size, self.population.active))
-        return buffer.network
+        mean = mean_network(self.population)
+        mean.fill_(soup_row(self.population.size, self.population.active))
+        network: nn.Module = mean.network
+        return network
 
     def _epoch_scores(self, source: Source, soup: nn.Module) -> EpochScores:
         members, ensemble = self.evaluate_population(source)

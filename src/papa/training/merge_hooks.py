@@ -30,7 +30,7 @@ def merge_hooks_for(training: Training, rule: Rule) -> list[MergeHook]:
                 every_steps=1 if rule.is_merge else training.steps_in(options.align.every_epochs),
             )
         )
-    if options.repair is not None and options.repair.num_batches and rule.is_merge and not rule.extra_rows:
+    if options.repair is not None and options.repair.num_batches and rule.is_merge and rule.takes_hooks:
         batches = training.batches
         hooks.append(repair_hook(training.population[0], options, batches.repair_batches, batches.plain_repair))
     return hooks

@@ -65,7 +65,7 @@ class Stacked:
         self._buffers = [dict(model.named_buffers()) for model in population]
         self._modules = [list(model.modules()) for model in population]
         self._matrices = population.matrices
-        stacked = population._stacked()
+        stacked = population.stacked()
         self.leaves = {name: stacked[name].detach() for name in self._parameters[0]}
         """Each parameter of all members, by name."""
         every = population[0].named_parameters(remove_duplicate=False)
@@ -221,7 +221,7 @@ class Stacked:
         if self._matrices is not population.matrices:  # it was laid out anew, for another memory order
             self._matrices = population.matrices
             for name, leaf in self.leaves.items():
-                leaf.data = population._stacked()[name]
+                leaf.data = population.stacked()[name]
         if self._switches(0) == self._known_switches:
             return
         self._known_switches = self._switches(0)

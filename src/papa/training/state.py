@@ -16,14 +16,14 @@ from papa.training.loop import NUM_BAD_LOSSES, Training
 def member_states(training: Training) -> dict[int, tuple[dict[str, Tensor], dict[str, Any]]]:
     """The state of the local members."""
     states = {}
-    of_averager = training.averager.member_tensors()
+    memory = training.averager.memory
     for index, member in enumerate(training.members):
         tensors, numbers = checkpoint.member_state(training.population[index], training.optimizers[index])
         scaler = training.scalers[index]
         numbers["scaler"] = None if scaler is None else scaler.state_dict()
         numbers["loss_sum"] = float(training.loss_sums[index])
         numbers["bad_losses"] = [not math.isfinite(losses[index]) for losses in training.recent_losses]
-        tensors.update({f"averager.{name}": tensor for name, tensor in of_averager[index].items()})
+        tensors.update({f"averager.{name}": tensor for name, tensor in memory.tensors_of(index).items()})
         tensors.update({f"callbacks.{name}": tensor for name, tensor in _callback_state(training, index).items()})
         states[member] = (tensors, numbers)
     return states
@@ -39,7 +39,7 @@ def _callback_state(training: Training, index: int) -> dict[str, Tensor]:
 
 def expected_states(training: Training) -> dict[int, checkpoint.Expected]:
     """What a checkpoint of the local members must contain."""
-    templates = training.averager.tensor_templates()
+    templates = training.averager.memory.templates()
     return {
         member: checkpoint.Expected(
             training.population[index], training.optimizers[index], templates, _callback_state(training, index)
@@ -99,7 +99,7 @@ def _check_member(training: Training, index: int, tensors: Mapping[str, Tensor],
     bad = numbers.get("bad_losses")
     if not isinstance(bad, list) or len(bad) != NUM_BAD_LOSSES or not all(type(one) is bool for one in bad):
         raise RunError(f"the checkpoint has {bad!r} as the bad losses of member {member}")
-    missing = [name for name in training.averager.row_names(member) if f"averager.{name}" not in tensors]
+    missing = [name for name in training.averager.memory.names_of(member) if f"averager.{name}" not in tensors]
     if missing:
         raise RunError(f"the checkpoint has no {missing[0]} of member {member}: it is of another rule")
 
@@ -117,7 +117,7 @@ def load_state_(
     training.seconds.update(state["seconds"])
     training.averager.num_averagings = state["num_averagings"]
     training.averager.rule_state = training.averager.checked_rule_state(state.get("rule"))
-    training.averager.load_member_tensors_(of_averager)
+    training.averager.memory.load_(of_averager)
     training.go_to_(step)
 
 

@@ -36,8 +36,8 @@ CHANGED: dict[str, tuple[dict[str, Any], Rule]] = {
     "papa-auto": ({"every_steps": 2, "check_every": 20}, AdaptivePush(every_steps=2, check_every=20)),
     "sparta": ({"share": 0.1, "every_steps": 3}, SparseAverage(share=0.1, seed=1, every_steps=3)),
     "wash": (
-        {"share": 0.1, "depth": "constant", "move_momentum": True},
-        Shuffle(share=0.1, depth="constant", move_momentum=True, seed=1),
+        {"share": 0.1, "depth": "constant"},
+        Shuffle(share=0.1, depth="constant", seed=1),
     ),
     "easgd": ({"moving_rate": 0.5, "every_steps": 2}, Elastic(moving_rate=0.5, every_steps=2)),
     "lookahead": ({"slow_rate": 0.25}, Lookahead(slow_rate=0.25)),

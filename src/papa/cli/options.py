@@ -243,10 +243,12 @@ def announce(configs: Sequence[Config], path: Path) -> None:
     """Say on standard error what will be trained, before the seconds that it takes to load PyTorch."""
     if not configs or not is_main_process():
         return
-    first, methods = configs[0], ", ".join(dict.fromkeys(config.method for config in configs))
+    largest = max(configs, key=lambda config: config.members)
+    methods = ", ".join(dict.fromkeys(config.method for config in configs))
     runs = f"training ({methods})" if len(configs) == 1 else f"{len(configs)} runs ({methods}), each"
-    networks = f"{first.members} {first.model.name} network{'s' if first.members > 1 else ''}"
-    _say(f"{runs} of {networks} on {first.data.name}, {first.train.epochs} epochs, to {path}")
+    up_to = "up to " if any(config.members < largest.members for config in configs) else ""
+    networks = f"{up_to}{largest.members} {largest.model.name} network{'s' if largest.members > 1 else ''}"
+    _say(f"{runs} of {networks} on {largest.data.name}, {largest.train.epochs} epochs, to {path}")
 
 
 def note_unused(configs: Iterable[Config], base: Config) -> None:

@@ -30,7 +30,7 @@ class Progress(Callback):
         self.title, self.metric = title, metric
         self._console = Console(stderr=True, highlight=False)
         self._has_display = display and self._console.is_terminal
-        self._epochs = self._left = self._scores = self._advice = ""
+        self._epochs = self._left = self._scores = self._distance = self._advice = ""
         self._share = 0.0
         self._num_lines = 0
         self._began: tuple[float, float] | None = None
@@ -76,32 +76,34 @@ class Progress(Callback):
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         self._scores = scores_text(record, self.metric)
+        distances = _finite(record.distances)
+        is_population = len(record.validation.members) > 1 and distances
+        self._distance = f"distance {sum(distances) / len(distances):.3g}" if is_population else ""
         self._advice = advice_on(training, record) or ""
         self.on_step_complete(training)
         if not self._has_display and int(NUM_LINES * self._share) > self._num_lines:
             self._num_lines = int(NUM_LINES * self._share)
-            parts = filter(None, (self._epochs, self._scores, self._advice, self._left if self._share < 1.0 else ""))
+            left = self._left if self._share < 1.0 else ""
+            parts = filter(None, (self._epochs, self._scores, self._distance, self._advice, left))
             with self._ignore_write_errors():
                 self._console.print(f"{self.title}: {', '.join(parts)}", markup=False, soft_wrap=True)
 
     def _view(self) -> RenderableType:
         bar = Table.grid(padding=(0, 2))
-        bar.add_row(ProgressBar(total=1.0, completed=self._share, width=24), Text(self._epochs), Text(self._left))
+        texts = (Text(text) for text in (self._epochs, self._left, self._distance))
+        bar.add_row(ProgressBar(total=1.0, completed=self._share, width=24), *texts)
         return Group(Text(self.title, style="bold"), bar, Text(self._scores), Text(self._advice, style="yellow"))
 
 
 def scores_text(record: EpochRecord, metric: Metric) -> str:
     """The scores of an epoch on validation data, the metric's name first."""
     found = record.validation
-    members = [one.score for one in found.members if one.score == one.score]
-    mean = metric.text(sum(members) / len(members)) if members else "not finite"
+    members = _finite([one.score for one in found.members])
+    mean = f"{metric.text(sum(members) / len(members))}{metric.unit}" if members else "not finite"
     if len(found.members) == 1:
-        return f"validation {metric.label} {mean}"
-    texts = [f"validation {metric.label}: members {mean}"]
-    texts += [f"ensemble {metric.text(found.ensemble.score)}", f"average soup {metric.text(found.average_soup.score)}"]
-    distances = _finite(record.distances)
-    texts += [f"distance {sum(distances) / len(distances):.3g}"] if distances else []
-    return ", ".join(texts)
+        return f"validation {metric.name} {mean}"
+    ensemble, soup = (f"{metric.text(one.score)}{metric.unit}" for one in (found.ensemble, found.average_soup))
+    return f"validation {metric.name}: mean {mean}, ensemble {ensemble}, average soup {soup}"
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:

@@ -8,7 +8,6 @@ import torch
 from scipy import stats
 from timm.data.random_erasing import RandomErasing
 
-from papa.errors import DataError
 from papa.lab.augment.erase import cutout, draw_cutout_boxes, draw_erasing_boxes, fill_boxes, random_erase
 from papa.streams import stream
 
@@ -128,15 +127,3 @@ def test_cutout_covers_the_inside_evenly():
 def test_cutout_larger_than_the_image_takes_all_of_it():
     boxes = draw_cutout_boxes(50, 4, 4, length=20, generator=stream(1, "augment"))
     assert boxes.tolist() == [[0, 4, 0, 4]] * 50
-
-
-def test_errors_name_the_shape():
-    flat = torch.ones(4, 64)
-    with pytest.raises(DataError, match=r"random_erase got a tensor of shape \(4, 64\)"):
-        random_erase(flat, 0.5, generator=stream(1, "augment"))
-    with pytest.raises(DataError, match=r"cutout got a tensor of shape \(4, 64\)"):
-        cutout(flat, 8, generator=stream(1, "augment"))
-    with pytest.raises(DataError, match=r"fill_boxes got a tensor of shape \(4, 64\)"):
-        fill_boxes(flat, torch.zeros(4, 4))
-    with pytest.raises(DataError, match=r"boxes have shape \(3, 4\), expected \(4, 4\): one for each image"):
-        fill_boxes(torch.ones(4, 1, 8, 8), torch.zeros(3, 4))

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from scipy import stats
 
-from papa.errors import ConfigError
-from papa.lab.augment.policy import DART_POLICIES, GRIDS, Grid, Policy, draw_policies, draw_policy_per_batch
+from papa.lab.augment.policy import DART_POLICIES, GRIDS, Policy, draw_policies, draw_policy_per_batch
 from papa.streams import stream
 
 PLAIN, DEFAULT_GRID, IMAGENET_GRID, ABLATION_GRID, SEGMENTATION_GRID = GRIDS.values()
@@ -66,26 +64,3 @@ def test_draws_per_batch_are_uniform_and_seeded():
     assert stats.chisquare(counts).pvalue > 0.01
     assert draws(1) == draws(1)
     assert draws(1) != draws(2)
-
-
-def test_grids_are_values():
-    assert Grid(mixup=[0.0, 0.5]) == Grid(mixup=(0.0, 0.5))
-    assert hash(Grid(mixup=[0.0, 0.5])) == hash(Grid(mixup=(0.0, 0.5)))
-    assert Grid() == PLAIN
-
-
-def test_bad_grids_and_draws_raise():
-    with pytest.raises(ConfigError, match=r"the grid's mixup is \(\), expected at least one value in a tuple"):
-        Grid(mixup=())
-    with pytest.raises(ConfigError, match=r"the grid's erasing is 0.5, expected at least one value"):
-        Grid(erasing=0.5)
-    with pytest.raises(ConfigError, match="smoothing is 2, expected a number from 0 to below 1"):
-        Grid(smoothing=(0.0, 2))
-    with pytest.raises(ConfigError, match="num_members is 0, expected at least 1"):
-        draw_policies(PLAIN, 0, seed=1)
-
-
-def test_the_global_generator_is_left_alone():
-    before = torch.random.get_rng_state()
-    draw_policies(DEFAULT_GRID, 5, seed=1)
-    assert torch.equal(torch.random.get_rng_state(), before)

@@ -83,22 +83,6 @@ def test_no_draw_fails(spec):
     assert changed.shape == images.shape
 
 
-def test_an_empty_batch_passes():
-    assert rand_augment(some_images(0), DART, generator=stream(1, "augment")).shape == (0, 3, 16, 12)
-
-
-@pytest.mark.parametrize("spec", [DART, "rand", "rand-m9-mstd0.5-inc1", "rand-m9-n3-p0.5-mmax30-tweights"])
-def test_timms_strings_are_accepted(spec):
-    assert randaugment.check_rand_augment(spec) is None
-    rand_augment(some_images(2), spec, generator=stream(1, "augment"))
-
-
-@pytest.mark.parametrize("spec", ["", "augmix-m3", "rand-x4", "rand-m4.5", "rand-p2.0", "rand-n0", "rand-tall", 4])
-def test_other_strings_raise(spec):
-    with pytest.raises(ConfigError, match=r"expected timm's form, such as 'rand-m4-n1-p1.0-mstd1.0'"):
-        rand_augment(some_images(1), spec, generator=stream(1, "augment"))
-
-
 def test_only_colour_bytes_are_taken():
     with pytest.raises(
         DataError, match=r"got torch.float32 images of 3 channels, expected torch.uint8 with 3 channels"

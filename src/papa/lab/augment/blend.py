@@ -14,9 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from papa.errors import DataError
-from papa.lab.augment.images import check_images
-
 
 class Box(NamedTuple):
     """A rectangle of pixels; `bottom` and `right` are exclusive."""
@@ -56,11 +53,21 @@ def draw_blend(
     """
     if not mixup and not cutmix:
         return None
-    with_cutmix = bool(cutmix) and (not mixup or _draw_integer(2, generator) == 1)
-    share = _draw_share(cutmix if with_cutmix else mixup, generator)
+
+    def integer(below: int) -> int:
+        return int(torch.randint(below, (), generator=generator))
+
+    with_cutmix = bool(cutmix) and (not mixup or integer(2) == 1)
+    alpha = cutmix if with_cutmix else mixup
+    # torch's Beta distribution can only draw from the global generator.
+    share = random.Random(integer(2**63 - 1)).betavariate(alpha, alpha)
     if not with_cutmix:
         return Blend(share=share)
-    box = _draw_box(share, height, width, generator)
+    side = math.sqrt(1.0 - share)
+    tall, wide = int(height * side), int(width * side)
+    top = integer(height) - tall // 2
+    left = integer(width) - wide // 2
+    box = Box(max(top, 0), min(top + tall, height), max(left, 0), min(left + wide, width))
     area = (box.bottom - box.top) * (box.right - box.left)
     return Blend(share=1.0 - area / (height * width), box=box)
 
@@ -73,7 +80,6 @@ def blend_images(inputs: Tensor, blend: Blend) -> Tensor:
     """
     if blend.box is None:
         return inputs.flip(0).lerp_(inputs, blend.share)
-    check_images(inputs, "CutMix")
     return _paste_reversed(inputs, blend.box)
 
 
@@ -87,11 +93,6 @@ def soft_targets(targets: Tensor, num_classes: int, *, smoothing: float = 0.0, i
     For labels (N,) or (N, H, W), the result is float32 of shape (N, K) or (N, K, H, W). All probabilities of the label
     `ignore` are 0.
     """
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool or targets.dim() == 0:
-        raise DataError(
-            f"targets are {targets.dtype} of shape {tuple(targets.shape)}, expected a batch of whole numbers: "
-            "blending and smoothing start from classes"
-        )
     off_value = smoothing / num_classes
     on_value = 1.0 - smoothing + off_value
     soft = torch.full((len(targets), num_classes, *targets.shape[1:]), off_value, device=targets.device)
@@ -106,23 +107,6 @@ def blend_targets(soft: Tensor, blend: Blend) -> Tensor:
     if blend.box is not None and soft.dim() == 4:
         return _paste_reversed(soft, blend.box)
     return soft.flip(0).lerp_(soft, blend.share)
-
-
-def _draw_integer(below: int, generator: torch.Generator) -> int:
-    return int(torch.randint(below, (), generator=generator))
-
-
-def _draw_share(alpha: float, generator: torch.Generator) -> float:
-    # torch's Beta distribution can only draw from the global generator.
-    return random.Random(_draw_integer(2**63 - 1, generator)).betavariate(alpha, alpha)
-
-
-def _draw_box(share: float, height: int, width: int, generator: torch.Generator) -> Box:
-    side = math.sqrt(1.0 - share)
-    tall, wide = int(height * side), int(width * side)
-    top = _draw_integer(height, generator) - tall // 2
-    left = _draw_integer(width, generator) - wide // 2
-    return Box(max(top, 0), min(top + tall, height), max(left, 0), min(left + wide, width))
 
 
 def _paste_reversed(batch: Tensor, box: Box) -> Tensor:

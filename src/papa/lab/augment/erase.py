@@ -10,9 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-from papa.errors import DataError
-from papa.lab.augment.images import check_images
-
 MIN_AREA, MAX_AREA = 0.02, 1 / 3
 MIN_ASPECT, MAX_ASPECT = 0.3, 1 / 0.3
 NUM_ATTEMPTS = 10
@@ -20,14 +17,12 @@ NUM_ATTEMPTS = 10
 
 def random_erase(inputs: Tensor, probability: float, *, generator: torch.Generator) -> Tensor:
     """Random Erasing: with the given probability, set a random rectangle of an image to zero."""
-    check_images(inputs, "random_erase")
     boxes = draw_erasing_boxes(len(inputs), *inputs.shape[2:], probability=probability, generator=generator)
     return fill_boxes(inputs, boxes)
 
 
 def cutout(inputs: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
     """Cutout: set a square of `length` pixels around a random centre to zero in every image."""
-    check_images(inputs, "cutout")
     return fill_boxes(inputs, draw_cutout_boxes(len(inputs), *inputs.shape[2:], length=length, generator=generator))
 
 
@@ -68,10 +63,7 @@ def draw_cutout_boxes(num_images: int, height: int, width: int, *, length: int, 
 
 def fill_boxes(inputs: Tensor, boxes: Tensor) -> Tensor:
     """Set each image's box to zero in all channels; the images must be finite."""
-    check_images(inputs, "fill_boxes")
-    num_images, _, height, width = inputs.shape
-    if boxes.shape != (num_images, 4):
-        raise DataError(f"boxes have shape {tuple(boxes.shape)}, expected ({num_images}, 4): one for each image")
+    height, width = inputs.shape[2:]
     top, bottom, left, right = boxes.to(inputs.device)[:, :, None].unbind(1)
     rows = torch.arange(height, device=inputs.device)
     columns = torch.arange(width, device=inputs.device)

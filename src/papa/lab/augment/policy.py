@@ -5,28 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from papa.errors import ConfigError, DataError
 from papa.lab.augment.blend import blend_images, blend_targets, draw_blend, soft_targets
 from papa.lab.augment.erase import cutout, random_erase
-from papa.lab.augment.images import check_images
-from papa.lab.augment.randaugment import check_rand_augment, rand_augment
+from papa.lab.augment.randaugment import rand_augment
 from papa.streams import stream
-
-_LIMITS: dict[str, tuple[str, Any, Callable[[float], bool]]] = {
-    "mixup": ("a number of at least 0", (int, float), lambda value: 0.0 <= value < math.inf),
-    "smoothing": ("a number from 0 to below 1", (int, float), lambda value: 0.0 <= value < 1.0),
-    "cutmix": ("a number of at least 0", (int, float), lambda value: 0.0 <= value < math.inf),
-    "erasing": ("a probability from 0 to 1", (int, float), lambda value: 0.0 <= value <= 1.0),
-    "cutout": ("a whole number of pixels", int, lambda value: value >= 0),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +43,6 @@ class Policy:
     """The side of the Cutout square in pixels."""
     randaugment: str | None = None
     """timm's RandAugment string, such as `rand-m4-n1-p1.0-mstd1.0`."""
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}, expected {expected} (0 is off)"
-            for name, (expected, kinds, is_valid) in _LIMITS.items()
-            if not isinstance(value := getattr(self, name), kinds) or isinstance(value, bool) or not is_valid(value)
-        ]
-        if self.randaugment is not None and (problem := check_rand_augment(self.randaugment)) is not None:
-            problems.append(problem)
-        if problems:
-            raise ConfigError("; ".join(problems))
 
     @property
     def description(self) -> str:
@@ -106,21 +83,12 @@ class Policy:
             Inputs and targets; targets are float32 class probabilities of shape (N, num_classes, ...) if
             `makes_soft_targets`, otherwise unchanged.
         """
-        if len(inputs) != len(targets):
-            raise DataError(f"a batch has {len(inputs)} inputs and {len(targets)} targets, expected as many of each")
         if self.erasing:
             inputs = random_erase(inputs, self.erasing, generator=generator)
         if self.cutout:
             inputs = cutout(inputs, self.cutout, generator=generator)
         if not self.makes_soft_targets:
             return inputs, targets
-        if self.cutmix:
-            check_images(inputs, "CutMix")
-            if targets.dim() > 1 and targets.shape[1:] != inputs.shape[2:]:
-                raise DataError(
-                    f"targets have shape {tuple(targets.shape)} and inputs {tuple(inputs.shape)}: CutMix expects one "
-                    "target for each image or one for each of its pixels"
-                )
         soft = soft_targets(targets, num_classes, smoothing=self.smoothing, ignore=ignore)
         height, width = inputs.shape[-2:] if inputs.dim() > 2 else (1, 1)
         blend = draw_blend(mixup=self.mixup, cutmix=self.cutmix, height=height, width=width, generator=generator)
@@ -143,14 +111,6 @@ class Grid:
     smoothing: tuple[float, ...] = (0.0,)
     cutmix: tuple[float, ...] = (0.0,)
     erasing: tuple[float, ...] = (0.0,)
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            values = getattr(self, field.name)
-            if not isinstance(values, (tuple, list)) or not values:
-                raise ConfigError(f"the grid's {field.name} is {values!r}, expected at least one value in a tuple")
-            object.__setattr__(self, field.name, tuple(values))
-        _ = self.policies  # checks every value
 
     @functools.cached_property
     def policies(self) -> tuple[Policy, ...]:
@@ -187,8 +147,6 @@ def draw_policies(grid: Grid, num_members: int, *, seed: int) -> tuple[Policy, .
         >>> policies[:3] == draw_policies(GRIDS["default"], 3, seed=1)
         True
     """
-    if num_members < 1:
-        raise ConfigError(f"num_members is {num_members}, expected at least 1")
     order = torch.randperm(len(grid), generator=stream(seed, "policy")).tolist()
     return tuple(grid.policies[order[member % len(grid)]] for member in range(num_members))
 

@@ -101,7 +101,6 @@ def main() -> None:
         contenders = {
             baseline: lambda: move_the_bytes(files, Path(folder) / "moved"),
             "papa.soup_files": lambda: papa.soup_files(files, out, overwrite=True),
-            "papa.soup_files, full digests": lambda: papa.soup_files(files, out, overwrite=True, full_digests=True),
             "all at once, in a dict": lambda: average_all_at_once(files, Path(folder) / "dict.safetensors"),
             "one after the other, in float64": lambda: average_one_after_the_other(
                 files, Path(folder) / "sums.safetensors"

@@ -49,8 +49,6 @@ class SoupOptions(ContextOptions):
     """The output: a file that ends in .safetensors, or a directory."""
     weights: str | None = None
     """One weight for each file, separated by commas, summing to 1; None for equal weights."""
-    normalize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Divide the weights by their sum."""
     dtype: str | None = None
     """What floating-point tensors are stored in (float32, bfloat16, float16, float64); None for that of the first
     file."""
@@ -75,8 +73,6 @@ class SoupOptions(ContextOptions):
     """Estimate the BatchNorm statistics of averages again."""
     max_shard_size: str = "5GB"
     """Write several files and an index if the soup is larger."""
-    full_digests: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Record the SHA-256 of whole files, also above 67 MB, instead of a sample of each tensor."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing output."""
 
@@ -99,7 +95,6 @@ def main(arguments: Sequence[str]) -> int:
             paths,
             options.out,
             weights,
-            normalize=options.normalize,
             dtype=options.dtype,
             key=options.key,
             greedy=options.greedy,
@@ -113,7 +108,6 @@ def main(arguments: Sequence[str]) -> int:
             reset_batch_norm=options.reset_batch_norm,
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
-            full_digests=options.full_digests,
             on_progress=lambda done, total: bar.update(writing, completed=done, total=total, visible=True),
             on_score=print_score,
         )

@@ -2,11 +2,9 @@
 
 from papa.files.diff import Difference, FileDiff, diff_files
 from papa.files.evaluation_context import EvaluationContext, evaluation_context_of
-from papa.files.opening import open_all, open_weights
-from papa.files.record import SoupMember, digest_of
+from papa.files.record import FileSoup, SoupMember, digest_of
 from papa.files.soup import soup_files
-from papa.files.weights import WeightsFile
-from papa.files.writing import FileSoup
+from papa.files.weights import WeightsFile, open_all, open_weights
 
 __all__ = [
     "Difference",

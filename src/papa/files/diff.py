@@ -12,11 +12,12 @@ import torch
 from papa.analysis import Curve
 from papa.errors import SoupError
 from papa.evaluation.scores import Evaluation
-from papa.files.average import WeightedAverage, check_same_architecture, differences, is_averaged
-from papa.files.evaluation_context import evaluation_context_of, load_average_
-from papa.files.opening import open_weights
-from papa.files.weights import PathLike, WeightsFile
+from papa.files.average import average, check_same_architecture, differences, is_averaged
+from papa.files.evaluation_context import evaluation_context_of
+from papa.files.in_network import load_
+from papa.files.weights import PathLike, WeightsFile, open_weights
 from papa.repair import reset_batch_norm_
+from papa.storage.tensors import Blocks
 
 
 @dataclass(frozen=True)
@@ -93,29 +94,25 @@ def diff_files(
         for name, info in one.tensors.items()
         if name in other.tensors and not differences({name: info}, {name: other.tensors[name]})
     ]
-    left, right = WeightedAverage([one], [1.0]), WeightedAverage([other], [1.0])
+    left, right = average([one], [1.0]), average([other], [1.0])
     sums = {name: _sums(left, right, name) for name in names}
     tensors = [_difference(name, one.tensors[name].numel, sums[name]) for name in names]
     averaged = [name for name in names if is_averaged(one.tensors[name].dtype)]
     total = [sum(sums[name][part] for name in averaged) for part in range(4)]
     numel = sum(one.tensors[name].numel for name in averaged)
     return FileDiff(
-        tensors=tuple(sorted(tensors, key=lambda tensor: (-_rank(tensor.relative), tensor.name))),
+        # NaN counts as the largest difference.
+        tensors=tuple(sorted(tensors, key=lambda one: (not math.isnan(one.relative), -one.relative, one.name))),
         total=_difference("all floating-point tensors", numel, total),
         unlike=tuple(differences(one.tensors, other.tensors)),
         curve=None if evaluation_context is None else _curve(one, other, evaluation_context, reset_batch_norm),
     )
 
 
-def _rank(value: float) -> float:
-    """NaN counts as the largest difference."""
-    return math.inf if math.isnan(value) else value
-
-
-def _sums(left: WeightedAverage, right: WeightedAverage, name: str) -> list[float]:
+def _sums(left: Blocks, right: Blocks, name: str) -> list[float]:
     """The sums of squares of the difference, the first and the second, and the sum of their product, in float64."""
     sums = torch.zeros(4, dtype=torch.float64)
-    for a, b in zip(left.blocks(name), right.blocks(name), strict=True):
+    for a, b in zip(left(name), right(name), strict=True):
         # A complex number counts as two.
         a, b = (torch.view_as_real(part).flatten() if part.is_complex() else part for part in (a, b))
         a, b = a.double(), b.double()
@@ -137,7 +134,7 @@ def _curve(one: WeightsFile, other: WeightsFile, evaluation_context: Any, reset_
     context = evaluation_context_of(evaluation_context)
 
     def evaluate(position: float) -> Evaluation:
-        load_average_(context.network, WeightedAverage([one, other], [1.0 - position, position]), one)
+        load_(context.network, average([one, other], [1.0 - position, position]), one)
         if reset_batch_norm and 0.0 < position < 1.0:
             reset_batch_norm_(context.network, context.batches)
         found = context.evaluate(context.network)

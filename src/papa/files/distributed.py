@@ -1,181 +1,160 @@
-"""Distributed checkpoints: the directories that `torch.distributed.checkpoint` writes, read without loading them.
+"""Distributed checkpoints: the directories that `torch.distributed.checkpoint` writes, read a tensor at a time.
 
-A directory holds `.metadata`, a pickle that says which part of which tensor is where, and files in which each part is
-stored as `torch.save` writes it. Both are read as data: nothing in them is run.
+Such a directory holds `.metadata`, a pickle that says which part of which tensor is where, and files with the parts.
+PyTorch reads the parts without running anything from them. Its reader of the metadata would run code, so the pickle is
+read here: of the names in it only PyTorch's plain data classes are looked up.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import pickle
+import warnings
+from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as classes
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from papa.errors import SoupError
-from papa.files.inert_pickle import Stub, load_inert
-from papa.files.state_dicts import NamedTensor
-from papa.files.torch_archive import DTYPES, StoredTensor, TorchArchive
-from papa.files.weights import Content
-from papa.storage import file_errors, read_file
+from papa.files.networks import StoredTensor
+from papa.files.weights import METADATA
+from papa.storage import read_file
 from papa.storage.tensors import TensorInfo
 
-METADATA = ".metadata"
-KIND = "valid metadata of a distributed checkpoint"
-MODULE = "torch.distributed.checkpoint"
+KINDS = (
+    *(classes.Metadata, classes.MetadataIndex, classes.TensorStorageMetadata, classes.ChunkStorageMetadata),
+    *(classes.BytesStorageMetadata, filesystem._StorageInfo),
+)
+KNOWN: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__name__): kind for kind in KINDS},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch", "Size"): lambda values=(): torch.Size(values[:64]),
+}
+"""What metadata consist of; all of it is plain data."""
+MAX_ARGS = 100
+"""More than any call in metadata needs."""
+# Python's own reader of pickles: that in C allocates what a pickle claims.
+_Unpickler: Any = pickle._Unpickler
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A part of a tensor: where it begins, its shape, and the file, position and length of its bytes."""
+class _Ignored:
+    """What stands for everything else, such as the layout of tensors: it keeps the state that it is given."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    position: int
-    length: int
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
-def distributed_content(directory: Path) -> Content:
-    """The content of a distributed checkpoint, nested as it was saved."""
+class _MetadataReader(_Unpickler):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A plain class, or what stands for it; nothing is imported."""
+        return KNOWN.get((module, name), _Ignored)
+
+    def load_reduce(self) -> None:
+        _check_args(self.stack[-1])
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        _check_args(self.stack[-1])
+        super().load_newobj()
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):
+            raise ValueError("it changes a class")
+        super().load_build()
+
+    dispatch |= {pickle.REDUCE[0]: load_reduce, pickle.NEWOBJ[0]: load_newobj, pickle.BUILD[0]: load_build}
+    for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8):
+        del dispatch[code[0]]
+
+
+def _check_args(args: tuple[Any, ...]) -> None:
+    if len(args) > MAX_ARGS:  # each call copies them
+        raise ValueError(f"a call with more than {MAX_ARGS} arguments")
+
+
+class _Reader(filesystem.FileSystemReader):
+    """PyTorch's reader, with metadata that were read already."""
+
+    def __init__(self, directory: Path, metadata: classes.Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> classes.Metadata:
+        return self._metadata
+
+
+def distributed_content(directory: Path) -> tuple[dict[str, Any], list[Path]]:
+    """The content of a distributed checkpoint, nested as it was saved, and its files."""
     path = directory / METADATA
     data = read_file(path, error=SoupError)
-    with file_errors(path, error=SoupError, kind=KIND):
-        metadata, _ = load_inert(data, _KNOWN)
-        fields = _fields(metadata, "metadata.Metadata")
-        chunks, infos = _chunks(fields), _infos(fields)
+    try:
+        metadata = _MetadataReader(io.BytesIO(data)).load()
+        names = {storage.relative_path for storage in metadata.storage_data.values()}
+        if not all(type(name) is str and Path(name).name == name and not set("\\\0") & set(name) for name in names):
+            raise ValueError("it names a file outside of its directory")
+        entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
+        infos = {name: _info_of(name, entry) for name, entry in entries.items()}
+        places = {name: (metadata.planner_data or {}).get(name, (name,)) for name in infos}
+        content: dict[str, Any] = {}
+
+        @lru_cache(maxsize=1)
+        def whole(name: str) -> Tensor:
+            return _read(directory, metadata, name, infos[name])
+
+        def part_of(name: str) -> Callable[[int, int], Tensor]:
+            return lambda start, stop: whole(name)[start:stop]
+
         for name, info in infos.items():
-            _check_complete(name, info, chunks.get(name, []))
-        value = _nested(infos, fields.get("planner_data"))
-    files = sorted({directory / chunk.file for parts in chunks.values() for chunk in parts})
+            *outer, last = map(str, places[name])
+            inner = content
+            for part in outer:
+                inner = inner.setdefault(part, {})
+            inner[last] = StoredTensor(info, part_of(name))
+    except Exception as error:  # a pickle may hold anything
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise SoupError(f"{path} is not valid metadata of a distributed checkpoint ({reason})") from error
+    files = [path, *(directory / name for name in sorted(names))]
     for file in files:
         if not file.is_file():
             raise SoupError(f"{path} names the file {file.name}, which does not exist: copy the whole directory")
-
-    @lru_cache(maxsize=8)
-    def archive(chunk: _Chunk) -> tuple[TorchArchive, StoredTensor]:
-        return _open_chunk(directory, chunk)
-
-    @lru_cache(maxsize=1)
-    def whole(name: str) -> Tensor:
-        return _assemble(infos[name], [(chunk, *archive(chunk)) for chunk in chunks[name]])
-
-    def part(tensor: NamedTensor, start: int, stop: int) -> Tensor:
-        parts = chunks[tensor.name]
-        if any(chunk.shape[1:] != tensor.info.shape[1:] for chunk in parts):  # not split by rows
-            return whole(tensor.name)[start:stop]
-        row = math.prod(tensor.info.shape[1:])
-        found = []
-        for chunk in parts:
-            first = chunk.offsets[0] * row if chunk.offsets else 0
-            low, high = max(start, first), min(stop, first + math.prod(chunk.shape))
-            if low < high:
-                source, stored = archive(chunk)
-                found.append(source.part(stored, low - first, high - first))
-        return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=tensor.info.dtype), *found])
-
-    return Content(directory, value, part, [path, *files])
-
-
-def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """The fields of a dataclass of `torch.distributed.checkpoint`."""
-    if not isinstance(value, Stub) or value.name != f"{MODULE}.{name}" or not isinstance(value.state, dict):
-        raise ValueError(f"it has no {name} where one is expected")
-    return value.state
-
-
-def _infos(metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Every tensor's dtype and shape; values that are no tensors are left out."""
-    infos = {}
-    for name, entry in metadata["state_dict_metadata"].items():
-        if isinstance(entry, Stub) and entry.name == f"{MODULE}.metadata.TensorStorageMetadata":
-            dtype = entry.state["properties"].state[0]
-            if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-                raise ValueError("it has a tensor of an unknown kind")
-            infos[name] = TensorInfo(dtype, _numbers(entry.state["size"]))
-    return infos
-
-
-def _chunks(metadata: Mapping[str, Any]) -> dict[str, list[_Chunk]]:
-    """The parts of every tensor, in order."""
-    places: dict[Any, tuple[str, int, int]] = {}
-    for index, storage in metadata["storage_data"].items():
-        key, place = _fields(index, "metadata.MetadataIndex"), _fields(storage, "filesystem._StorageInfo")
-        if place.get("transform_descriptors"):
-            raise ValueError("its parts are compressed or otherwise transformed: save it without")
-        file = place["relative_path"]
-        if not isinstance(file, str) or len(PurePosixPath(file).parts) != 1 or set("\\\0/") & set(file) or file == "..":
-            raise ValueError("it names a file outside of its directory")
-        offsets = () if key.get("offset") is None else _numbers(key["offset"])
-        position, length = _numbers((place["offset"], place["length"]))
-        places[key["fqn"], offsets] = (file, position, length)
-    chunks: dict[str, list[_Chunk]] = {}
-    for name, entry in metadata["state_dict_metadata"].items():
-        if isinstance(entry, Stub) and entry.name == f"{MODULE}.metadata.TensorStorageMetadata":
-            for chunk in entry.state["chunks"]:
-                fields = _fields(chunk, "metadata.ChunkStorageMetadata")
-                offsets, shape = _numbers(fields["offsets"]), _numbers(fields["sizes"])
-                chunks.setdefault(name, []).append(_Chunk(offsets, shape, *places[name, offsets]))
-    return {name: sorted(parts, key=lambda chunk: chunk.offsets) for name, parts in chunks.items()}
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError("it has a shape or position that is none")
-    return tuple(values)
-
-
-def _check_complete(name: str, info: TensorInfo, chunks: list[_Chunk]) -> None:
-    """Raise a `ValueError` unless chunks lie within the tensor and have as many elements."""
-    for chunk in chunks:
-        is_inside = len(chunk.offsets) == len(chunk.shape) == len(info.shape) and all(
-            offset + size <= limit for offset, size, limit in zip(chunk.offsets, chunk.shape, info.shape, strict=True)
-        )
-        if not is_inside:
-            raise ValueError(f"a part of '{name}' is outside of the tensor")
-    if sum(math.prod(chunk.shape) for chunk in chunks) != info.numel:
-        raise ValueError(f"the parts of '{name}' are not the whole tensor")
-
-
-def _nested(infos: Mapping[str, TensorInfo], mapping: Any) -> dict[Any, Any]:
-    """The tensors as the nested mappings that were saved; names of lists' entries are numbers."""
-    value: dict[Any, Any] = {}
+    num_bytes = sum(file.stat().st_size for file in files)
     for name, info in infos.items():
-        place = mapping.get(name) if isinstance(mapping, dict) else None
-        *outer, last = place if isinstance(place, tuple) and place else (name,)
-        inner = value
-        for part in outer:
-            inner = inner.setdefault(str(part), {})
-        inner[str(last)] = NamedTensor(name, info)
-    return value
+        if info.num_bytes > num_bytes:
+            raise SoupError(f"{path} has '{name}', which is larger than the files: it may be truncated or altered")
+    return content, files
 
 
-def _open_chunk(directory: Path, chunk: _Chunk) -> tuple[TorchArchive, StoredTensor]:
-    path = directory / chunk.file
-    archive = TorchArchive(path, start=chunk.position, length=chunk.length, error=SoupError)
-    with file_errors(path, error=SoupError, kind="a valid part of a distributed checkpoint"):
-        stored = archive.content
-        if not isinstance(stored, StoredTensor) or stored.shape != chunk.shape:
-            raise ValueError("it has something else than the tensor that the metadata names")
-        archive.check(stored)
-    return archive, stored
+def _info_of(name: str, entry: Any) -> TensorInfo:
+    """Dtype and shape; a `ValueError` unless the chunks have as many elements as the tensor."""
+    dtype, shape = entry.properties.state[0], tuple(entry.size)
+    sizes = [size for chunk in entry.chunks for size in (*chunk.offsets, *chunk.sizes)]
+    if not all(type(size) is int and size >= 0 for size in (*shape, *sizes)) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' has no shape or no dtype")
+    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(shape):
+        raise ValueError(f"the parts of '{name}' are not the whole tensor")
+    return TensorInfo(dtype, shape)
 
 
-def _assemble(info: TensorInfo, parts: list[tuple[_Chunk, TorchArchive, StoredTensor]]) -> Tensor:
-    """A tensor that is not split by rows, flat."""
-    tensor = torch.empty(info.shape, dtype=info.dtype)
-    for chunk, archive, stored in parts:
-        place = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
-        tensor[place] = archive.part(stored, 0, stored.info.numel).reshape(chunk.shape)
+def _read(directory: Path, metadata: classes.Metadata, name: str, info: TensorInfo) -> Tensor:
+    tensor = torch.zeros(info.shape, dtype=info.dtype, device="cpu")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a single process
+            load({name: tensor}, storage_reader=_Reader(directory, metadata), no_dist=True)
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0].split(". ")[0][:200]
+        raise SoupError(f"'{name}' in {directory} cannot be read: {reason}; it may be truncated or altered") from error
     return tensor.reshape(-1)
-
-
-def _shape(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values[:64]) if isinstance(values, tuple | list) else ()
-
-
-_KNOWN: dict[str, Any] = {"torch.Size": _shape, **{f"torch.{name}": dtype for name, dtype in DTYPES.items()}}

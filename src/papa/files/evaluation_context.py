@@ -11,14 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from papa.align import Alignment, align_
 from papa.errors import ConfigError, DataError, PapaError, SoupError
 from papa.evaluation.scores import Evaluation, evaluate, evaluating
-from papa.files.average import WeightedAverage, differences, raise_differences
-from papa.files.weights import WeightsFile
-from papa.storage.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,18 @@ def evaluation_context_of(source: Any) -> EvaluationContext:
     """
     if isinstance(source, EvaluationContext):
         return source
-    name = source if isinstance(source, str) else getattr(_unwrapped(source), "__qualname__", type(source).__name__)
-    factory = _find(source) if isinstance(source, str) else source
+    factory = source
+    if isinstance(source, str):
+        if not all(source.partition(":")):
+            raise ConfigError(f"the factory is '{source}', expected package.module:function")
+        try:
+            factory = pkgutil.resolve_name(source)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"the factory {source} cannot be found: {error}") from error
+    function = factory
+    while isinstance(function, partial):
+        function = function.func
+    name = source if isinstance(source, str) else getattr(function, "__qualname__", type(source).__name__)
     if not callable(factory):
         raise ConfigError(f"the factory {name} is a {type(factory).__name__}, expected a function")
     try:
@@ -76,9 +82,11 @@ def evaluation_context_of(source: Any) -> EvaluationContext:
     except PapaError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"the factory {name} failed with {type(error).__name__}: {error}{_place_in(factory, error)}"
-        ) from error
+        code = getattr(function, "__code__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+        raise ConfigError(f"the factory {name} failed with {type(error).__name__}: {error}{place}") from error
     if isinstance(made, EvaluationContext):
         return made
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
@@ -89,53 +97,3 @@ def evaluation_context_of(source: Any) -> EvaluationContext:
     if not made[1]:
         raise DataError(f"the factory {name} gave no batch, expected at least one")
     return EvaluationContext(made[0], made[1], made[2] if len(made) == 3 else None, name)
-
-
-def _unwrapped(factory: Any) -> Any:
-    """The function behind partials."""
-    return _unwrapped(factory.func) if isinstance(factory, partial) else factory
-
-
-def _place_in(factory: Any, error: BaseException) -> str:
-    """The last line of the factory's own file in the traceback of an error; empty if it is not known."""
-    code = getattr(_unwrapped(factory), "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
-def _find(name: str) -> Callable[[], Any]:
-    if not all(name.partition(":")):
-        raise ConfigError(f"the factory is '{name}', expected package.module:function")
-    try:
-        return pkgutil.resolve_name(name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"the factory {name} cannot be found: {error}") from error
-
-
-@torch.no_grad()
-def load_average_(network: nn.Module, average: WeightedAverage, file: WeightsFile) -> None:
-    """Load an average into a network; `file` is one of its files, for the names and shapes."""
-    targets = network.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in targets.items() if isinstance(value, Tensor)}
-    expected = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
-    subject = f"{file.path} does not fit the network {type(network).__name__}"
-    raise_differences(subject, differences(expected, file.tensors))
-    for name, target in tensors.items():
-        flat = target.detach().view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
-        start = 0
-        for block in average.blocks(name):
-            flat[start : start + block.numel()].copy_(block)
-            start += block.numel()
-        if not target.is_contiguous():
-            target.copy_(flat.view(target.shape))
-
-
-def align_to_(network: nn.Module, reference: nn.Module, batches: Sequence[Any]) -> Alignment:
-    """Permute the network's units to match the reference's, by their activations on the batches."""
-    try:
-        return align_(network, reference, list(batches))
-    except PapaError:
-        raise
-    except RuntimeError as error:
-        raise SoupError(f"the network {type(network).__name__} cannot be aligned: {error}") from error

@@ -1,24 +1,22 @@
-"""What is recorded about a soup: the digests of its members and its options as JSON, and notes for the user."""
+"""What is known about a soup: its members with their digests, its scores, and notes for the user."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from papa._version import __version__
 from papa.align import Alignment
-from papa.core.soups import GreedySoup
+from papa.core.soups import Trial
 from papa.errors import SoupError
 from papa.files.average import is_averaged
-from papa.files.builder import SoupSteps
 from papa.files.weights import WeightsFile
 from papa.storage import file_errors, sha256_of
-from papa.storage.tensors import TensorInfo, bytes_of
+from papa.storage.tensors import bytes_of
 
 MAX_FULL_BYTES = 1 << 26
 """Files up to this size are always hashed in full: it takes less than a tenth of a second."""
@@ -35,52 +33,42 @@ class SoupMember:
     """Identifies the file; see `papa.files.digest_of`."""
     weight: float
     """Its share of the soup; 0 if a greedy soup left it out."""
-    score: float | None
+    score: float | None = None
     """Its own score, for a greedy soup."""
-    alignment: Alignment | None
+    alignment: Alignment | None = None
     """How well its units match those of the first file, if it was aligned."""
 
-
-def soup_record(
-    members: Sequence[SoupMember],
-    tensors: Mapping[str, TensorInfo],
-    dtype: torch.dtype | None,
-    steps: SoupSteps,
-) -> dict[str, Any]:
-    """What a soup was made of, for its metadata and its sidecar."""
-    files = []
-    for member in members:
-        entry: dict[str, Any] = {"path": str(member.path), "digest": member.digest, "weight": member.weight}
-        if member.score is not None:
-            entry["score"] = member.score
-        if member.alignment is not None:
-            entry["alignment"] = {"before": member.alignment.before, "after": member.alignment.after}
-        files.append(entry)
-    return {
-        "format": 1,
-        "papa": __version__,
-        "torch": torch.__version__,
-        "files": files,
-        "align": steps.align,
-        "repair": steps.repair,
-        "reset_batch_norm": steps.reset_batch_norm,
-        "dtype": None if dtype is None else dtype_name(dtype),
-        "not_averaged": [name for name, info in tensors.items() if not is_averaged(info.dtype)],
-    }
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        entry: dict[str, Any] = {"path": str(self.path), "digest": self.digest, "weight": self.weight}
+        if self.score is not None:
+            entry["score"] = self.score
+        if self.alignment is not None:
+            entry["alignment"] = {"before": self.alignment.before, "after": self.alignment.after}
+        return entry
 
 
-def greedy_record(members: Sequence[SoupMember], choice: GreedySoup[Any], scorer: str) -> dict[str, Any]:
-    """How a greedy soup chose its members."""
-    paths = [str(member.path) for member in members]
-    return {
-        "scored_by": scorer,
-        "score": choice.score,
-        "members": [paths[index] for index in choice.members],
-        "trials": [
-            {"files": [paths[index] for index in trial.members], "score": trial.score, "kept": trial.kept}
-            for trial in choice.trials
-        ],
-    }
+@dataclass(frozen=True)
+class FileSoup:
+    """A soup that was written, and how it was made."""
+
+    path: Path
+    """What to load: the file, or the index if there are several."""
+    files: tuple[Path, ...]
+    """All files of the soup."""
+    members: tuple[SoupMember, ...]
+    """The files it was made of, in the order given."""
+    score: float | None
+    """A greedy soup's score."""
+    trials: tuple[Trial, ...]
+    """Every candidate of a greedy soup, in the order tried."""
+    notes: tuple[str, ...]
+    """What a user should know: what was not averaged, which dtype was chosen."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The share of each file."""
+        return tuple(member.weight for member in self.members)
 
 
 def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[str]:
@@ -99,17 +87,17 @@ def soup_notes(files: Sequence[WeightsFile], dtype: torch.dtype | None) -> list[
     kinds = [{dtype_name(info.dtype) for info in file.tensors.values() if is_averaged(info.dtype)} for file in files]
     if dtype is None and any(kind != kinds[0] for kind in kinds):
         notes.append(f"the files differ in dtype: written in that of the first, {', '.join(sorted(kinds[0]))}")
+    if any(".lora_" in name for name in files[0].tensors):
+        notes.append(
+            "the mean of LoRA's factors is not the mean of their products: unless the adapters were trained together, "
+            "average them with peft's add_weighted_adapter"
+        )
     seen: set[tuple[Path, ...]] = set()
     for file in files:
         real = (*(part.resolve() for part in file.files), Path(file.label))
         if real in seen:
             notes.append(f"{file.path} was given more than once, and counts each time")
         seen.add(real)
-    if any(".lora_" in name for name in files[0].tensors):
-        notes.append(
-            "the mean of LoRA's factors is not the mean of their products: unless the adapters were trained together, "
-            "average them with peft's add_weighted_adapter"
-        )
     return notes
 
 
@@ -126,20 +114,16 @@ def digest_of(weights: WeightsFile, *, full: bool = False) -> str:
     and of a few thousand elements of each: SHA-256 of everything would take longer than averaging it.
     """
     with file_errors(weights.path, error=SoupError):
-        if not full and sum(file.stat().st_size for file in weights.files) > MAX_FULL_BYTES:
-            return f"sample:{_sample(weights)}"
-        digests = {file.name: sha256_of(file) for file in weights.files}
-    if len(digests) == 1:
-        return f"sha256:{next(iter(digests.values()))}"
-    listing = "".join(f"{value}  {name}\n" for name, value in sorted(digests.items()))
-    return f"sha256-of-shards:{hashlib.sha256(listing.encode()).hexdigest()}"
-
-
-def _sample(weights: WeightsFile) -> str:
+        if full or sum(file.stat().st_size for file in weights.files) <= MAX_FULL_BYTES:
+            digests = {file.name: sha256_of(file) for file in weights.files}
+            if len(digests) == 1:
+                return f"sha256:{next(iter(digests.values()))}"
+            listing = "".join(f"{value}  {name}\n" for name, value in sorted(digests.items()))
+            return f"sha256-of-shards:{hashlib.sha256(listing.encode()).hexdigest()}"
     digest = hashlib.sha256()
     for name, info in sorted(weights.tensors.items()):
         digest.update(f"{name} {info}\n".encode())
         count = min(SAMPLE, info.numel)
         for start in sorted({0, (info.numel - count) // 2, info.numel - count}):
             digest.update(bytes_of(weights.part(name, start, start + count)))
-    return digest.hexdigest()
+    return f"sample:{digest.hexdigest()}"

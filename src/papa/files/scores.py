@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
@@ -24,31 +24,33 @@ TAIL_LINES = 10
 FORMAT = 1
 
 
-def split_command(command: str) -> list[str]:
-    """The words of a score command; `{}` in it stands for the candidate's file."""
+def score_command(command: str) -> Callable[[Path], float]:
+    """A function of a file: the last number that a command prints, possibly NaN; `{}` in it stands for the file.
+
+    It is not run by a shell.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise ConfigError(f"the score command '{command}' cannot be read: {error}") from error
     if not any("{}" in word for word in words):
         raise ConfigError(f"the score command '{command}' has no {{}}, which stands for the file to score")
-    return words
 
+    def score(file: Path) -> float:
+        filled = [word.replace("{}", str(file)) for word in words]
+        subject = f"the score command '{shlex.join(filled)}'"
+        try:
+            done = subprocess.run(filled, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            raise SoupError(f"{subject} cannot be run: {error.strerror or error}") from error
+        if done.returncode:
+            raise SoupError(f"{subject} ended with code {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
+        number = last_number(done.stdout)
+        if number is None:
+            raise SoupError(f"{subject} printed no number at the end, expected a score:\n{_tail(done.stdout)}")
+        return number
 
-def run_score_command(words: Sequence[str], candidate: Path) -> float:
-    """The last number that a command prints for a file, possibly NaN. It is not run by a shell."""
-    command = [word.replace("{}", str(candidate)) for word in words]
-    subject = f"the score command '{shlex.join(command)}'"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    except OSError as error:
-        raise SoupError(f"{subject} cannot be run: {error.strerror or error}") from error
-    if done.returncode:
-        raise SoupError(f"{subject} ended with code {done.returncode}:\n{_tail(done.stderr or done.stdout)}")
-    number = last_number(done.stdout)
-    if number is None:
-        raise SoupError(f"{subject} printed no number at the end, expected a score:\n{_tail(done.stdout)}")
-    return number
+    return score
 
 
 def last_number(text: str) -> float | None:
@@ -71,19 +73,11 @@ def _tail(text: str) -> str:
     return "\n".join(f"  {line}" for line in lines) or "  (it printed nothing)"
 
 
-class Entry(TypedDict):
-    """One remembered score."""
-
-    files: list[str]
-    score: float | None
-    loss: float | None
-
-
-class Content(TypedDict):
-    """What the file of scores holds."""
+class Scores(TypedDict):
+    """What the file of scores holds: the score and the loss of each candidate."""
 
     format: int
-    scores: dict[str, Entry]
+    scores: dict[str, list[float | None]]
 
 
 class ScoreMemory:
@@ -91,37 +85,27 @@ class ScoreMemory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._own: set[str] = set()
-        self._used: set[str] = set()
-        self._entries: dict[str, Entry] = {}
+        self._known: dict[str, list[float | None]] = {}
+        self.num_used = 0
+        """The number of scores of an earlier call that were used."""
         if path.exists():
             try:
-                content = validated(read_object(path, error=SoupError), Content)
+                found = validated(read_object(path, error=SoupError), Scores)
+                if found["format"] != FORMAT or any(len(pair) != 2 for pair in found["scores"].values()):
+                    raise ValueError(f"expected format {FORMAT} with pairs of a score and a loss")
             except (SoupError, ValueError) as error:
                 raise SoupError(f"{path} holds no scores of papa ({error}): remove it to start again") from error
-            if content["format"] != FORMAT:
-                raise SoupError(f"{path} has format {content['format']}, expected {FORMAT}: remove it to start again")
-            self._entries = content["scores"]
+            self._known = found["scores"]
+        self._earlier = set(self._known)
 
-    @property
-    def num_used(self) -> int:
-        """The number of scores of an earlier call that were used."""
-        return len(self._used)
-
-    def get(self, key: str) -> Evaluation | None:
-        """The score of a candidate, if it is known."""
-        entry = self._entries.get(key)
-        if entry is None or entry["score"] is None:  # JSON has no infinity: such a candidate is scored again
-            return None
-        self._used |= {key} - self._own
-        return Evaluation(entry["score"], math.nan if entry["loss"] is None else entry["loss"])
-
-    def put(self, key: str, value: Evaluation, files: Sequence[str]) -> None:
-        """Remember a candidate's score."""
-        self._own.add(key)
-        self._entries[key] = {"files": list(files), "score": value.score, "loss": value.loss}
-        write_json(self._path, {"format": FORMAT, "scores": self._entries})
-
-    def forget(self) -> None:
-        """Remove the file: the soup is complete, and the score may be computed differently next time."""
-        self._path.unlink(missing_ok=True)
+    def score(self, key: str, measure: Callable[[], Evaluation]) -> Evaluation:
+        """The score of a candidate, measured unless it is known."""
+        score, loss = self._known.get(key, [None, None])
+        if score is not None:  # JSON has no infinity: such a candidate is scored again
+            self.num_used += key in self._earlier
+            self._earlier.discard(key)
+            return Evaluation(score, math.nan if loss is None else loss)
+        found = measure()
+        self._known[key] = [found.score, found.loss]
+        write_json(self._path, {"format": FORMAT, "scores": self._known})
+        return found

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from papa._version import __version__
 from papa.core import mixing
 from papa.core.soups import GreedySoup, greedy_soup, learned_weights
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation.scores import Evaluation
-from papa.files.average import StockAverage, check_same_architecture
-from papa.files.builder import ScoreFile, Scorer, SoupBuilder, SoupSteps
+from papa.files.average import average, check_same_architecture, in_dtypes, is_averaged, stock_average
 from papa.files.evaluation_context import evaluation_context_of
-from papa.files.hub import CARD, companions
-from papa.files.opening import open_all, open_weights
+from papa.files.in_network import NetworkSoups, blocks_of, write_candidate
 from papa.files.output import Output
-from papa.files.record import SoupMember, digest_of, dtype_name, greedy_record, soup_notes, soup_record
-from papa.files.scores import ScoreMemory
-from papa.files.weights import PathLike, WeightsFile
-from papa.files.writing import FileSoup, OnProgress, Writing
+from papa.files.record import FileSoup, SoupMember, digest_of, dtype_name, soup_notes
+from papa.files.scores import ScoreMemory, score_command
+from papa.files.weights import PathLike, WeightsFile, open_all, open_weights
 from papa.storage import json_text
-from papa.storage.tensors import DTYPE_NAMES
+from papa.storage.tensors import DTYPE_NAMES, Blocks, TensorInfo
 
 OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
+OnProgress = Callable[[int, int], object]
+"""Called with the number of bytes written and the total."""
 OnScore = Callable[[Sequence[Path], float], object]
 """Called with the files of a candidate and its score."""
 
@@ -39,11 +41,10 @@ def soup_files(
     out: PathLike,
     weights: Sequence[float] | None = None,
     *,
-    normalize: bool = False,
     dtype: torch.dtype | str | None = None,
     key: str | None = None,
     greedy: bool = False,
-    score: str | ScoreFile | None = None,
+    score: str | Callable[[Path], float] | None = None,
     higher_is_better: bool = True,
     learned: bool = False,
     stock: PathLike | None = None,
@@ -53,7 +54,6 @@ def soup_files(
     reset_batch_norm: bool = False,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
-    full_digests: bool = False,
     names: Sequence[str] | None = None,
     on_progress: OnProgress | None = None,
     on_score: OnScore | None = None,
@@ -65,7 +65,7 @@ def soup_files(
     Numbers are read, averaged (in float32 or wider) and written block by block. Integer tensors are copied from the
     first file with a weight. The output appears when it is complete, with a `.json` next to it that records what it was
     made of; its metadata holds the same. If the first file is in a folder of a model hub and the output is a directory,
-    config and tokenizer files are copied and a model card is written.
+    config and tokenizer files are copied.
 
     Example:
         >>> import tempfile
@@ -79,11 +79,10 @@ def soup_files(
 
     Args:
         paths: safetensors files, indices of sharded ones or their directories, PyTorch files that hold a state dict,
-            distributed checkpoints; and what stands for several networks: directories that Accelerate
-            saved several models to, files of a wrapper with several networks.
+            distributed checkpoints; and what stands for several networks: directories that Accelerate saved several
+            models to, files of a wrapper with several networks.
         out: a file that ends in .safetensors, or a directory.
         weights: one for each file, non-negative and summing to 1.
-        normalize: divide the weights by their sum.
         dtype: what floating-point tensors are stored in; None for that of the first file.
         key: the place of the weights in a file, names joined by dots, such as "ema" or "model.members.0"; "members.*"
             for each of several networks, "." for all as one. None to search the usual names.
@@ -101,7 +100,6 @@ def soup_files(
         reset_batch_norm: estimate the BatchNorm statistics of averages again (`papa.reset_batch_norm_`).
         max_shard_size: write several files and an index if the soup is larger, in bytes or such as "5GB".
         overwrite: replace an existing output.
-        full_digests: record the SHA-256 of every byte of the inputs, also of large files.
         names: what the record and messages call each network, where files are temporary; None for their paths.
         on_progress: called with the number of bytes written and the total.
         on_score: called with the files of a candidate and its score.
@@ -110,78 +108,7 @@ def soup_files(
         The path of the soup, its members, and every score tried. After an error nothing is left behind.
     """
     max_bytes, stored = parse_size(max_shard_size), _dtype_of(dtype)
-    if score is not None and not greedy:
-        raise ConfigError("a score is only used by a greedy soup, and none was requested: leave out the score")
-    steps = SoupSteps(align=align, repair=repair, reset_batch_norm=reset_batch_norm)
-    _check_one_kind(weights, greedy=greedy, learned=learned, stock=stock, align=align)
-    files = _open_checked(paths, key)
-    if names is not None:
-        if len(names) != len(files):
-            raise ConfigError(f"there are {len(names)} names, expected one for each of {len(files)} networks")
-        for file, name in zip(files, names, strict=True):
-            file.path = Path(name)
-    writing = Writing(max_bytes=max_bytes, overwrite=overwrite, full_digests=full_digests, on_progress=on_progress)
-    check_same_architecture(files)
-    output = Output(out)
-    row, merge, base = checked_weights(weights, len(files), normalize=normalize), None, None
-    if stock is not None:
-        if len(files) < 2:
-            raise ConfigError(f"Model Stock compares networks, got {len(files)}, expected at least two")
-        base = open_weights(stock, key=key)
-        check_same_architecture([*files, base])
-        merge = StockAverage(files, base)
-    context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
-    builder = SoupBuilder(files, output.scratch, dtype=stored, context=context, steps=steps, merge=merge)
-    if learned:
-        _ = builder.context
-    scorer = Scorer(builder, score) if greedy else None
-    notes = soup_notes(files, stored)
-    if output.is_directory:
-        beside, more = companions(files, None if stored is None else dtype_name(stored))
-        output.add({**beside, CARD: b""} if beside else {})
-        notes += more
-    output.prepare(overwrite=overwrite)
-    try:
-        digests = [digest_of(file, full=full_digests or greedy) for file in files]
-        alignments = builder.align() if align else [None] * len(files)
-        choice, learning = None, None
-        scores: Sequence[float | None] = [None] * len(files)
-        if scorer is not None:
-            memory = ScoreMemory(output.scores)
-            conditions = _conditions(builder, scorer, stored, digests)
-            is_higher_better = higher_is_better if score is not None else builder.context.higher_is_better
-            choice = _choose(scorer, files, digests, memory, conditions, on_score, is_higher_better)
-            row, scores = choice.network["row"].tolist(), choice.member_scores
-            if memory.num_used:
-                notes.append(f"{memory.num_used} scores are from an earlier call that was interrupted")
-        if learned:
-            learning = learned_weights(builder.slope, len(files), len(builder.context.batches), num_epochs=5, lr=0.1)
-            row = learning.weights.tolist()
-        members = tuple(map(SoupMember, [file.path for file in files], digests, row, scores, alignments))
-        record = soup_record(members, builder.tensors, stored, steps)
-        if choice is not None and scorer is not None:
-            record["greedy"] = greedy_record(members, choice, scorer.name)
-        if learning is not None:
-            record["learned"] = {"loss": learning.loss, "losses": list(learning.losses)}
-            notes.append(f"the held-out loss is {learning.loss:.6g}, of equal weights {learning.losses[0]:.6g}")
-        if base is not None:
-            record["method"] = {"name": "model_stock"}
-            record["base"] = {"path": str(base.path), "digest": digest_of(base, full=full_digests)}
-        written = writing(output, builder.tensors, builder.blocks(row), members, record, notes, library="transformers")
-        if scorer is not None:
-            memory.forget()
-    finally:
-        output.clean_up()
-    best, trials = (None, ()) if choice is None else (choice.score, choice.trials)
-    return FileSoup(written[-1], tuple(written), members, best, trials, tuple(notes))
-
-
-def _check_one_kind(
-    weights: Sequence[float] | None, *, greedy: bool, learned: bool, stock: PathLike | None, align: bool
-) -> None:
-    """Raise a `ConfigError` for choices that contradict each other."""
-    if greedy and weights is not None:
-        raise ConfigError("a greedy soup weights its members equally: give weights, or choose a greedy soup")
+    score_file = score_command(score) if isinstance(score, str) else score
     kinds = {
         "given weights": weights is not None,
         "greedy": greedy,
@@ -193,73 +120,178 @@ def _check_one_kind(
         raise ConfigError(f"a soup has one way to choose its weights, got {' and '.join(chosen)}: leave out the others")
     if align and stock is not None:
         raise ConfigError("networks that were fine-tuned from one start are aligned already: leave out the alignment")
+    if score is not None and not greedy:
+        raise ConfigError("a score is only used by a greedy soup, and none was requested: leave out the score")
+    files, base = open_all(paths, key=key), None if stock is None else open_weights(stock, key=key)
+    _check_files(files, base, names)
+    row, tensors = _checked_weights(weights, len(files)), _output_tensors(files[0], stored)
+    context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
+    if context is None and (align or repair or reset_batch_norm or learned or (greedy and score is None)):
+        raise ConfigError(
+            "a greedy soup needs scores, and aligning, repairing, resetting BatchNorm and learned weights need a "
+            "network and data: give an evaluation context, or a function package.module:function that returns "
+            "(network, batches); or to a greedy soup a score command, or a function of the file"
+        )
+    soups = None
+    if context is not None:
+        soups = NetworkSoups(files, context, repair=repair, reset_batch_norm=reset_batch_norm)
+
+    def blocks(row: Sequence[float]) -> Blocks:
+        """A soup in the dtypes it is stored in."""
+        found = average(files if soups is None else soups.files, row)
+        if base is not None:
+            found = stock_average(files, base)
+        if soups is not None and soups.changes(row):
+            found = blocks_of(soups.network(row, found))
+        return in_dtypes(found, tensors)
+
+    def evaluate(row: Sequence[float]) -> Evaluation:
+        if soups is not None and score_file is None:
+            return soups.context.evaluate(soups.network(row))
+        candidate = output.scratch / "candidate.safetensors"
+        write_candidate(candidate, blocks(row), tensors)
+        return Evaluation(float(score_file(candidate)), float("nan"))  # type: ignore[misc]
+
+    output, notes = Output(out, overwrite=overwrite), soup_notes(files, stored)
+    if output.is_directory:
+        notes += output.copy_companions(files, None if stored is None else dtype_name(stored))
+    choice, made = None, {}
+    with output:
+        digests = [digest_of(file, full=greedy) for file in files]
+        alignments = soups.align(output.scratch) if soups is not None and align else [None] * len(files)
+        if greedy:
+            memory = ScoreMemory(output.scores)
+            scorer = str(score) if isinstance(score, str) else getattr(score, "__qualname__", type(score).__name__)
+            if context is not None and score is None:
+                scorer, higher_is_better = context.name, context.higher_is_better
+            changes = [repair, reset_batch_norm, align and digests[0], "" if context is None else context.name]
+            conditions = [scorer, str(stored), *changes]
+            choice = _choose(files, digests, conditions, evaluate, memory, higher_is_better, on_score)
+            row = choice.network["row"].tolist()
+            made["greedy"] = _greedy_record(choice, [str(file.path) for file in files], scorer)
+            if memory.num_used:
+                notes.append(f"{memory.num_used} scores are from an earlier call that was interrupted")
+        if learned and soups is not None:
+            learning = learned_weights(soups.slope, len(files), len(soups.context.batches), num_epochs=5, lr=0.1)
+            row = learning.weights.tolist()
+            made["learned"] = {"loss": learning.loss, "losses": list(learning.losses)}
+            notes.append(f"the held-out loss is {learning.loss:.6g}, of equal weights {learning.losses[0]:.6g}")
+        if base is not None:
+            made["stock"] = {"path": str(base.path), "digest": digest_of(base)}
+        scores = [None] * len(files) if choice is None else choice.member_scores
+        members = tuple(map(SoupMember, [file.path for file in files], digests, row, scores, alignments))
+        record = {
+            **{"format": 1, "papa": __version__, "torch": torch.__version__},
+            **{"files": [member.to_json() for member in members]},
+            **{"align": align, "repair": repair, "reset_batch_norm": reset_batch_norm},
+            **{"dtype": None if stored is None else dtype_name(stored)},
+            **{"not_averaged": [name for name, info in tensors.items() if not is_averaged(info.dtype)]},
+            **made,
+        }
+        written = output.write(
+            tensors,
+            _with_progress(blocks(row), tensors, on_progress),
+            metadata={"format": "pt", "papa": __version__, "soup": json_text(record)},
+            sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
+            max_bytes=max_bytes,
+        )
+        if greedy:  # the soup is complete, and the score may be computed differently next time
+            output.scores.unlink(missing_ok=True)
+    best, trials = (None, ()) if choice is None else (choice.score, choice.trials)
+    return FileSoup(written[-1], written, members, best, trials, tuple(notes))
 
 
-def checked_weights(weights: Sequence[float] | None, size: int, *, normalize: bool) -> list[float]:
-    """One weight for each of `size` files, non-negative and summing to 1."""
-    if weights is None:
-        if normalize:
-            raise ConfigError("there are no weights to normalize: give weights, or do not normalize")
-        return [1.0 / size] * size
-    row = torch.tensor(list(weights), dtype=torch.float64)
-    if len(row) != size:
-        raise SoupError(f"there are {len(row)} weights for {size} files, expected one for each")
-    if not torch.isfinite(row).all() or (row < 0).any() or not row.any():
-        raise SoupError(f"the weights are {row.tolist()}, expected finite numbers, none below 0 and some above it")
-    total = float(row.sum())
-    if not normalize and abs(total - 1.0) > mixing.ROW_SUM_TOLERANCE:
-        raise SoupError(f"the weights sum to {total:.6g}, expected 1: correct them, or normalize them")
-    values: list[float] = (row / total).tolist()
-    return values
-
-
-def _open_checked(paths: Sequence[PathLike], key: str | None) -> list[WeightsFile]:
-    files = open_all(paths, key=key)
+def _check_files(files: Sequence[WeightsFile], base: WeightsFile | None, names: Sequence[str] | None) -> None:
     if not files:
         raise SoupError("a soup needs at least one file of weights, got none")
+    if base is not None and len(files) < 2:
+        raise ConfigError(f"Model Stock compares networks, got {len(files)}, expected at least two")
+    if names is not None:
+        if len(names) != len(files):
+            raise ConfigError(f"there are {len(names)} names, expected one for each of {len(files)} networks")
+        for file, name in zip(files, names, strict=True):
+            file.path = Path(name)
+    check_same_architecture(files if base is None else [*files, base])
     for name, info in files[0].tensors.items():
         if info.dtype not in DTYPE_NAMES:
             raise SoupError(f"{files[0].path} has '{name}' of {dtype_name(info.dtype)}, which safetensors cannot hold")
-    return files
+
+
+def _checked_weights(weights: Sequence[float] | None, size: int) -> list[float]:
+    """One weight for each of `size` files, non-negative and summing to 1."""
+    row = [1.0 / size] * size if weights is None else [float(weight) for weight in weights]
+    if len(row) != size:
+        raise SoupError(f"there are {len(row)} weights for {size} files, expected one for each")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in row):
+        raise SoupError(f"the weights are {row}, expected finite numbers, none below 0")
+    if abs(sum(row) - 1.0) > mixing.ROW_SUM_TOLERANCE:
+        raise SoupError(f"the weights sum to {sum(row):.6g}, expected 1: divide them by their sum")
+    return [weight / sum(row) for weight in row]
+
+
+def _output_tensors(first: WeightsFile, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+    """The tensors of a soup: those of the first file, floating-point ones in `dtype` if it is given."""
+    return {
+        name: TensorInfo(dtype, info.shape) if dtype is not None and info.dtype.is_floating_point else info
+        for name, info in first.tensors.items()
+    }
 
 
 def _choose(
-    scorer: Scorer,
     files: Sequence[WeightsFile],
     digests: Sequence[str],
+    conditions: Sequence[Any],
+    evaluate: Callable[[Sequence[float]], Evaluation],
     memory: ScoreMemory,
-    conditions: str,
-    on_score: OnScore | None,
     higher_is_better: bool,
+    on_score: OnScore | None,
 ) -> GreedySoup[dict[str, Any]]:
-    """A greedy soup of rows instead of networks: the mean of some rows of the identity is the soup's row of weights."""
+    """A greedy soup of rows instead of networks: the mean of some rows of the identity is the soup's row of weights.
+
+    A score depends on the files with a weight, and on the conditions.
+    """
 
     def score(state: dict[str, Any]) -> Evaluation:
         row: list[float] = state["row"].tolist()
         used = [index for index, weight in enumerate(row) if weight]
-        identity = json_text([conditions, [(digests[index], row[index]) for index in used]])
-        name = hashlib.sha256(identity.encode()).hexdigest()
-        known = memory.get(name)
         paths = [files[index].path for index in used]
-        if known is None:
-            try:
-                known = scorer(row)
-            except SoupError as error:  # it names a temporary file
-                raise SoupError(f"{', '.join(map(str, paths))} could not be scored: {error}") from error
-            memory.put(name, known, list(map(str, paths)))
+        identity = json_text([conditions, [(digests[index], row[index]) for index in used]])
+        try:
+            found = memory.score(hashlib.sha256(identity.encode()).hexdigest(), lambda: evaluate(row))
+        except SoupError as error:  # it names a temporary file
+            raise SoupError(f"{', '.join(map(str, paths))} could not be scored: {error}") from error
         if on_score is not None:
-            on_score(paths, known.score)
-        return known
+            on_score(paths, found.score)
+        return found
 
     return greedy_soup([{"row": row} for row in mixing.identity(len(files))], score, higher_is_better=higher_is_better)
 
 
-def _conditions(builder: SoupBuilder, scorer: Scorer, dtype: torch.dtype | None, digests: Sequence[str]) -> str:
-    """What a score depends on besides the files that are averaged."""
-    steps = builder.steps
-    reference = digests[0] if steps.align else ""
-    context = builder.context.name if steps.align or steps.changes_average else ""
-    return json_text([scorer.name, str(dtype), steps.repair, steps.reset_batch_norm, reference, context])
+def _greedy_record(choice: GreedySoup[Any], paths: Sequence[str], scorer: str) -> dict[str, Any]:
+    return {
+        "scored_by": scorer,
+        "score": choice.score,
+        "members": [paths[index] for index in choice.members],
+        "trials": [
+            {"files": [paths[index] for index in trial.members], "score": trial.score, "kept": trial.kept}
+            for trial in choice.trials
+        ],
+    }
+
+
+def _with_progress(blocks: Blocks, tensors: Mapping[str, TensorInfo], on_progress: OnProgress | None) -> Blocks:
+    if on_progress is None:
+        return blocks
+    total, done = sum(info.num_bytes for info in tensors.values()), 0
+
+    def counted(name: str) -> Iterator[Tensor]:
+        nonlocal done
+        for block in blocks(name):
+            yield block
+            done += block.nbytes
+            on_progress(done, total)
+
+    return counted
 
 
 def parse_size(size: int | str) -> int:

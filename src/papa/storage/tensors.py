@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -83,7 +83,7 @@ class TensorFile:
             raise error(f"cannot read {path}: there is no such file")
         with file_errors(path, error=error, kind=KIND):
             with path.open("rb") as file:
-                self._identity = identity_of(file)
+                self._identity = identity_of(os.fstat(file.fileno()))
                 offset = 8 + int.from_bytes(file.read(8), "little")
             opened: Any = safe_open(path, framework="pt")
             self.tensors = {name: self._info(opened, name) for name in opened.offset_keys()}
@@ -103,37 +103,28 @@ class TensorFile:
         return TensorInfo(DTYPES[dtype], shape)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Some elements of a flattened tensor."""
+        """Some elements of a flattened tensor; an error if the file changed since it was opened."""
         dtype = self.tensors[name].dtype
-        position = self._offsets[name] + start * dtype.itemsize
-        return read_block(self.path, position, stop - start, dtype, identity=self._identity, error=self._error)
+        with file_errors(self.path, error=self._error):
+            block = torch.empty(stop - start, dtype=dtype, device="cpu")
+            memory = bytes_of(block)
+            with self.path.open("rb", buffering=0) as file:
+                is_same = identity_of(os.fstat(file.fileno())) == self._identity
+                file.seek(self._offsets[name] + start * dtype.itemsize)
+                while is_same and memory:
+                    num_read = file.readinto(memory)
+                    is_same, memory = num_read > 0, memory[num_read:]
+        if not is_same:
+            raise self._error(f"{self.path} changed while it was read: start again when nothing writes to it")
+        return block
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""
         return self.part(name, 0, self.tensors[name].numel).reshape(self.tensors[name].shape)
 
 
-def read_block(
-    path: Path, position: int, count: int, dtype: torch.dtype, *, identity: tuple[int, ...], error: type[PapaError]
-) -> Tensor:
-    """Elements from a position of a file on, unless the file changed since its identity was taken."""
-    with file_errors(path, error=error):
-        block = torch.empty(count, dtype=dtype, device="cpu")
-        memory = bytes_of(block)
-        with path.open("rb", buffering=0) as file:
-            is_same = identity_of(file) == identity
-            file.seek(position)
-            while is_same and memory:
-                num_read = file.readinto(memory)
-                is_same, memory = num_read > 0, memory[num_read:]
-        if not is_same:
-            raise error(f"{path} changed while it was read: start again when nothing writes to it")
-    return block
-
-
-def identity_of(file: IO[bytes]) -> tuple[int, ...]:
-    """Tells a file from another one under its name, and from a later state of itself."""
-    status = os.fstat(file.fileno())
+def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Device, number, size and time: tells a file from another under its name, and from a later state of itself."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

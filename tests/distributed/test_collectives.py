@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from papa.distributed import collectives
-from papa.errors import LostError
+from papa.errors import ConfigError, LostError
 
 
 class FakeCudaTensor(Tensor):
@@ -59,3 +60,33 @@ def test_lost_connections_are_reported_without_the_words_of_the_backend(caplog: 
     )
     assert str(caught.value.__cause__) == reason
     assert caplog.messages == [f"while exchanging weights, the backend reported: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"), True),
+        (RuntimeError("writev [127.0.0.1]:4321: Broken pipe"), True),
+        (dist.DistNetworkError("the client socket has failed to reach the server"), True),
+        (dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network error"), True),
+        (dist.DistBackendError("NCCL error: invalid usage. Last error: Duplicate GPU detected"), False),
+        (RuntimeError("No backend type associated with device type cuda"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+    ],
+)
+def test_only_errors_of_connections_are_reported_as_lost_ones(error: RuntimeError, is_lost: bool) -> None:
+    with pytest.raises(LostError if is_lost else type(error)), collectives.connection_errors("exchanging weights"):
+        raise error
+
+
+def test_gpus_of_their_own_are_connected_by_nccl() -> None:
+    assert collectives.place_of(torch.device("cpu")) == ""
+    assert collectives.backend_for(["one GPU-1", "two GPU-1"]) == "nccl"
+    assert collectives.backend_for(["one GPU-1", "one GPU-1"]) == "gloo", "NCCL refuses two processes on a GPU"
+    assert collectives.backend_for(["one GPU-1", ""]) == "gloo"
+    collectives.check_current_device(torch.device("cpu"), 0)
+    collectives.check_current_device(torch.device("cuda:1"), 1)
+    with pytest.raises(
+        ConfigError, match=r"has its member on cuda:2, .* is cuda:0: call torch.cuda.set_device\(2\) first"
+    ):
+        collectives.check_current_device(torch.device("cuda:2"), 0)

@@ -6,6 +6,8 @@ import contextlib
 import io
 import logging
 import pickle
+import re
+import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from papa.core.group import Group, balanced_ranges
-from papa.errors import LostError, MemberError
+from papa.errors import ConfigError, LostError, MemberError
 
 T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
+
+
+CONNECTION_WORDS = re.compile(
+    r"connect|connection|peer|timed? ?out|socket|broken pipe|network|remote process|remoteError|aborted", re.IGNORECASE
+)
+"""Words of backends about connections; gloo has no class for these errors."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,8 @@ class OwnGroup:
 
     start: str
     """Tells this start of its processes from earlier ones."""
-    open_another: Callable[[str], dist.ProcessGroup]
-    """Opens another group of the same processes, given its name."""
+    register: Callable[[str], None]
+    """Lets tensors on GPUs travel by `nccl` or `gloo`; all processes must call it."""
 
 
 own_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnGroup] = weakref.WeakKeyDictionary()
@@ -47,18 +55,58 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size() if group is None else group.size()
 
 
+def is_connection_error(error: RuntimeError) -> bool:
+    """Whether a backend reports a broken connection, and no mistake such as a device that it does not know."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return CONNECTION_WORDS.search(str(error)) is not None
+
+
 @contextlib.contextmanager
 def connection_errors(action: str) -> Iterator[None]:
     """Raise a `LostError` where the backend reports a broken connection during `action`."""
     try:
         yield
     except RuntimeError as error:
+        if not is_connection_error(error):
+            raise
         LOG.info("while %s, the backend reported: %s", action, error)
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise LostError(
             f"{rank} lost the connection to the other processes while {action}: one of them failed, was killed or "
             "cannot be reached; the cause is in the output of the other processes"
         ) from error
+
+
+def has_nccl() -> bool:
+    """Whether tensors on GPUs can travel from GPU to GPU."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def place_of(device: torch.device) -> str:
+    """A name of the GPU that NCCL would use for tensors on a device, unique among all machines; empty for none."""
+    if device.type != "cuda" or not has_nccl():
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def backend_for(places: Sequence[str]) -> str:
+    """How tensors on accelerators travel between processes at these places: NCCL needs a GPU of its own for each.
+
+    Example:
+        >>> backend_for(["host GPU-1", "host GPU-2"]), backend_for(["host GPU-1"] * 2), backend_for(["", ""])
+        ('nccl', 'gloo', 'gloo')
+    """
+    return "nccl" if all(places) and len(set(places)) == len(places) else "gloo"
+
+
+def check_current_device(device: torch.device, current: int) -> None:
+    """Raise a `ConfigError` unless the device of tensors is the current one, which NCCL uses for everything else."""
+    if device.type == "cuda" and device.index not in (None, current):
+        raise ConfigError(
+            f"this process has its member on {device}, but its current device is cuda:{current}: call "
+            f"torch.cuda.set_device({device.index}) first, since NCCL needs one GPU for each process"
+        )
 
 
 def disconnect() -> None:

@@ -17,7 +17,17 @@ from torch import Tensor
 from papa.core import mixing
 from papa.core.columns import Columns, chosen_columns, write_columns_
 from papa.core.group import Work, zeros
-from papa.distributed.collectives import MultiProcessGroup, all_gather_object, all_max, connection_errors
+from papa.distributed.collectives import (
+    MultiProcessGroup,
+    all_gather_object,
+    all_max,
+    backend_for,
+    check_current_device,
+    connection_errors,
+    has_nccl,
+    own_groups,
+    place_of,
+)
 from papa.distributed.exchange import ColumnExchange
 from papa.errors import ConfigError, MemberError, did_you_mean
 
@@ -59,6 +69,8 @@ class DistributedGroup(MultiProcessGroup):
         self.is_first_of_member = data_group is None or data_group.rank() == 0
         self.is_leader = self.is_leader and self.is_first_of_member
         self._columns: ColumnExchange | None = None
+        self._backend: str | None = None
+        """What tensors on GPUs travel by, once rows were allocated."""
 
     @property
     def local_rank(self) -> int:
@@ -98,9 +110,25 @@ class DistributedGroup(MultiProcessGroup):
         self, num_local: int, num_columns: int, *, dtype: torch.dtype, device: torch.device, single: bool = False
     ) -> Tensor:
         self._connect(num_local)
+        self._choose_backend(device)
         if single:
             num_local = int(self.rank == 0)
         return zeros(num_local, num_columns, dtype=dtype, device=device)
+
+    def _choose_backend(self, device: torch.device) -> None:
+        """Let tensors on GPUs travel from GPU to GPU where each process has its own; else through the hosts."""
+        own = own_groups.get(self.process_group) if self.process_group is not None else None
+        if self._backend is None:
+            if own is not None:
+                self._backend = backend_for(all_gather_object(place_of(device), self.process_group))
+                if torch.cuda.is_available():
+                    own.register(self._backend)
+            else:
+                self._backend = (
+                    "nccl" if has_nccl() and "nccl" in dist.get_backend_config(self.process_group) else "gloo"
+                )
+        if self._backend == "nccl":
+            check_current_device(device, torch.cuda.current_device())
 
     def broadcast_(self, columns: Tensor) -> None:
         if self.data_group is not None and columns.numel():

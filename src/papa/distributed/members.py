@@ -168,27 +168,30 @@ def connect_members(
         ) from error
 
 
-def open_group(
-    store: Store, rank: int, num_ranks: int, *, hostname: str, start: str, name: str = "main"
-) -> ProcessGroup:
+def open_group(store: Store, rank: int, num_ranks: int, *, hostname: str, start: str) -> ProcessGroup:
     """A process group over a store that is not registered with `torch.distributed`; all its processes must call it.
 
-    The store is shared by these processes alone, and may have several groups with different names. On one machine they
-    use the loopback interface, whatever its name resolves to.
+    On one machine they use the loopback interface, whatever its name resolves to.
     """
-    prefixed = PrefixStore(name, store)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = COLLECTIVE_TIMEOUT
     is_local = hostname in ("127.0.0.1", "localhost")
     options._devices = [
         ProcessGroupGloo.create_device(hostname=hostname) if is_local else ProcessGroupGloo.create_default_device()
     ]
-    backend = ProcessGroupGloo(prefixed, rank, num_ranks, options)
-    group = ProcessGroup(prefixed, rank, num_ranks)
+    gloo = ProcessGroupGloo(store, rank, num_ranks, options)
+    group = ProcessGroup(store, rank, num_ranks)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
-    own_groups[group] = OwnGroup(
-        start, lambda name: open_group(store, rank, num_ranks, hostname=hostname, start=start, name=name)
-    )
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+
+    def register(backend: str) -> None:
+        if backend == "gloo":
+            group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.GLOO, gloo)
+            return
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = COLLECTIVE_TIMEOUT
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
+        group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+
+    own_groups[group] = OwnGroup(start, register)
     return group

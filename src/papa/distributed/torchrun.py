@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from papa.core.group import Group
-from papa.distributed.collectives import all_gather_object, disconnect
+from papa.distributed.collectives import all_gather_object, disconnect, has_nccl
 from papa.distributed.group import DistributedGroup
 from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.errors import ConfigError, RunError
@@ -85,10 +85,14 @@ class Torchrun:
         same = {key: set(self.names[key]) & set(names.get(key, ())) for key in self.names}
         return bool(same["agents"]) and not same["processes"]
 
-    def group(self, size: int) -> Group:
-        """The group for a population of `size`: shared memory on one machine, where the exchange is exact."""
+    def group(self, size: int, device: str = "cpu") -> Group:
+        """The group for a population of `size` on a device.
+
+        Members on the CPUs of one machine share memory where the exchange is exact. Those on GPUs are averaged there.
+        """
         is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        if is_one_machine and self.exchange == "exact":
+        is_on_gpus = has_nccl() and not device.startswith("cpu")
+        if is_one_machine and self.exchange == "exact" and not is_on_gpus:
             return SharedMemoryGroup(size)
         group = DistributedGroup(exchange=self.exchange)
         group.local_range(size)  # raises where there are more ranks than members
@@ -108,14 +112,14 @@ def _connect() -> None:
     if dist.is_initialized():
         return
     configure_process()
+    backend, local_rank = "gloo", int(os.environ.get("LOCAL_RANK", "0"))
+    if has_nccl() and local_rank < torch.cuda.device_count():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(local_rank)
     with rendezvous_errors(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]):
         store, rank, num_ranks = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
         store.set_timeout(RENDEZVOUS_TIMEOUT)
         store = PrefixStore(agree_on_session(store, rank, num_ranks), store)
-        backend = "gloo"
-        if torch.cuda.is_available():
-            backend = "cpu:gloo,cuda:nccl"
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
     atexit.register(disconnect)
 

@@ -128,7 +128,7 @@ def _execute_under_torchrun(spec: RunSpec, stop: StopFlag | None) -> dict[str, A
         raise ConfigError(f"--workers is {spec.workers}, but torchrun sets the number of processes: leave it out")
     spec.check()
     processes, run = Torchrun(), spec.directory
-    group = processes.group(spec.config.members)
+    group = processes.group(spec.config.members, spec.config.device)
     facts = {**dict(flat(spec.config.to_json())), "out": spec.path, "papa": __version__, "torch": torch.__version__}
     facts |= {"overwrite": spec.overwrite, "resume": spec.resume}
     group.check_same({name: str(fact) for name, fact in facts.items()}, cure="start all with the same options")

@@ -57,7 +57,7 @@ def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
     epochs, merges, averagings = (_of_kind(events, kind) for kind in ("epoch", "merge", "average"))
     metric = metric_of([result])
     return {
-        "training": [*_training(epochs, metric), *_around_averagings(averagings)],
+        "training": _training(epochs, averagings, metric),
         "strength": strength_figures(epochs, averagings, metric) if result["method"] not in NEVER_AVERAGED else [],
         "merges": _merges(merges, metric),
         "similarity": _similarity(result),
@@ -265,7 +265,7 @@ def _members(epochs: Sequence[Event], key: str) -> list[Line]:
     return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
 
 
-def _training(epochs: Sequence[Event], metric: Metric) -> list[Chart]:
+def _training(epochs: Sequence[Event], averagings: Sequence[Event], metric: Metric) -> list[Chart]:
     charts = []
     for data in ("validation", "test"):
         soups = (("ensemble", "c0"), ("average soup", "c1"))
@@ -285,15 +285,15 @@ def _training(epochs: Sequence[Event], metric: Metric) -> list[Chart]:
     distance = "Euclidean distance of each member's weights to the mean of all. If it stays large, soups are not good."
     charts += line_chart("training-loss", "Training loss", loss, ("epoch", "loss"), _members(epochs, "losses"))
     words = ("distance-to-mean", "Distance of members to their mean", distance)
-    return charts + line_chart(*words, ("epoch", "distance"), _members(epochs, "distances"))
-
-
-def _around_averagings(averagings: Sequence[Event]) -> list[Chart]:
+    charts += line_chart(*words, ("epoch", "distance"), _members(epochs, "distances"))
     colors = {"before": "c0", "after": "c1"}
-    lines = [Line(when, _curve(averagings, f"distance_{when}", x="step"), color) for when, color in colors.items()]
-    caption = "Training moves members apart, averaging brings them back together."
-    title = "Mean distance before and after each averaging"
-    return line_chart("distance-around-averaging", title, caption, ("step", "distance"), lines)
+    return charts + line_chart(
+        "distance-around-averaging",
+        "Mean distance before and after each averaging",
+        "Training moves members apart, averaging brings them back together.",
+        ("step", "distance"),
+        [Line(when, _curve(averagings, f"distance_{when}", x="step"), color) for when, color in colors.items()],
+    )
 
 
 def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metric: Metric) -> list[Chart]:
@@ -302,8 +302,8 @@ def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metri
     # The last half-lives of a schedule that ends at 0 would flatten all others.
     longest = MAX_OF_MEDIAN * median(length for _, length in found) if found else 0.0
     checks = [event for event in averagings if event.get("member_loss") is not None]
-    spread = points((event.get("epoch"), _percent(event.get("spread"))) for event in epochs)
-    gain = points((event.get("epoch"), _gain(event, metric)) for event in epochs)
+    spread = [(epoch, 100.0 * share) for epoch, share in _curve(epochs, "spread")]
+    gain = _curve(epochs, partial(_gain, metric))
     losses = {"mean of members": ("member_loss", "ink"), "average": ("average_loss", "c1")}
     return [
         *line_chart(
@@ -350,17 +350,13 @@ def _half_lives(averagings: Sequence[Event]) -> Iterator[Point]:
             yield step, (step - first) * math.log(0.5) / math.log(alpha)
 
 
-def _gain(epoch: Event, metric: Metric) -> float | None:
+def _gain(metric: Metric, epoch: Event) -> float | None:
     members = [score for score in epoch.get("validation") or () if score is not None]
     soup = epoch.get("validation_average_soup")
     if soup is None or not members:
         return None
     gain: float = soup - fmean(members)
     return gain if metric.higher_is_better else -gain
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
 
 
 def _merges(merges: Sequence[Event], metric: Metric) -> list[Chart]:

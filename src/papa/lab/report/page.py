@@ -48,7 +48,7 @@ def run_page(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> 
         title=f"{text(result['recipe'])}: {text(result['method'])}{counted}, seed {result['seed']}",
         summary=conclusion([result]),
         words=_about(result),
-        notes=[*_unfinished(result, events), *_warnings(result, events)],
+        notes=_notes(result, events),
         tiles=_tiles(result),
         scores=(("data", *COLUMNS), run_rows(result)),
         details=details_table([result]),
@@ -165,18 +165,15 @@ def _about(result: Mapping[str, Any]) -> str:
     return " ".join(filter(None, [*sentences, f"Finished {finished}." if finished else ""]))
 
 
-def _unfinished(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
-    if scores_of(result):
-        return []
-    epochs = [event["epoch"] for event in events if event["event"] == "epoch" and "epoch" in event]
-    total = (result["config"].get("train") or {}).get("epochs")
-    done = f"{max(epochs):.0f}" if epochs else "none"
-    return [f"This run is not finished: {done}{f' of {total}' if total else ''} epochs are done."]
-
-
-def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What went wrong during the run."""
+def _notes(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is missing, and what went wrong during the run."""
     found = []
+    epochs = [event for event in events if event["event"] == "epoch"]
+    if not scores_of(result):
+        total = (result["config"].get("train") or {}).get("epochs")
+        done = max((event["epoch"] for event in epochs if "epoch" in event), default=None)
+        words = "none" if done is None else f"{done:.0f}"
+        found.append(f"This run is not finished: {words}{f' of {total}' if total else ''} epochs are done.")
     for event in [*(result.get("nonfinite") or ()), *(event for event in events if event["event"] == "nonfinite")]:
         step, member, reason, action = (text(event.get(key)) for key in ("step", "member", "reason", "action"))
         found.append(f"Step {step}: member {member} became non-finite ({reason}); {action}.")
@@ -190,16 +187,9 @@ def _warnings(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
             "The average soup is far worse than its members, which are too far apart to be averaged: push more "
             "strongly, or merge more often."
         )
-    elif advice := _advice(result, events):
-        found.append(advice)
+    elif epochs and (advice := advice_on_epoch(result, epochs[-1])):
+        found.append(f"At the end, {advice}.")
     return list(dict.fromkeys(found))[:MAX_WARNINGS]
-
-
-def _advice(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the last epoch with scores says about the strength of the push."""
-    epochs = [event for event in events if event["event"] == "epoch"]
-    advice = advice_on_epoch(result, epochs[-1]) if epochs else None
-    return f"At the end, {advice}." if advice else None
 
 
 def _tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -155,7 +155,8 @@ def details_table(results: Sequence[Mapping[str, Any]]) -> Table:
     found: dict[str, list[Mapping[str, Any]]] = {}
     for label, group in runs_by_setting(results).items():
         first = group[0][1]
-        for key in KEYS:
+        is_single = all(len(scores_of(result).get("members", ())) == 1 for _, result in group)
+        for key in ("mean",) if is_single else KEYS:
             details = [(scores_of(result).get("details") or {}).get(key) for _, result in group]
             if any(details):
                 name = f"{label}: {key.replace('_', ' ')}"
@@ -165,10 +166,13 @@ def details_table(results: Sequence[Mapping[str, Any]]) -> Table:
                     found[with_soups(f"paper's {name}", soups)] = [paper]
     digits = metric_of(results).digits
     names = list(dict.fromkeys(name for given in found.values() for one in given for name in one))
-    rows = [
-        (label, *(_cell([one[name] for one in given if name in one], digits) for name in names))
-        for label, given in found.items()
-    ]
+    # Such as losses and calibration errors beside percentages.
+    small = {name for name in names if all(abs(one.get(name) or 0) < 10 for given in found.values() for one in given)}
+
+    def cell(given: Sequence[Mapping[str, Any]], name: str) -> str:
+        return _cell([one[name] for one in given if name in one], max(digits, 3) if name in small else digits)
+
+    rows = [(label, *(cell(given, name) for name in names)) for label, given in found.items()]
     return ("", *names), rows
 
 

@@ -94,9 +94,11 @@ def _torch_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from papa.core import kernels, product
 
     product._known_product.cache_clear()
+    product._known_push.cache_clear()
     monkeypatch.setattr(kernels, "library", lambda: None)
     yield
     product._known_product.cache_clear()
+    product._known_push.cache_clear()
 
 
 @pytest.fixture(scope="session")

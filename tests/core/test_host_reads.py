@@ -17,14 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import make_networks
-from papa import Averager, MergeAll, MergePairs, Population, Push
+from papa import Averager, MergeAll, MergePairs, Population, Push, average_soup
 from papa.core.diagnostics import NUM_AVERAGINGS_CHECKED
 from papa.core.rules import Rule
 from papa.training import Settings, Training
 
 pytestmark = pytest.mark.usefixtures("_torch_operators")  # what accelerators use
 
-READING_OPERATORS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}
+aten = torch.ops.aten
+READING_OPERATORS = {
+    *(aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2),
+    *(aten.unique_dim, aten.unique_consecutive, aten.bincount),
+}
+"""Those that wait for an accelerator: they return numbers, or tensors whose shape depends on numbers."""
 READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 
 
@@ -114,6 +119,44 @@ def test_a_step_of_the_averager_reads_at_most_once(rule: Rule, options: dict[str
     averager = averager_of(rule, make_networks(kind, 3), **options)
     assert reads_of(averager.population, averager.step) == 0  # nothing is due
     assert reads_of(averager.population, averager.step) == 1
+
+
+@pytest.mark.parametrize("rule", [Push(alpha=0.9, every_steps=2), MergeAll(every_steps=2), MergePairs(every_steps=2)])
+def test_nothing_is_read_if_nothing_is_measured(rule: Rule) -> None:
+    averager = averager_of(rule, make_networks("conv_batch_norm", 3), measure=False, on_nonfinite=None)
+    assert reads_of(averager.population, lambda: [averager.step(), averager.step()]) == 0
+
+
+def test_a_soup_is_read_once_whatever_the_number_of_its_tensors() -> None:
+    population = Population(make_networks("conv_batch_norm", 3))
+    assert reads_of(population, lambda: average_soup(population)) == 1
+
+
+def test_learning_rates_that_are_tensors_are_read_only_for_a_push() -> None:
+    population = Population(make_networks("linear", 2))
+    rates = [torch.tensor(0.1), torch.tensor(0.1)]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=lr) for net, lr in zip(population, rates, strict=True)]
+    averager = Averager(population, Push(alpha=0.9, every_steps=2), optimizers, measure=False, on_nonfinite=None)
+    with CountScalars() as scalars:
+        averager.step()
+        assert scalars.count == 0
+    for rate in rates:
+        rate.fill_(0.05)
+    record = averager.step()
+    assert record is not None
+    assert record.alpha == pytest.approx(0.95)
+
+
+class CountScalars(TorchDispatchMode):
+    """Counts all tensors of which a number is read."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func.overloadpacket in READING_OPERATORS
+        return func(*args, **(kwargs or {}))
 
 
 def test_distances_after_a_merge_are_read_when_they_are_used() -> None:

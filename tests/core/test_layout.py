@@ -109,8 +109,16 @@ def test_networks_without_numbers_raise() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 def test_members_on_two_devices_raise() -> None:
-    with pytest.raises(MemberError, match="member 1 has 'weight' on cuda:0, member 0 is on cpu: move all members"):
+    with pytest.raises(MemberError, match="member 1 has 'weight' on cuda:0, others are on cpu: move all averaged"):
         layout.plan([nn.Linear(2, 2), nn.Linear(2, 2, device="cuda")], {})
+
+
+def test_tensors_that_are_not_averaged_may_be_on_another_device() -> None:
+    nets = [nn.ModuleDict({"base": nn.Linear(2, 2, device="meta"), "head": nn.Linear(2, 2)}) for _ in range(2)]
+    population = Population(nets, average={"base.*": False})
+    population.mix_([[0.5, 0.5], [0.5, 0.5]])
+    assert torch.equal(nets[0]["head"].weight, nets[1]["head"].weight)
+    assert nets[0]["base"].weight.is_meta
 
 
 def test_a_replaced_layer_is_noticed() -> None:

@@ -624,12 +624,14 @@ class TestErrors:
         assert population[0][0] is population[1][0]
 
     def test_a_missing_tensor(self) -> None:
-        message = "member 1 has no 'bias', member 0 has: all members of a population must share one architecture"
+        message = (
+            "member 1 has no 'bias', compared with member 0: all members of a population must share one architecture"
+        )
         with pytest.raises(MemberError, match=message):
             Population([nn.Linear(2, 2), nn.Linear(2, 2, bias=False)])
 
     def test_an_extra_tensor(self) -> None:
-        message = "member 1 has 'bias', member 0 has not: all members of a population must share one architecture"
+        message = "member 1 has an extra 'bias', compared with member 0: all members of a population must share"
         with pytest.raises(MemberError, match=message):
             Population([nn.Linear(2, 2, bias=False), nn.Linear(2, 2)])
 

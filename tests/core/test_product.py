@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -262,6 +264,44 @@ def test_autocast_does_not_change_the_precision() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         product.mix_rows_(rows, matrix)
     assert (rows - expected).abs().max() < 1e-6
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch before 2.9")
+def test_a_lower_precision_of_one_backend_is_restored_and_does_not_count() -> None:
+    code = """
+import torch
+from papa.core import mixing, product
+torch.backends.cuda.matmul.fp32_precision = "tf32"  # after this the setting for all backends cannot be read
+torch.backends.fp32_precision = "bf16"
+backend = torch.backends.mkldnn.matmul
+seen = []
+with product.full_precision(torch.device("cpu")):
+    seen.append(backend.fp32_precision)
+with product.full_precision(torch.device("cuda")):
+    seen.append(torch.backends.cuda.matmul.fp32_precision)
+product.mix_rows_(torch.randn(3, 100), mixing.merge_many(3))
+seen += [backend.fp32_precision, torch.backends.cuda.matmul.fp32_precision]
+torch.backends.fp32_precision = "ieee"
+print(*seen, backend.fp32_precision)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ieee", "ieee", "bf16", "tf32", "ieee"], "none of them was set for good"
+
+
+@pytest.mark.usefixtures("_torch_operators")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_no_product_reads_from_its_device(dtype: torch.dtype) -> None:
+    """A meta tensor has no numbers: to read one is an error."""
+    rows = torch.empty(4, 1000, dtype=dtype, device="meta")
+    generator = torch.Generator().manual_seed(0)
+    matrices = [mixing.push(4, 0.9), mixing.merge_all(4), mixing.merge_many(4), mixing.merge_pairs(4, generator)]
+    matrices += [mixing.push_to(mixing.soup_row(4, [0, 2]), 0.5), mixing.identity(4)[[1, 0, 2, 3]]]
+    matrices += [random_stochastic(4, seed=1), torch.block_diag(random_stochastic(3, seed=2), mixing.identity(1))]
+    for matrix in matrices:
+        product.mix_rows_(rows, matrix)
+    product.push_columns_(rows, 0.99)
+    product.squared_distances(rows)
+    product.row_sums(rows)
 
 
 def test_a_lower_matmul_precision_is_restored() -> None:

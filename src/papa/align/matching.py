@@ -22,7 +22,7 @@ from papa.align.objectives import (
     unit_rows,
 )
 from papa.align.unit_groups import Permutations, Symmetries, TensorAxis, UnitGroup
-from papa.core.layout import named_tensors
+from papa.core.layout import check_same_tensors, named_tensors
 from papa.errors import DataError, MemberError, PapaError, did_you_mean
 from papa.streams import stream
 
@@ -109,15 +109,15 @@ class Matcher:
 def _matching_tensors(models: Sequence[nn.Module], subjects: Sequence[str]) -> list[dict[str, Tensor]]:
     """The tensors of networks by name, or an error that says where they differ."""
     networks = [named_tensors(model) for model in models]
-    remedy = "only networks of one architecture can be aligned"
     for network, subject in zip(networks[1:], subjects[1:], strict=True):
-        for name in sorted(network.keys() ^ networks[0].keys()):
-            side, other = (subject, subjects[0]) if name in network else (subjects[0], subject)
-            raise MemberError(f"{side} has '{name}', {other} has not: {remedy}")
-        for name, tensor in network.items():
-            shape, expected = tuple(tensor.shape), tuple(networks[0][name].shape)
-            if shape != expected:
-                raise MemberError(f"{subject} has '{name}' of shape {shape}, {subjects[0]} {expected}: {remedy}")
+        check_same_tensors(
+            network,
+            networks[0],
+            subject=subject,
+            reference=subjects[0],
+            remedy="only networks of one architecture can be aligned",
+            same_dtypes=False,
+        )
     return networks
 
 

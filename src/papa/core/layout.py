@@ -14,7 +14,7 @@ import copy
 import fnmatch
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from papa.errors import MemberError, PapaWarning
+from papa.errors import MemberError, PapaError, PapaWarning
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts on a cache line, as torch's own allocations do."""
@@ -173,7 +173,16 @@ def plan(models: list[nn.Module], average: Mapping[str, bool], *, apart: bool = 
     """
     found = [_slots_of(model, average, member) for member, model in enumerate(models)]
     for member in range(1, len(models)):
-        _check_same(found[0], found[member], member)
+        # Tensors that are not averaged only need the same names.
+        pairs = {name: (found[0][name], own) for name, own in found[member].items() if name in found[0]}
+        free = {name for name, pair in pairs.items() if not any(is_averaged for _, is_averaged in pair)}
+        check_same_tensors(
+            {name: found[0][name][0] if name in free else slot for name, (slot, _) in found[member].items()},
+            {name: slot for name, (slot, _) in found[0].items()},
+            subject=f"member {member}",
+            reference="member 0",
+            remedy="all members of a population must share one architecture",
+        )
     names = list(named_tensors(models[0]))
     for pattern in average:
         if not fnmatch.filter(names, pattern):
@@ -185,7 +194,7 @@ def plan(models: list[nn.Module], average: Mapping[str, bool], *, apart: bool = 
     _warn_of_different_bases(models)
     if not averaged:
         raise MemberError("members have no floating-point tensor: there is nothing to average")
-    return _arrange(averaged, _device_of(models))
+    return _arrange(averaged, _device_of(models, [slot.name for slot in averaged]))
 
 
 def _slots_of(model: nn.Module, average: Mapping[str, bool], member: int) -> dict[str, tuple[Slot, bool]]:
@@ -234,21 +243,34 @@ def _check_bindable(name: str, tensor: Tensor, member: int) -> None:
         raise MemberError(f"{subject} made under inference_mode: build members outside of it")
 
 
-def _check_same(expected: dict[str, tuple[Slot, bool]], found: dict[str, tuple[Slot, bool]], member: int) -> None:
-    remedy = "all members of a population must share one architecture"
-    for name in sorted(expected.keys() - found.keys()):
-        raise MemberError(f"member {member} has no '{name}', member 0 has: {remedy}")
-    for name in sorted(found.keys() - expected.keys()):
-        raise MemberError(f"member {member} has '{name}', member 0 has not: {remedy}")
-    for name, (slot, is_averaged) in expected.items():
-        other, is_other_averaged = found[name]
-        if not (is_averaged or is_other_averaged):
-            continue
-        subject = f"member {member} has '{name}'"
-        if other.shape != slot.shape:
-            raise MemberError(f"{subject} of shape {tuple(other.shape)}, member 0 has {tuple(slot.shape)}: {remedy}")
-        if other.dtype != slot.dtype:
-            raise MemberError(f"{subject} as {other.dtype}, member 0 as {slot.dtype}: {remedy}")
+def check_same_tensors(
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    subject: str,
+    reference: str,
+    remedy: str,
+    error: type[PapaError] = MemberError,
+    same_dtypes: bool = True,
+) -> None:
+    """Raise unless two networks have tensors of the same names and shapes; `subject` and `reference` are for the error.
+
+    Dtypes must be the same, or else both or neither must have a mean. Values have a `shape` and a `dtype`.
+    """
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        listed = [f"no '{name}'" for name in missing] + [f"an extra '{name}'" for name in extra]
+        raise error(f"{subject} has {', '.join(listed[:10])}, compared with {reference}: {remedy}")
+    for name, own in expected.items():
+        other = found[name]
+        if tuple(other.shape) != tuple(own.shape):
+            shapes = f"of shape {tuple(other.shape)}, {reference} has {tuple(own.shape)}"
+            raise error(f"{subject} has '{name}' {shapes}: {remedy}")
+        kinds = [
+            one.dtype if same_dtypes else (one.dtype.is_floating_point or one.dtype.is_complex) for one in (other, own)
+        ]
+        if kinds[0] != kinds[1]:
+            raise error(f"{subject} has '{name}' as {other.dtype}, {reference} as {own.dtype}: {remedy}")
 
 
 def _check_apart(models: list[nn.Module], names: set[str]) -> None:
@@ -278,15 +300,16 @@ def _warn_of_different_bases(models: Sequence[nn.Module]) -> None:
         )
 
 
-def _device_of(models: list[nn.Module]) -> torch.device:
+def _device_of(models: list[nn.Module], names: Collection[str]) -> torch.device:
+    """The device of all averaged tensors; others may be elsewhere, such as an offloaded frozen base."""
     device: torch.device | None = None
     for member, model in enumerate(models):
-        for name, tensor in named_tensors(model).items():
+        for name, tensor in named_tensors(model, names).items():
             device = device or tensor.device
             if tensor.device != device:
                 raise MemberError(
-                    f"member {member} has '{name}' on {tensor.device}, member 0 is on {device}: "
-                    "move all members to one device first"
+                    f"member {member} has '{name}' on {tensor.device}, others are on {device}: move all averaged "
+                    "tensors to one device first, or leave some out with `average`"
                 )
     assert device is not None
     return device

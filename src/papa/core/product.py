@@ -196,10 +196,11 @@ def full_precision(device: torch.device) -> Iterator[None]:
     is_new = hasattr(backend, "fp32_precision")
     precision = backend.fp32_precision if is_new else torch.get_float32_matmul_precision()
     is_full = precision in ("highest", "ieee", "none")
-    if is_full and not torch.is_autocast_enabled(device.type):  # as usual; switching takes as long as a small push
+    is_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    if is_full and not is_autocast:  # as usual; switching takes as long as a small push
         yield
         return
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False) if is_autocast else contextlib.nullcontext():
         try:
             if is_new:
                 backend.fp32_precision = "ieee"

@@ -293,7 +293,17 @@ def mean_network(members: Any, after: After | None = None) -> MeanNetwork:
         network = _copied(lambda: copy.deepcopy(members[0]), members[0])
         targets, *sources = (layout.named_tensors(model, names) for model in [network, *members])
     elif all(isinstance(member, Mapping) for member in members):
-        _check_states(members)
+        states = [{key: value for key, value in state.items() if isinstance(value, Tensor)} for state in members]
+        for index, state in enumerate(states[1:], start=1):
+            layout.check_same_tensors(
+                state,
+                states[0],
+                subject=f"state dict {index}",
+                reference="state dict 0",
+                remedy="a soup needs networks of one architecture",
+                error=SoupError,
+                same_dtypes=False,
+            )
         network = {key: copy.deepcopy(value) for key, value in members[0].items()}
         targets, sources = _averageable_tensors(network), members
     else:
@@ -344,25 +354,6 @@ def _copied(make: Callable[[], T], model: nn.Module) -> T:
 
 def _averageable_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and layout.is_averageable(value)}
-
-
-def _check_states(states: list[Mapping[str, Any]]) -> None:
-    first, remedy = states[0], "a soup needs networks of one architecture"
-    for index, state in enumerate(states[1:], start=1):
-        missing, extra = first.keys() - state.keys(), state.keys() - first.keys()
-        if missing or extra:
-            listed = [f"no '{key}'" for key in sorted(missing)] + [f"an extra '{key}'" for key in sorted(extra)]
-            raise SoupError(f"state dict {index} has {', '.join(listed[:10])}, compared with state dict 0: {remedy}")
-        for key, value in first.items():
-            subject, other = f"state dict {index} has '{key}'", state[key]
-            are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
-            if are_tensors and layout.is_averageable(value) != layout.is_averageable(other):
-                raise SoupError(
-                    f"{subject} as {other.dtype}, state dict 0 as {value.dtype}: only one of them can be averaged"
-                )
-            found, expected = (tuple(one.shape) if isinstance(one, Tensor) else None for one in (other, value))
-            if found != expected:
-                raise SoupError(f"{subject} of shape {found}, state dict 0 has {expected}: {remedy}")
 
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]

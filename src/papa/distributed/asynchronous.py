@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from papa.core.averager import Averaging, LearningRates, check_optimizers, clamped
 from papa.core.group import LocalGroup
 from papa.core.health import WEIGHTS_NOT_FINITE, NonFiniteMember
-from papa.core.layout import is_sharded, named_tensors
+from papa.core.layout import check_same_tensors, is_sharded, named_tensors
 from papa.core.population import Population
 from papa.core.product import accumulation_dtype
 from papa.core.rules import AveragingContext, Push, Rule
@@ -296,14 +296,14 @@ class AsyncAverager:
         if found is None:
             return None
         tensors, _ = found
-        for name, own in named_tensors(self.population[0], self.population.averaged).items():
-            other = tensors.get(name)
-            if other is None or other.shape != own.shape or other.dtype != own.dtype:
-                theirs = "no such tensor" if other is None else f"{other.dtype} of shape {tuple(other.shape)}"
-                raise MemberError(
-                    f"member {self.member} has '{name}' as {own.dtype} of shape {tuple(own.shape)}, member {member} "
-                    f"has published {theirs}: all members of a population must share one architecture"
-                )
+        own = self._tensors()
+        check_same_tensors(
+            {name: tensor for name, tensor in tensors.items() if name in own},
+            own,
+            subject=f"what member {member} published",
+            reference=f"member {self.member}",
+            remedy="all members of a population must share one architecture",
+        )
         return tensors
 
     def _continue_(self) -> None:

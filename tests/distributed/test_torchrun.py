@@ -31,6 +31,7 @@ from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.lab.runs import RunDirectory
+from papa.storage.lock import Lock
 
 ROOT = Path(papa.__file__).parents[2]
 TIMEOUT = 150.0
@@ -235,9 +236,8 @@ def test_commands_under_torchrun_print_once_and_a_restart_keeps_checkpoints(tmp_
 
 
 def test_different_options_and_unshared_directories_raise_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "held").mkdir()
-    (tmp_path / "held" / ".lock").write_text('{"host": "elsewhere", "pid": 12}')
-    found = start_workers(distributed_jobs.start_errors, 2, 2, str(tmp_path))
+    with Lock(tmp_path / "held" / ".lock"):
+        found = start_workers(distributed_jobs.start_errors, 2, 2, str(tmp_path))
     assert found["seed"] == "MemberError: rank 1 has 2 as 'seed', rank 0 has 1: start all with the same options"
     assert "rank 1 has 0.0.0 as 'papa', rank 0 has" in found["version"]
     assert "rank 1 has True as 'resume', rank 0 has False" in found["resume"]
@@ -245,9 +245,8 @@ def test_different_options_and_unshared_directories_raise_at_the_start(tmp_path:
     assert found["too many, fast"].startswith("ConfigError: there are 2 ranks for 1 members")
     assert "--workers is 2, but torchrun sets the number of processes" in found["workers"]
     assert "the run directory must be on a file system that all machines share" in found["not shared"]
-    assert "held is in use by process 12 on elsewhere" in found["in use"]
-    assert not [file for file in tmp_path.iterdir() if file.name not in ("rank-0", "held")]
-    assert [file.name for file in (tmp_path / "held").iterdir()] == [".lock"]
+    assert "held is in use by another process" in found["in use"]
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0"]
 
 
 def start_two_ranks(job: str) -> list[subprocess.Popen[str]]:

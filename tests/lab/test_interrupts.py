@@ -8,11 +8,11 @@ from types import FrameType
 from typing import Any
 
 import papa.lab.runs
-import papa.training.lock
+import papa.storage.lock
 from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 
-FILES = {papa.lab.runs.__file__, papa.training.lock.__file__}
+FILES = {papa.lab.runs.__file__, papa.storage.lock.__file__}
 
 
 class InterruptedAt:

@@ -330,7 +330,7 @@ def test_a_directory_in_use_is_refused_and_left_as_it_was(finished: Path) -> Non
     before = {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
     with RunDirectory(finished).lock():
         for options in ({"overwrite": True}, {}):
-            with pytest.raises(RunError, match=f"is in use by process {os.getpid()} on .*: wait until it ends"):
+            with pytest.raises(RunError, match="is in use by another process: wait until it ends"):
                 execute(small_config(), finished, **options)  # type: ignore[arg-type]
     assert before == {file: file.stat().st_mtime_ns for file in finished.rglob("*") if file.is_file()}
 
@@ -362,8 +362,6 @@ def test_a_run_that_is_killed_while_it_reads_its_data_can_be_resumed(
             execute(small_config(), tmp_path / "run", workers=1)
     assert not (tmp_path / "run").exists()
     assert sorted(path.name for path in killed.iterdir() if ".lock" not in path.name) == ["config.json"]
-    assert RunDirectory(killed).is_interrupted is False  # the process of its lock is this one
-    (killed / ".lock").unlink()
     assert RunDirectory(killed).is_interrupted
     execute(Config.from_json(RunDirectory(killed).read_config()), killed, workers=1, resume=True)
     assert_same_run(whole, killed)

@@ -13,6 +13,7 @@ from torch import nn
 import papa
 from helpers import assert_same_bits, small_data, small_net
 from papa.errors import RunError
+from papa.storage.lock import Lock
 from papa.training import (
     AveragingOptions,
     Callback,
@@ -26,7 +27,6 @@ from papa.training import (
     Transforms,
 )
 from papa.training.checkpoint.store import with_digest
-from papa.training.lock import Lock
 
 NUM_STEPS = 15
 
@@ -155,7 +155,7 @@ def test_another_training_is_refused_and_nothing_is_changed(tmp_path: Path) -> N
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    with Lock(tmp_path / ".lock"), pytest.raises(RunError, match="is in use by process"):
+    with Lock(tmp_path / ".lock"), pytest.raises(RunError, match="is in use by another process"):
         train(Steps(), tmp_path)
 
 

@@ -24,11 +24,10 @@ from papa.storage import (
     write_atomically,
     write_json,
 )
+from papa.storage.lock import Lock
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from papa.training.lock import Lock
 
 MAX_METRICS_BYTES = 1 << 30
 
@@ -64,8 +63,6 @@ class RunDirectory:
 
     def lock(self) -> Lock:
         """A context in which no other process may write here."""
-        from papa.training.lock import Lock
-
         return Lock(self.path / ".lock")
 
     @property
@@ -89,7 +86,7 @@ class RunDirectory:
     def is_interrupted(self) -> bool:
         """Whether there is an unfinished run here and no process works on it."""
         # Checked again at the end: it may have finished between the first two checks.
-        return not self.is_finished and not self.lock().seems_held and self.holds_run and not self.is_finished
+        return not self.is_finished and not self.lock().is_held and self.holds_run and not self.is_finished
 
     @contextlib.contextmanager
     def reserved(self, config: Mapping[str, Any], *, torchrun: Mapping[str, Any] | None = None) -> Iterator[None]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from papa.errors import ConfigError, RunError
 from papa.storage import DamagedError
+from papa.storage.lock import Lock
 from papa.training.callbacks import Callback
 from papa.training.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
-from papa.training.lock import Lock
 from papa.training.loop import Training
 from papa.training.state import expected_states, load_state_, member_states, shared_state
 

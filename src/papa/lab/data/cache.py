@@ -26,8 +26,8 @@ import torch
 from papa.errors import DataError
 from papa.lab.data.files import Pixels
 from papa.storage import file_errors, json_text, read_json, validated, write_file
+from papa.storage.lock import waiting_lock
 from papa.training.data import Arrays
-from papa.training.lock import waiting_lock
 
 
 @dataclass(frozen=True)

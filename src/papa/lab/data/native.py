@@ -17,8 +17,8 @@ from papa.lab.data.cache import Decoded, cached_images
 from papa.lab.data.files import digest_of, resize_arrays
 from papa.lab.data.splits import check_labels
 from papa.packages import require
+from papa.storage.lock import waiting_lock
 from papa.training.data import Arrays
-from papa.training.lock import waiting_lock
 
 
 @dataclass(frozen=True)

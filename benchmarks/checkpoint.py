@@ -22,7 +22,7 @@ from torchvision.models import resnet18
 
 from _bench import Result, best_times, finish, parser
 from papa.core.group import LocalGroup
-from papa.training.checkpoint import CheckpointWriter, member_state
+from papa.training.checkpoints import CheckpointWriter, member_state
 
 NUM_MEMBERS = 5
 MOST_TIMES_A_COPY = 1.5

@@ -27,7 +27,7 @@ from papa.core.group import LocalGroup
 from papa.lab.report.draw import SERIES_COLORS, Chart, Line, line_chart, standalone_svg
 from papa.lab.report.page import run_page
 from papa.training import Settings
-from papa.training.checkpoint import CheckpointWriter, member_state
+from papa.training.checkpoints import CheckpointWriter, member_state
 from papa.training.entry import start_training
 
 MEMBERS = (2, 4, 8, 16, 32, 64)

@@ -33,7 +33,7 @@ from papa.lab.recipes import RECIPES, find
 from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
 from papa.storage.tensors import save_network
-from papa.training.checkpoint.store import with_digest
+from papa.training.checkpoints import with_digest
 from report_samples import make_full_result
 
 JUNK: list[Any] = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from papa.core.group import LocalGroup
-from papa.training.checkpoint import Checkpoint, CheckpointWriter, Expected, load_checkpoint, member_state
+from papa.training.checkpoints import Checkpoint, CheckpointWriter, Expected, load_checkpoint, member_state
 
 Member = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -30,8 +30,7 @@ from papa.lab.recipes import find
 from papa.lab.recipes.build import build
 from papa.lab.runs import RunDirectory
 from papa.storage import read_file
-from papa.training.checkpoint import checkpoints, load_checkpoint
-from papa.training.state import expected_states
+from papa.training.checkpoints import checkpoints, expected_states, load_checkpoint
 
 OPTIONS = ["--members", "3", "--train.batch-size", "32", "--average.repair", "1"]
 

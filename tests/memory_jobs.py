@@ -32,9 +32,15 @@ from papa.distributed.shared_memory import SharedMemoryGroup
 from papa.lab import analysis
 from papa.repair import RepairMerges
 from papa.training import Training
-from papa.training.checkpoint import CheckpointWriter, load_checkpoint
+from papa.training.checkpoints import (
+    CheckpointWriter,
+    expected_states,
+    load_checkpoint,
+    load_state_,
+    member_states,
+    shared_state,
+)
 from papa.training.data import Data, as_source
-from papa.training.state import expected_states, load_state_, member_states, shared_state
 
 SIZE, UNITS = 4, 32
 

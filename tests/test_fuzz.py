@@ -27,9 +27,8 @@ from papa.lab.recipes.build import build
 from papa.lab.report.page import compare_page, run_page
 from papa.lab.runs import RunDirectory
 from papa.storage.tensors import save_network
-from papa.training.checkpoint.store import with_digest
+from papa.training.checkpoints import member_states, shared_state, with_digest
 from papa.training.saving import _load_
-from papa.training.state import member_states, shared_state
 
 MOST_EXTRA_MEGABYTES = 300.0
 

@@ -16,7 +16,7 @@ from papa.core.group import LocalGroup
 from papa.core.rules import AveragingContext, Independent
 from papa.couplings.coupling import Coupling
 from papa.distributed.start import start_workers
-from papa.training.state import load_state_, member_states, shared_state
+from papa.training.checkpoints import load_state_, member_states, shared_state
 from rule_cases import CASES, SIZE, VARIANTS, make_population, run_rule, step_
 
 ALL = {**CASES, **VARIANTS}

@@ -21,7 +21,7 @@ from papa.core.population import Population
 from papa.core.rules import AveragingContext, Push, Rule
 from papa.couplings.observation import Probe, gradient_norms, loss_of_mean, losses_of_members
 from papa.errors import MixingError, RunError
-from papa.training.state import expected_states, load_state_, member_states, shared_state
+from papa.training.checkpoints import expected_states, load_state_, member_states, shared_state
 
 
 def size_of_weights(network: nn.Module) -> float:

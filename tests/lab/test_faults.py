@@ -27,7 +27,7 @@ from papa.core.group import LocalGroup
 from papa.errors import RunError
 from papa.lab.runs import RunDirectory
 from papa.training import Callback, Training
-from papa.training.checkpoint import CheckpointWriter, checkpoints, load_checkpoint, member_state
+from papa.training.checkpoints import CheckpointWriter, checkpoints, load_checkpoint, member_state
 
 CALLS = ("open", "write", "fsync", "replace", "mkdir", "close", "unlink")
 

@@ -23,7 +23,7 @@ from papa.lab.recipes import find
 from papa.lab.runs import RunDirectory
 from papa.lab.signals import new_flag, watching_signals
 from papa.training import Callback, CheckpointOptions, Training
-from papa.training.checkpoint import checkpoints
+from papa.training.checkpoints import checkpoints
 
 
 def test_a_run_writes_its_files_and_its_result_says_what_a_reader_needs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from papa.lab.config import Config
 from papa.lab.launch import RunSpec
 from papa.lab.launch_many import execute_all
 from papa.training import Training
-from papa.training.checkpoint import checkpoints
+from papa.training.checkpoints import checkpoints
 
 
 def spec(folder: Path, seed: int, config: Config | None = None, **more: object) -> RunSpec:

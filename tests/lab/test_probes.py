@@ -10,8 +10,8 @@ from papa.errors import ConfigError
 from papa.lab.probes import MergeProbes
 from papa.lab.result import fold_merges
 from papa.training import Callback, EpochRecord, Training
+from papa.training.checkpoints import load_state_, member_states, shared_state
 from papa.training.data import Data
-from papa.training.state import load_state_, member_states, shared_state
 
 
 def probed(*more: Callback, **changes: Any) -> tuple[Training, list[dict[str, Any]]]:

@@ -15,8 +15,14 @@ from papa.lab.config import AverageConfig, Config, TrajectoryConfig
 from papa.lab.outcome import finalize_run
 from papa.repair import reset_batch_norm_
 from papa.training import Callback, Training, TrajectoryAverage
-from papa.training.checkpoint import CheckpointWriter, load_checkpoint
-from papa.training.state import expected_states, load_state_, member_states, shared_state
+from papa.training.checkpoints import (
+    CheckpointWriter,
+    expected_states,
+    load_checkpoint,
+    load_state_,
+    member_states,
+    shared_state,
+)
 
 
 def averages_of(training: Training) -> list[nn.Module]:

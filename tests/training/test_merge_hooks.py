@@ -15,7 +15,7 @@ from papa.lab.config import Config
 from papa.lab.outcome import finalize_run
 from papa.repair import repair_, reset_batch_norm_
 from papa.training import Align, Callback, Repair, Training
-from papa.training.state import load_state_, member_states, shared_state
+from papa.training.checkpoints import load_state_, member_states, shared_state
 
 
 class BeforeMerge(Callback):

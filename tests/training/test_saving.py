@@ -26,7 +26,7 @@ from papa.training import (
     TrajectoryAverage,
     Transforms,
 )
-from papa.training.checkpoint.store import with_digest
+from papa.training.checkpoints import with_digest
 
 NUM_STEPS = 15
 

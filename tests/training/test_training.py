@@ -13,9 +13,9 @@ from papa.errors import ConfigError, DataError
 from papa.streams import global_stream, stream
 from papa.training import AveragingOptions, Callback, EpochRecord, Numerics, Repair, Training, Transforms
 from papa.training.batches import Batches
+from papa.training.checkpoints import load_state_, member_states, shared_state
 from papa.training.data import Data, as_source
 from papa.training.schedules import cosine
-from papa.training.state import load_state_, member_states, shared_state
 from papa.training.task import Task
 
 

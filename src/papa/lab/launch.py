@@ -40,7 +40,7 @@ from papa.packages import require
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
-from papa.training.checkpoint import CheckpointWriter, discard
+from papa.training.checkpoints import CheckpointWriter, discard
 from papa.training.saving import resume_
 
 SMALL_DATA_SETS = ("digits", "optdigits")

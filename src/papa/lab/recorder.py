@@ -11,7 +11,7 @@ from papa.lab.config import Config
 from papa.lab.runs import RunDirectory
 from papa.lab.signals import StopFlag
 from papa.training import EpochRecord, EpochScores, Training
-from papa.training.checkpoint import CheckpointWriter
+from papa.training.checkpoints import CheckpointWriter
 from papa.training.saving import Saver, describe_failure
 
 

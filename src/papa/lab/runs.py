@@ -248,7 +248,7 @@ class RunDirectory:
                 raise RunError(f"line {number} of {self.metrics} is no event of papa: {error}") from error
 
     def latest_checkpoint(self) -> Path | None:
-        from papa.training.checkpoint import checkpoints  # imports torch, which listings do without
+        from papa.training.checkpoints import checkpoints  # imports torch, which listings do without
 
         found = checkpoints(self.checkpoints)
         return found[-1][1] if found else None

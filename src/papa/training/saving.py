@@ -18,9 +18,18 @@ from papa.errors import ConfigError, RunError
 from papa.storage import DamagedError
 from papa.storage.lock import Lock
 from papa.training.callbacks import Callback
-from papa.training.checkpoint import CheckpointWriter, Failure, checkpoints, discard, load_checkpoint
+from papa.training.checkpoints import (
+    CheckpointWriter,
+    Failure,
+    checkpoints,
+    discard,
+    expected_states,
+    load_checkpoint,
+    load_state_,
+    member_states,
+    shared_state,
+)
 from papa.training.loop import Training
-from papa.training.state import expected_states, load_state_, member_states, shared_state
 
 SECONDS_BETWEEN_SYNCS = 1.0
 """How often several processes ask each other whether to stop or to save."""

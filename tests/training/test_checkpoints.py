@@ -16,7 +16,7 @@ from papa.core.group import LocalGroup
 from papa.errors import RunError
 from papa.storage import DamagedError, json_text, read_json, write_atomically, write_json
 from papa.storage.tensors import TensorInfo, save_network
-from papa.training.checkpoint import (
+from papa.training.checkpoints import (
     CheckpointWriter,
     Expected,
     Failure,
@@ -24,8 +24,8 @@ from papa.training.checkpoint import (
     load_checkpoint,
     load_member_state_,
     member_state,
+    with_digest,
 )
-from papa.training.checkpoint.store import with_digest
 
 
 @pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
@@ -103,6 +103,14 @@ class ReadsNumbers(torch.optim.SGD):
         super().step(closure)
 
 
+class NeedsItsDevice(torch.optim.SGD):
+    """An optimizer that checks the device, as those with `capturable=True` do."""
+
+    def step(self, closure: Any = None) -> None:
+        assert self.param_groups[0]["params"][0].device.type == "cpu"
+        super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizer_type", "options"),
     [
@@ -113,6 +121,7 @@ class ReadsNumbers(torch.optim.SGD):
         (torch.optim.AdamW, {"foreach": True}),
         (torch.optim.Adafactor, {}),
         (ReadsNumbers, {"momentum": 0.9}),
+        (NeedsItsDevice, {"momentum": 0.9}),
     ],
 )
 def test_the_state_of_an_optimizer_is_known_before_its_first_step(optimizer_type: Any, options: Any) -> None:

@@ -70,3 +70,17 @@ def test_global_stream_restores_the_generator_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         draw_and_fail()
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="CUDA is in use already")
+def test_a_process_that_begins_to_use_cuda_inside_a_global_stream_draws_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        with global_stream(1, "init", member=0):
+            assert seeds == [derive(1, "init", member=0)]  # torch keeps it until CUDA is used
+    assert seeds[1:] == [5]

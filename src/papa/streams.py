@@ -40,9 +40,18 @@ def global_stream(seed: int, purpose: str, member: int | None = None, position: 
 
     For code that can only draw from the global generators: `nn.init`, dropout, drop-path.
     """
+    own, before = derive(seed, purpose, member, position), torch.initial_seed()
+    # A process that has not used CUDA may begin to inside the block, as `with torch.device("cuda")` does.
+    may_begin = not torch.cuda.is_initialized() and torch.cuda.is_available()
     with torch.random.fork_rng(devices=accelerators_in_use()):
-        seed_global_(derive(seed, purpose, member, position))
-        yield
+        seed_global_(own)
+        if may_begin:
+            torch.cuda.manual_seed_all(own)  # until then, torch keeps the last seed
+        try:
+            yield
+        finally:
+            if may_begin:
+                torch.cuda.manual_seed_all(before)
 
 
 def seed_global_(seed: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
-from papa.training import Settings
+from papa.training import Settings, Transforms
 from papa.training.batches import Batches
 from papa.training.data import Arrays, Data
 
 
-def make_batches() -> Batches:
+def make_batches(device: str = "cpu", transforms: Transforms = Transforms()) -> Batches:  # noqa: B008
     source = Arrays(torch.arange(100.0)[:, None], torch.zeros(100, dtype=torch.long))
-    settings = Settings(num_epochs=1, batch_size=10)
-    return Batches(Data(train=source, validation=source), settings, range(2), torch.device("cpu"))
+    settings = Settings(num_epochs=1, batch_size=10, transforms=transforms)
+    return Batches(Data(train=source, validation=source), settings, range(2), torch.device(device))
 
 
 def test_a_batch_does_not_depend_on_what_was_asked_for_before() -> None:
@@ -29,3 +31,23 @@ def test_an_epoch_shows_every_example_once() -> None:
     for epoch in range(2):
         seen = torch.cat([batches.training_batch(0, 10 * epoch + position)[0] for position in range(10)])
         assert seen.flatten().sort().values.tolist() == list(range(100))
+
+
+@pytest.mark.parametrize("is_augmented", [False, True])
+def test_batches_are_augmented_where_the_data_is_and_prepared_on_the_training_device(is_augmented: bool) -> None:
+    found: list[str] = []
+
+    def prepare(inputs: Tensor) -> Tensor:
+        found.append(inputs.device.type)
+        return inputs + 1
+
+    def augment(inputs: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        found.append(inputs.device.type)
+        return inputs + torch.randn(inputs.shape, generator=generator), targets
+
+    transforms = Transforms(prepare=prepare, augment=augment if is_augmented else None)
+    batches = make_batches("meta", transforms)
+    for batch in (batches.training_batch(0, 0), next(batches.evaluation(batches.data.validation))):
+        assert [part.device.type for part in batch] == ["meta", "meta"]
+    assert [part.device.type for part in batches.stream_augmented([0], 1)] == ["meta"]
+    assert found == (["cpu", "meta", "cpu"] if is_augmented else ["meta", "meta", "meta"])

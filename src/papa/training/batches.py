@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from papa.errors import ConfigError, DataError
-from papa.evaluation.inputs import Inputs, each
+from papa.evaluation.inputs import Inputs, each, tensors_in
 from papa.evaluation.scores import Batch
 from papa.streams import derive, global_stream, seed_global_, stream
 from papa.training.data import Arrays, Data, LoaderBatches, Source, Subset, stream_batches
-from papa.training.options import Augment, Settings
+from papa.training.options import Settings
 
 REPAIR_SEED = 666
 """The paper's: REPAIR uses the same data on every call, whatever the run's seed."""
@@ -38,31 +38,33 @@ class Batches:
         """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
         self._augment = settings.transforms.augment
-        self.augments = [self._augment_of(self._augment, member) for member in members]
-        self.is_augmented = settings.transforms.augment is not None
         self._channels_last = settings.numerics.channels_last
         self._streams: dict[int, tuple[int, Iterator[Batch]]] = {}
         """For each member, the number of the next batch, and the iterator it comes from."""
 
-    def _augment_of(self, augment: object, member: int) -> Augment:
-        if augment is None:
-            return lambda inputs, targets, generator: (self.prepare(inputs), targets)
-        return augment if callable(augment) else augment[member]  # type: ignore[index]
+    def _augmented(self, batch: Batch, member: int, seed: int) -> Batch:
+        """A batch as the networks take it: augmented where the data is, or prepared on the training device."""
+        inputs, targets = batch
+        if self._augment is None:
+            return self.prepare(self.to_device(inputs)), self.to_device(targets)
+        augment = self._augment if callable(self._augment) else self._augment[member]
+        generator = torch.Generator(tensors_in(inputs)[0].device).manual_seed(seed)
+        inputs, targets = augment(inputs, targets, generator)
+        return self.to_device(inputs), self.to_device(targets)
 
     def training_batch(self, index: int, number: int) -> Batch:
         """A batch of the local member of this index; without accumulation there is one for each step."""
         member = self.members[index]
         # Datasets with random transforms, dropout and drop-path draw from the global generator only.
         seed_global_(derive(self.seed, "data", member, number))
-        generator = stream(self.seed, "augment", member, number)
-        return self.augments[index](*self._next(member, number), generator)
+        return self._augmented(self._next(member, number), member, derive(self.seed, "augment", member, number))
 
     def stacked(self, step: int) -> Iterator[Batch]:
         """The training batches of all local members from a step on, each stacked to `(members, batch_size, ...)`.
 
         If nothing about them is random, many steps are gathered and prepared at a time.
         """
-        is_plain = not self.is_augmented and not self.data.parts and _is_in_memory(self.data.train)
+        is_plain = self._augment is None and not self.data.parts and _is_in_memory(self.data.train)
         while not is_plain:
             drawn = [self.training_batch(index, step) for index in range(len(self.members))]
             forms = [
@@ -109,9 +111,8 @@ class Batches:
                 f"the data of member {member} ended after {position} batches of an epoch, expected "
                 f"{self.num_per_epoch}: pass steps_per_epoch"
             )
-        inputs, targets = found
         self._streams[member] = number + 1, batches
-        return self.to_device(inputs), self.to_device(targets)
+        return found
 
     def _read_epoch(self, member: int, epoch: int, position: int) -> Iterator[Batch]:
         """The batches of a member in an epoch, from a position on."""
@@ -138,10 +139,9 @@ class Batches:
 
         Members may be those of other processes.
         """
-        augments = [self._augment_of(self._augment, member) for member in members]
         for number, batch in enumerate(self._fixed(num_batches)):
-            augment = augments[number % len(augments)]
-            yield self.formatted(augment(*batch, stream(REPAIR_SEED, "repair-augment", position=number))[0])
+            seed = derive(REPAIR_SEED, "repair-augment", position=number)
+            yield self.formatted(self._augmented(batch, members[number % len(members)], seed)[0])
 
     def plain_repair(self) -> list[Inputs]:
         """The inputs REPAIR uses, without augmentation."""
@@ -157,20 +157,19 @@ class Batches:
     def stream_plain(self, num_batches: int | None) -> Iterator[Inputs]:
         """As `plain`, one batch at a time."""
         for inputs, _ in self._fixed(num_batches):
-            yield self.formatted(self.prepare(inputs))
+            yield self.formatted(self.prepare(self.to_device(inputs)))
 
     def _fixed(self, num_batches: int | None) -> Iterator[Batch]:
         train = self.data.train
         if isinstance(train, LoaderBatches):
-            for inputs, targets in itertools.islice(train.epoch(seed=derive(REPAIR_SEED, "repair")), num_batches):
-                yield self.to_device(inputs), self.to_device(targets)
+            yield from itertools.islice(train.epoch(seed=derive(REPAIR_SEED, "repair")), num_batches)
             return
         order = torch.randperm(len(train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
         whole = order[: len(order) // self.batch_size * self.batch_size]
         for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
             with global_stream(self.seed, "repair", position=number):
-                inputs, targets = train.batch(indices)
-            yield self.to_device(inputs), self.to_device(targets)
+                batch = train.batch(indices)
+            yield batch
 
     def evaluation(self, source: Source) -> Iterator[Batch]:
         """All examples of a source, without augmentation."""

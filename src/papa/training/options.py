@@ -54,9 +54,10 @@ class Transforms:
 
     augment: Augment | Sequence[Augment] | None = None
     """From a batch of raw inputs, its targets and a generator to what a member trains on: one function for all members,
-    or one for each. It replaces `prepare` during training."""
+    or one for each. It replaces `prepare` during training. Batches are augmented where the data is, usually on the CPU,
+    before they go to the training device; the generator is of the same device as the inputs."""
     prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs
-    """From a batch of raw inputs to what a network takes, without randomness."""
+    """From a batch of raw inputs to what a network takes, without randomness, on the training device."""
 
 
 @dataclass(frozen=True, kw_only=True)

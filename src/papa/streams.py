@@ -42,7 +42,7 @@ def global_stream(seed: int, purpose: str, member: int | None = None, position: 
     """
     own, before = derive(seed, purpose, member, position), torch.initial_seed()
     # A process that has not used CUDA may begin to inside the block, as `with torch.device("cuda")` does.
-    may_begin = not torch.cuda.is_initialized() and torch.cuda.is_available()
+    may_begin = not torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=accelerators_in_use()):
         seed_global_(own)
         if may_begin:

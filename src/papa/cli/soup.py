@@ -126,13 +126,11 @@ def split_weights(text: str) -> list[float]:
 
 
 def _check_needs_no_network(options: SoupOptions) -> None:
-    if options.align or options.repair or options.reset_batch_norm:
+    if options.align or options.repair or options.reset_batch_norm or options.learned:
         raise ConfigError(
-            "aligning, repairing and resetting BatchNorm need a network and data: give --recipe NAME, or --factory "
-            "package.module:function that returns (network, batches)"
+            "aligning, repairing, resetting BatchNorm and learned weights need a network and data: give --recipe NAME, or "
+            "--factory package.module:function that returns (network, batches)"
         )
-    if options.learned:
-        raise ConfigError("a learned soup needs a network and data: give --recipe NAME, or --factory")
     if options.greedy and options.score is None:
         raise ConfigError(
             "a greedy soup needs scores: give a --score command that prints a number for the file {}, --recipe NAME, "

@@ -68,7 +68,7 @@ class DataConfig:
     """The directory of the data, where it is also downloaded to; for text also a file, for a table its CSV file."""
     validation: float = option(0.02, above=0, below=1)
     """The share of the training data held out for validation; tiles are split by area instead, text by position."""
-    image_size: int | None = None
+    image_size: int | None = option(None, at_least=1)
     """Resize images to this size; None for the size the network was made for."""
     test_share: float | None = None
     """The share of the data to use for testing: of a folder without test images, of a table (0.25 by default), or of
@@ -94,7 +94,7 @@ class ModelConfig:
 
     name: str = "digits-cnn"
     """The network."""
-    width: int | None = None
+    width: int | None = option(None, at_least=1)
     """Channels of its first stage, or units of a hidden layer; None for the published width."""
     dropout: float = option(0.0, at_least=0, below=1)
     """mlp: dropout after each hidden layer."""

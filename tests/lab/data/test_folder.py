@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from papa.errors import ConfigError, DataError
-from papa.lab.data import DecodedFolder, MappedImages, load_images
+from papa.lab.data import DecodedFolder, load_images
 from papa.lab.data import files as decode_module
 from papa.lab.data.cache import cache_folder
 from papa.lab.data.digits import NUM_TRAIN
 from papa.lab.data.files import decode_files, resize_and_crop, resize_arrays, scan_classes
 from papa.lab.data.splits import targets_of
-from papa.training.data import Subset
+from papa.training.data import Arrays, Subset
 
 MakeImages = Callable[..., list[Path]]
 
@@ -43,7 +43,7 @@ def test_train_and_test_folders(split_folder: Path) -> None:
     assert (len(images.train), len(images.test), images.num_classes) == (8, 4, 2)
     assert images.classes == ("cat", "dog")
     assert (images.channels, images.image_size, images.crop_padding, images.flip) == (3, 8, 1, True)
-    assert isinstance(images.train, MappedImages)
+    assert isinstance(images.train, Arrays)
     inputs, targets = images.train.batch(torch.tensor([5, 0]))
     assert targets.tolist() == [1, 0]
     assert torch.equal(inputs[0], planar(split_folder / "train" / "dog" / "001.png"))
@@ -201,7 +201,7 @@ def test_large_images_are_decoded_when_needed(tmp_path: Path, make_images: MakeI
     assert images.mean == (0.485, 0.456, 0.406)
     assert images.test.batch(torch.tensor([0]))[0].shape == (1, 3, 224, 224)
     assert not cache_folder(tmp_path).exists()
-    assert isinstance(load_images("folder", root=tmp_path, image_size=64).train, MappedImages)
+    assert isinstance(load_images("folder", root=tmp_path, image_size=64).train, Arrays)
 
 
 def test_imagenet_is_in_train_and_val(tmp_path: Path, make_images: MakeImages) -> None:
@@ -214,7 +214,7 @@ def test_imagenet_is_in_train_and_val(tmp_path: Path, make_images: MakeImages) -
         assert images.image_size == 112
     assert load_images("imagenet", root=tmp_path).image_size == 224
     small = load_images("imagenet", root=tmp_path, image_size=32)
-    assert isinstance(small.train, MappedImages)
+    assert isinstance(small.train, Arrays)
     assert (small.mean, small.crop_padding) == ((0.485, 0.456, 0.406), 4)
 
 
@@ -302,8 +302,6 @@ def test_neither_test_images_nor_a_share(tmp_path: Path, make_images: MakeImages
 def test_unknown_names_and_sizes() -> None:
     with pytest.raises(ConfigError, match="there is no data set cifar-10: did you mean cifar10"):
         load_images("cifar-10")
-    with pytest.raises(ConfigError, match=r"--data.image-size is 0, expected at least 1"):
-        load_images("digits", image_size=0)
 
 
 def test_without_pillow(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

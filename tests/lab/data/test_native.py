@@ -17,7 +17,8 @@ import torch
 from torchvision import datasets
 
 from papa.errors import ConfigError, DataError
-from papa.lab.data import MappedImages, load_images
+from papa.lab.data import load_images
+from papa.training.data import Arrays
 
 MakeImages = Callable[..., list[Path]]
 
@@ -69,7 +70,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cifar10_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar10(tmp_path, monkeypatch)
     images = load_images("cifar10", root=tmp_path, download=False)
-    assert isinstance(images.train, MappedImages)
+    assert isinstance(images.train, Arrays)
     assert (len(images.train), len(images.test), images.num_classes) == (50, 10, 10)
     assert (images.channels, images.image_size, images.crop_padding, images.flip) == (3, 32, 4, True)
     assert images.mean == (0.4914, 0.4822, 0.4465)
@@ -137,11 +138,11 @@ def test_cifar100_as_class_folders(tmp_path: Path, make_images: MakeImages, fold
         for number in range(100):
             make_images(tmp_path / folder / part / f"class{number:02d}", count, (32, 32))
     images = load_images("cifar100", root=tmp_path, max_test=50)
-    assert isinstance(images.train, MappedImages)
+    assert isinstance(images.train, Arrays)
     assert (len(images.train), len(images.test), images.num_classes) == (200, 50, 100)
     assert images.mean == (0.5071, 0.4865, 0.4409)
     assert (images.crop_padding, images.flip) == (4, True)
-    assert isinstance(load_images("cifar100", root=tmp_path, image_size=100).train, MappedImages)
+    assert isinstance(load_images("cifar100", root=tmp_path, image_size=100).train, Arrays)
 
 
 def test_part_of_cifar100(tmp_path: Path, make_images: MakeImages) -> None:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from papa.errors import ConfigError
-from papa.lab.models import freeze_all_but_head_, head_of, make_model, model_names, unfreeze_
+from papa.lab.models import freeze_all_but_head_, head_of, make_model, unfreeze_
 
 
 def build(name):
@@ -17,7 +17,12 @@ def trainable(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-NAMES = [*model_names(), "timm:test_vit", "timm:test_resnet", "timm:test_efficientnet"]
+NAMES = [
+    *("digits-cnn", "vgg11", "resnet18", "resnet20", "unet", "linear"),
+    "timm:test_vit",
+    "timm:test_resnet",
+    "timm:test_efficientnet",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,5 @@
 """Data sets of the lab: image sets by name, class folders, and tiles with a class per pixel."""
 
-from papa.lab.data.cache import MappedImages
 from papa.lab.data.digits import load_digits, load_optdigits
 from papa.lab.data.images import ImageSet, load_images
 from papa.lab.data.large import DecodedFolder
@@ -9,7 +8,6 @@ from papa.lab.data.tiles import Patches, Tiles, load_tiles, load_vaihingen
 __all__ = [
     "DecodedFolder",
     "ImageSet",
-    "MappedImages",
     "Patches",
     "Tiles",
     "load_digits",

@@ -114,8 +114,6 @@ def load_images(
     """
     if name not in LOADERS:
         raise ConfigError(f"there is no data set {name}: {did_you_mean(name, LOADERS)}")
-    if image_size is not None and image_size < 1:
-        raise ConfigError(f"--data.image-size is {image_size}, expected at least 1, or None for the images' own")
     if test_share is not None and name not in OWN:
         raise ConfigError(f"--data.test-share is {test_share}, but {name} has its own test images: leave it out")
     options = _Options(root=Path(root), image_size=image_size, test_share=test_share, download=download)

@@ -2,7 +2,7 @@
 
 from papa.lab.models.head import freeze_all_but_head_, head_of, unfreeze_
 from papa.lab.models.networks import VGG, DigitsCNN, UNet, resnet18, resnet20
-from papa.lab.models.registry import input_size_of, make_model, model_names, normalization_of
+from papa.lab.models.registry import input_size_of, make_model, normalization_of
 from papa.lab.models.weights import load_weights_
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "input_size_of",
     "load_weights_",
     "make_model",
-    "model_names",
     "normalization_of",
     "resnet18",
     "resnet20",

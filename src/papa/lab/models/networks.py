@@ -10,14 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
 
-_CONVOLUTIONS_PER_STAGE = {
-    11: (1, 1, 2, 2, 2),
-    13: (2, 2, 2, 2, 2),
-    16: (2, 2, 3, 3, 3),
-    19: (2, 2, 4, 4, 4),
-}
+_CONVOLUTIONS_PER_STAGE = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3)}
 _WIDENING = (1, 2, 4, 8, 8)
 
 
@@ -55,7 +50,7 @@ class DigitsCNN(ConvNet):
 
 
 class VGG(ConvNet):
-    """VGG-11, 13, 16 or 19 (Simonyan and Zisserman, 2015) with BatchNorm and one linear layer.
+    """VGG-11 or 16 (Simonyan and Zisserman, 2015) with BatchNorm and one linear layer.
 
     Example:
         >>> import torch
@@ -67,9 +62,6 @@ class VGG(ConvNet):
     """
 
     def __init__(self, depth: int, *, num_classes: int = 10, in_channels: int = 3, width: int = 64) -> None:
-        if depth not in _CONVOLUTIONS_PER_STAGE:
-            depths = ", ".join(str(known) for known in _CONVOLUTIONS_PER_STAGE)
-            raise ConfigError(f"VGG got a depth of {depth}, expected one of {depths}")
         features: list[nn.Module] = []
         channels = in_channels
         for num_convolutions, widening in zip(_CONVOLUTIONS_PER_STAGE[depth], _WIDENING, strict=True):

@@ -25,7 +25,7 @@ def test_every_problem_is_told_at_once() -> None:
         Config(
             method="pappa",
             members=0,
-            data=DataConfig(validation=1.5),
+            data=DataConfig(validation=1.5, test_share=0.0),
             train=TrainConfig(epochs=0, lr=-1.0, schedule="cosin"),
             average=AverageConfig(
                 alpha=2.0,
@@ -47,6 +47,8 @@ def test_every_problem_is_told_at_once() -> None:
         "--method is pappa: did you mean papa?",
         "--members is 0, expected at least 1",
         "--data.validation is 1.5",
+        "--data.test-share is 0.0, expected more than 0 and below 1",
+        "--data.validation and --data.test-share are 1.5 together, expected less than 1",
         "--train.epochs is 0",
         "--train.lr is -1.0",
         "--train.schedule is cosin: did you mean cosine?",

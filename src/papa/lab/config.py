@@ -70,7 +70,7 @@ class DataConfig:
     """The share of the training data held out for validation; tiles are split by area instead, text by position."""
     image_size: int | None = option(None, at_least=1)
     """Resize images to this size; None for the size the network was made for."""
-    test_share: float | None = None
+    test_share: float | None = option(None, above=0, below=1)
     """The share of the data to use for testing: of a folder without test images, of a table (0.25 by default), or of
     the end of a text."""
     max_train: int | None = option(None, at_least=1)
@@ -444,6 +444,9 @@ def _contradictions(config: Config) -> Iterator[str]:
     method, train, average, diversity = config.method, config.train, config.average, config.diversity
     if not 0 <= train.min_lr <= max(train.lr, 0):
         yield f"--train.min-lr is {train.min_lr}, expected 0 to --train.lr ({train.lr})"
+    share = config.data.validation + (config.data.test_share or 0.0)
+    if share >= 1:
+        yield f"--data.validation and --data.test-share are {share:g} together, expected less than 1"
     if train.warmup_epochs > train.epochs:
         yield f"--train.warmup-epochs is {train.warmup_epochs}, expected at most --train.epochs ({train.epochs})"
     if train.engine == "stacked" and train.precision == "float16":

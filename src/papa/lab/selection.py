@@ -81,14 +81,6 @@ class MergeElite(Rule):
     elite: float = 0.6
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.children_per_member < 1 or not 0.0 <= self.elite <= 1.0:
-            raise MixingError(
-                f"MergeElite got children_per_member={self.children_per_member} and elite={self.elite}, expected at "
-                "least 1 child and a share from 0 to 1"
-            )
-
     def matrix(self, context: AveragingContext) -> Tensor:
         size, num_children = context.size, context.size * self.children_per_member
         generator = stream(self.seed, "merge", position=context.step)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import transforms
 
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
 from papa.lab.data import DecodedFolder
 from papa.lab.data.files import scan_classes
 from papa.lab.data.large import random_box
@@ -166,8 +166,3 @@ def test_a_file_that_is_no_image_is_named_before_training(folder: Path) -> None:
     (folder / "dog" / "001.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"dog/001\.png cannot be decoded"):
         source(folder)
-
-
-def test_workers_cannot_be_negative(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="num_workers is -1, expected at least 0"):
-        source(folder, num_workers=-1)

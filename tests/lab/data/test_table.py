@@ -11,7 +11,7 @@ import torch
 from helpers import execute
 from papa.errors import ConfigError, DataError
 from papa.lab.config import Config, DataConfig, DiversityConfig, ModelConfig
-from papa.lab.data.table import check_shares, load_table, read_csv
+from papa.lab.data.table import load_table, read_csv
 from papa.lab.domains import load_domain
 from papa.lab.loading import load
 from papa.lab.recipes import find
@@ -75,14 +75,6 @@ def test_rows_are_split_by_the_seed_and_scaled_by_the_training_rows() -> None:
     again, other = (table.split(0.15, 0.25, seed=seed)[0].test.targets for seed in (3, 4))
     assert torch.equal(again, data.test.targets)
     assert not torch.equal(other, data.test.targets)
-
-
-def test_shares_must_leave_rows_for_training() -> None:
-    assert check_shares(0.1, None) == 0.25
-    with pytest.raises(
-        ConfigError, match=r"--data.validation is 0.5 and --data.test-share 0.5, expected a sum below 1"
-    ):
-        check_shares(0.5, 0.5)
 
 
 TABLE = Config(data=DataConfig(name="wine", validation=0.2), model=ModelConfig(name="mlp"))

@@ -45,12 +45,6 @@ def test_torch_files_in_every_layout(layout, trained, tmp_path):
     assert_same(small(weights=tmp_path / "net.pt"), trained)
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_safetensors(prefix, trained, tmp_path):
-    save_file({prefix + key: value for key, value in trained.items()}, tmp_path / "net.safetensors")
-    assert_same(small(weights=str(tmp_path / "net.safetensors")), trained)
-
-
 def test_other_precision_is_converted(trained, tmp_path):
     halves = {key: value.half() if value.is_floating_point() else value for key, value in trained.items()}
     save_file(halves, tmp_path / "net.safetensors")
@@ -129,36 +123,6 @@ def test_missing_file(tmp_path):
 class Intruder:
     def __reduce__(self):
         return os.mkdir, ("intruded",)
-
-
-def test_of_files_with_code_the_tensors_are_read_and_the_code_does_not_run(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({"state_dict": trained, "extra": Intruder()}, "net.pt")
-    loaded = small(weights="net.pt").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
-    assert not (tmp_path / "intruded").exists()
-
-
-@pytest.mark.parametrize("name", ["net.safetensors", "net.pt"])
-@pytest.mark.parametrize("content", [b"", b"no weights", b"PK\x03\x04 half a zip file"])
-def test_damaged_files_raise(name, content, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=name):
-        small(weights=tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"net": {"weight": torch.zeros(1)}, "acc": 93.0}, "has no state dict: .* it has net, acc"),
-        (torch.zeros(3), "holds a Tensor, expected a state dict"),
-        ({}, "has no state dict: .* it has nothing"),
-    ],
-)
-def test_files_without_a_state_dict_raise(content, message, tmp_path):
-    torch.save(content, tmp_path / "net.pt")
-    with pytest.raises(ConfigError, match=message):
-        small(weights=tmp_path / "net.pt")
 
 
 def test_timm_weights_with_another_number_of_classes(tmp_path):

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from papa.errors import ConfigError
 from papa.lab.data.files import (
     ImageFiles,
     Pixels,
@@ -48,8 +47,6 @@ class DecodedFolder:
     """
 
     def __init__(self, files: ImageFiles, *, image_size: int, num_workers: int | None = None) -> None:
-        if num_workers is not None and num_workers < 0:
-            raise ConfigError(f"num_workers is {num_workers}, expected at least 0")
         self.files, self.image_size = files, image_size
         self.num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
         self.targets = torch.from_numpy(files.labels)

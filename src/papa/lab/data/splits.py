@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
 from papa.streams import stream
 from papa.training.data import Source, Subset
 
@@ -41,11 +41,7 @@ def limit(source: Source, maximum: int | None, *, part: str) -> Source:
         >>> targets_of(few).sort().values
         tensor([0, 0, 1, 1])
     """
-    if maximum is None:
-        return source
-    if maximum < 1:
-        raise ConfigError(f"max_{part} is {maximum}, expected at least 1, or None for all")
-    if maximum >= len(source):
+    if maximum is None or maximum >= len(source):
         return source
     targets = targets_of(source)
     shuffled = torch.randperm(len(source), generator=stream(0, f"limit-{part}"))
@@ -58,8 +54,6 @@ def split_classes(targets: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
     Returns the indices for training and for testing, both in ascending order.
     """
-    if not 0.0 < share < 1.0:
-        raise ConfigError(f"--data.test-share is {share}, expected a share between 0 and 1, such as 0.2")
     shuffled = torch.randperm(len(targets), generator=stream(0, "test-split"))
     counts = torch.bincount(targets)
     num_test = torch.minimum((counts * share).round().long(), counts - 1).clamp(min=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
 from papa.lab.data.splits import limit, split_classes
 from papa.packages import require
 from papa.streams import stream
@@ -20,6 +20,8 @@ SKLEARN = {"breast-cancer": "load_breast_cancer", "wine": "load_wine"}
 """Tables that scikit-learn ships, and their functions."""
 TABLES = (*SKLEARN, "table")
 """The names of tables; `table` is a CSV file of your own."""
+TEST_SHARE = 0.25
+"""Of the rows, if the config does not say."""
 MAX_VALUES = 100
 """The largest number of different words in a column."""
 
@@ -124,11 +126,3 @@ def _features(column: Sequence[str], subject: str) -> Tensor:
     if not numbers.isfinite().all():
         raise DataError(f"{subject} has a value that is not finite, expected numbers")
     return numbers.unsqueeze(1)
-
-
-def check_shares(validation: float, test_share: float | None) -> float:
-    """The share of rows for testing; a `ConfigError` if nothing is left for training."""
-    share = 0.25 if test_share is None else test_share
-    if validation + share >= 1.0:
-        raise ConfigError(f"--data.validation is {validation} and --data.test-share {share}, expected a sum below 1")
-    return share

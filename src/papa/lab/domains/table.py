@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from papa.errors import ConfigError
 from papa.lab.config import Config
-from papa.lab.data.table import TableSet, check_shares, load_table
+from papa.lab.data.table import TEST_SHARE, TableSet, load_table
 from papa.lab.domains.base import COMBINE, Domain
 from papa.lab.models.mlp import MLP
 from papa.lab.models.weights import load_weights_
@@ -38,7 +38,7 @@ class TableDomain(Domain):
 
     def _split(self) -> tuple[Data, Tensor, Tensor]:
         data = self.config.data
-        return self.table.split(data.validation, check_shares(data.validation, data.test_share), seed=self.config.seed)
+        return self.table.split(data.validation, data.test_share or TEST_SHARE, seed=self.config.seed)
 
 
 def load_table_domain(config: Config) -> TableDomain:

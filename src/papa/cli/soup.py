@@ -128,8 +128,8 @@ def split_weights(text: str) -> list[float]:
 def _check_needs_no_network(options: SoupOptions) -> None:
     if options.align or options.repair or options.reset_batch_norm or options.learned:
         raise ConfigError(
-            "aligning, repairing, resetting BatchNorm and learned weights need a network and data: give --recipe NAME, or "
-            "--factory package.module:function that returns (network, batches)"
+            "aligning, repairing, resetting BatchNorm and learned weights need a network and data: give --recipe NAME, "
+            "or --factory package.module:function that returns (network, batches)"
         )
     if options.greedy and options.score is None:
         raise ConfigError(

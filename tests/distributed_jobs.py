@@ -337,7 +337,7 @@ def commands(group: SharedMemoryGroup, path: str) -> dict[str, list[tuple[int, s
 def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
     """The errors at the start of a run under torchrun."""
     set_torchrun_variables(group)
-    config, fast = replace(find("digits").config(), members=2), AverageConfig(exchange="fast")
+    config = replace(find("digits").config(), members=2)
     version = launch.__version__
 
     def with_version() -> None:
@@ -351,7 +351,6 @@ def start_errors(group: SharedMemoryGroup, path: str) -> dict[str, str]:
         "resume": lambda: execute(config, Path(path) / "run", resume=bool(group.rank)),
         "version": with_version,
         "too many": lambda: execute(replace(config, members=1), Path(path) / "run"),
-        "too many, fast": lambda: execute(replace(config, members=1, average=fast), Path(path) / "run"),
         "workers": lambda: execute(config, Path(path) / "run", workers=2),
         "not shared": lambda: launch._check_shared(Path(path) / f"rank-{group.rank}" / "run", group),
     }

@@ -6,12 +6,12 @@ the number of processes. There are three groups:
 - `LocalGroup`: one process holds all rows. Nothing travels.
 - `SharedMemoryGroup`: processes of one machine map one matrix, and each trains its own rows. Nothing travels.
 - `DistributedGroup`: processes on any machines hold the rows of their own members. Columns of all rows travel by
-  all-to-all (`exchange="exact"`, module `exchange`), or sums of rows (`"fast"`, module `reduce`).
+  all-to-all (`exchange="exact"`), or sums of rows (`"fast"`); module `exchange`.
 
-`mesh` turns a process group or a device mesh into a group, `start_workers` starts worker processes, `Torchrun`
-connects the processes that torchrun started, and `connect_members` those that train one member each in ways of their
-own, by a group that other libraries do not see. Members that do not wait for each other have no group at all: they
-publish their weights (module `asynchronous`).
+`papa.core.group.as_group` turns a process group or a device mesh into a group, `start_workers` starts worker processes,
+`Torchrun` connects the processes that torchrun started, and `connect_members` those that train one member each in ways
+of their own, by a group that other libraries do not see. Members that do not wait for each other have no group at all:
+they publish their weights (module `asynchronous`).
 
 **Why the bits are identical.** `W <- A W` treats every column of `W` alike, so columns can be distributed instead of
 rows. `papa.core.product` cuts the matrix into blocks of columns, whose boundaries depend on the shape and dtype of

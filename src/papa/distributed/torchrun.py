@@ -65,10 +65,9 @@ def rank_of_torchrun(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 class Torchrun:
-    """The connected processes of one torchrun; `exchange` is one of `papa.distributed.EXCHANGES`."""
+    """The connected processes of one torchrun."""
 
-    def __init__(self, exchange: str = "exact") -> None:
-        self.exchange = exchange
+    def __init__(self) -> None:
         _connect()
         pairs = all_gather_object((_process_name(os.getppid()), _process_name(os.getpid())))
         self.names = {
@@ -88,13 +87,13 @@ class Torchrun:
     def group(self, size: int, device: str = "cpu") -> Group:
         """The group for a population of `size` on a device.
 
-        Members on the CPUs of one machine share memory where the exchange is exact. Those on GPUs are averaged there.
+        Members on the CPUs of one machine share memory. Those on GPUs are averaged there.
         """
         is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         is_on_gpus = has_nccl() and not device.startswith("cpu")
-        if is_one_machine and self.exchange == "exact" and not is_on_gpus:
+        if is_one_machine and not is_on_gpus:
             return SharedMemoryGroup(size)
-        group = DistributedGroup(exchange=self.exchange)
+        group = DistributedGroup()
         group.local_range(size)  # raises where there are more ranks than members
         return group
 

@@ -21,7 +21,11 @@ def walk(averager: papa.Averager) -> list[tuple[str, str]]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_qualname.endswith("comp>"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(PACKAGE)
+            and not code.co_qualname.endswith(("comp>", "<genexpr>"))
+        ):
             passed[code.co_filename.removeprefix(PACKAGE), code.co_qualname] = None
 
     sys.setprofile(note)

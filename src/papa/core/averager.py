@@ -71,7 +71,17 @@ class LearningRates:
                     f"{ratios[0]:.6g}: a push needs one ratio for all, pass it as averager.step(lr_ratio=...)"
                 )
         ratio = ratios[0] if ratios else 1.0
-        self._warn_if_always_low(ratio)
+        self._was_high |= ratio >= LOW_RATIO
+        self._num_low += ratio < LOW_RATIO and ratio <= self._previous  # a warm-up rises
+        self._previous = ratio
+        if self._num_low == NUM_LOW_BEFORE_WARNING and not self._was_high:
+            warnings.warn(
+                f"{NUM_LOW_BEFORE_WARNING} pushes were scaled down to about {ratio:.2g}, since learning rates have not "
+                "come near their highest values yet: if they never will, pass "
+                "averager.step(lr_ratio=...) or make the push with scale_by_lr=False",
+                PapaWarning,
+                stacklevel=4,
+            )
         return ratio
 
     def _rates(self, indices: Iterable[int]) -> list[Rates]:
@@ -105,19 +115,6 @@ class LearningRates:
                 stacklevel=4,
             )
         return clamped(float(lr) / base) if base > 0.0 else 0.0
-
-    def _warn_if_always_low(self, ratio: float) -> None:
-        self._was_high |= ratio >= LOW_RATIO
-        self._num_low += ratio < LOW_RATIO and ratio <= self._previous  # a warm-up rises
-        self._previous = ratio
-        if self._num_low == NUM_LOW_BEFORE_WARNING and not self._was_high:
-            warnings.warn(
-                f"{NUM_LOW_BEFORE_WARNING} pushes were scaled down to about {ratio:.2g}, since learning rates have not "
-                "come near their highest values yet: if they never will, pass "
-                "averager.step(lr_ratio=...) or make the push with scale_by_lr=False",
-                PapaWarning,
-                stacklevel=4,
-            )
 
     def load_highest(self, highest: Iterable[float]) -> None:
         """Restore `highest` from a checkpoint."""
@@ -324,7 +321,7 @@ class Averager:
         context = self.rule.prepare(population, context)
         has_distances = self.measure and context.columns is None  # else only few columns are read
         if self.health is not None:
-            watched = self.health.watched()
+            watched = None if self.health.watched is None else self.health.watched()
             measured = measure(population, context.columns, distances=has_distances, watched=watched)
             self.found_nonfinite = (*self.found_nonfinite, *self._check_(measured, context.lr_ratio))
             distances = measured.distances
@@ -381,7 +378,8 @@ class Averager:
         if self.health is None:
             return ()
         self.population.refresh_()
-        return self._check_(measure(self.population, distances=False, watched=self.health.watched()))
+        watched = None if self.health.watched is None else self.health.watched()
+        return self._check_(measure(self.population, distances=False, watched=watched))
 
     def _check_(self, measured: Measured, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
         assert self.health is not None

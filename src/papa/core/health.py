@@ -123,7 +123,7 @@ class HealthCheck:
         if policy not in known:
             raise MemberError(f"on_nonfinite is {policy!r}: {did_you_mean(str(policy), known)}")
         self.population, self.optimizers, self.policy = population, optimizers, policy
-        self.unhealthy_reason, self._watched = unhealthy_reason, watched
+        self.unhealthy_reason, self.watched = unhealthy_reason, watched
 
     def check_(self, step: int, measured: Measured, *, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
         """Find non-finite members and apply the policy; the weights of healthy members are not touched.
@@ -146,10 +146,6 @@ class HealthCheck:
         self._restart_from_mean_(sorted(found))
         action = ACTIONS.get(self.policy, "")
         return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
-
-    def watched(self) -> Tensor | None:
-        """The numbers that decide which local members need `unhealthy_reason`; None for all."""
-        return None if self._watched is None else self._watched()
 
     def _reason(self, index: int, measured: Measured) -> str | None:
         if self.population.members[index] in self.population.dropped:

@@ -122,6 +122,10 @@ class Population:
             for dtype, columns in self.layout.num_columns.items()
         }
         """By dtype, the rows of the local members, or of all members where memory is shared."""
+        self.size = self.group.size(len(self))
+        """The number of members of the whole population, on all processes."""
+        self.members = self.group.members(len(self))
+        """The indices of the local members within the whole population."""
         first = self.group.first_row(len(self), self.layout.device)
         self.rows = {dtype: matrix[first : first + len(self)] for dtype, matrix in self.matrices.items()}
         """By dtype, the rows of the local members: call `refresh_` before reading, `mark_changed_` after writing."""
@@ -132,6 +136,8 @@ class Population:
             BoundMember(model, self.layout, {dtype: rows[index] for dtype, rows in self.rows.items()}, member)
             for index, (member, model) in enumerate(zip(self.members, self._models, strict=True))
         ]
+        self.is_sharded = self._bound[0].is_sharded
+        """Whether members are under `fully_shard`, so that this process holds shards of them."""
         self._places = Places(self._bound)
         self._whole_tensors = [tensor for bound in self._bound for tensor in bound.whole_tensors]
         self._sharded_modules = [module for bound in self._bound for module in bound.sharded_modules]
@@ -172,24 +178,9 @@ class Population:
         return _rebuild, (self._models, self._average, self.dropped)
 
     @property
-    def size(self) -> int:
-        """The number of members of the whole population, on all processes."""
-        return self.group.size(len(self))
-
-    @property
-    def members(self) -> range:
-        """The indices of the local members within the whole population."""
-        return self.group.members(len(self))
-
-    @property
     def matrix(self) -> Tensor:
         """The rows in the dtype of most weights; `matrices` has all dtypes."""
         return self.matrices[self.layout.main_dtype]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether members are under `fully_shard`, so that this process holds shards of them."""
-        return self._bound[0].is_sharded
 
     @property
     def active(self) -> tuple[int, ...]:

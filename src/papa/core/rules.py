@@ -175,7 +175,10 @@ class Rule:
 
     def previous(self, step: int) -> int:
         """The step before `step` at which the rule was last due; 0 if it never was."""
-        return next((earlier for earlier in range(step - 1, 0, -1) if self.is_due(earlier)), 0)
+        for earlier in range(step - 1, 0, -1):
+            if self.is_due(earlier):
+                return earlier
+        return 0
 
     def memory(self, population: Population) -> Memory:
         """Make the tensors that the rule keeps for a population."""

@@ -32,7 +32,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     assert code == 0
     shown = capsys.readouterr().out
     assert f"usage: papa {command}" in shown
-    assert f"\n  papa {command}" in shown.replace("│", "").split("examples:")[1]
+    assert f"  papa {command}" in shown.replace("│", "").split("examples:")[1]
 
 
 def test_the_help_of_a_recipe_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from papa._version import __version__
-from papa.cli.tables import printable
+from papa.cli.tables import printable, wrapped
 from papa.errors import ConfigError, PapaError, PapaWarning, StoppedError, did_you_mean
 from papa.packages import missing_package
 
@@ -135,7 +135,7 @@ def _run_command(arguments: list[str]) -> int:
     if rest == ["--help-all"]:
         rest = ["digits", *rest]
     if hasattr(module, "USAGE") and {"-h", "--help"} & set(rest):
-        print(module.USAGE, end="")
+        print(wrapped(module.USAGE), end="")
         return 0
     code: int = module.main(rest)
     return code

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from papa.cli.tables import printable
+from papa.cli.tables import printable, wrapped
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config, flat, idle_options, option_of
 from papa.lab.recipes import BUDGETS, Recipe, find
@@ -38,7 +38,9 @@ def parse_options(
 ) -> Options:
     """The options of a command, parsed by tyro, which exits with code 2 and a message when they are wrong."""
     defaults: dict[str, Any] = {} if default is None else {"default": default}
-    options: Options = tyro.cli(kind, prog=prog, description=description, args=arguments, **defaults)
+    # tyro joins lines that are not indented, and doubles empty ones.
+    text = "\n".join(f" {line}" for line in wrapped(description, 79).split("\n") if line)
+    options: Options = tyro.cli(kind, prog=prog, description=text, args=arguments, **defaults)
     return options
 
 

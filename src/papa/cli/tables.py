@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,24 @@ def printable(text: str) -> str:
         red: \x1b[31m
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """Help text whose paragraphs fit a terminal; indented lines and paragraphs that are narrow enough stay.
+
+    Example:
+        >>> print(wrapped("a b c\\n\\n  papa run digits", width=4))
+        a b
+        c
+        <BLANKLINE>
+          papa run digits
+    """
+    paragraphs = []
+    for is_indented, lines in itertools.groupby(text.split("\n"), key=lambda line: line[:1] in ("", " ")):
+        found = list(lines)
+        is_wide = not is_indented and max(map(len, found)) > width
+        paragraphs.append(textwrap.fill(" ".join(found), width) if is_wide else "\n".join(found))
+    return "\n".join(paragraphs)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

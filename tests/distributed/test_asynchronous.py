@@ -140,7 +140,8 @@ def test_a_member_that_is_started_again_goes_on_from_its_newest_weights(tmp_path
     with pytest.raises(MixingError, match="the state has no highest_lrs, num_averagings"):
         again.load_state_dict({"num_steps_taken": 3})
     with pytest.raises(
-        MemberError, match=r"member 2 has '0.weight' as torch.float32 of shape \(5, 4\), member 2 has pub"
+        MemberError,
+        match=r"what member 2 published has '0.weight' of shape \(3, 4\), member 2 has \(5, 4\): all members",
     ):
         AsyncAverager(*make_member(0, 5), RULE, PublishedFiles(tmp_path), member=2, num_members=3)
     assert "member 1 of 3, step 3, 1 averagings" in repr(again)

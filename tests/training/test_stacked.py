@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers import assert_same_bits, execute, make_training
-from papa import Independent, MergeAll, MergePairs, Push, Shuffle, train
+from papa import Independent, MergeAll, MergePairs, Push, train
 from papa.errors import ConfigError, DataError
 from papa.lab.config import Config
 from papa.lab.recipes import find
@@ -242,10 +242,8 @@ def test_what_callbacks_change_is_followed() -> None:
 
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw"])
-def test_momenta_move_with_the_weights(name: str) -> None:
+def test_momenta_are_aligned_with_the_weights(name: str) -> None:
     optimizer = OPTIMIZERS[name]
-    shuffle = Shuffle(share=0.3, every_steps=4, move_momentum=True)
-    assert_stacked_is_the_loop(with_batch_norm, make_optimizer=optimizer, rule=shuffle)
     pairs = MergePairs(every_steps=4)
     assert_stacked_is_the_loop(with_batch_norm, make_optimizer=optimizer, rule=pairs, align=Align(by="weights"))
 

@@ -117,7 +117,7 @@ class TestIterable:
             train(make_net, Stream(60), **options)
         with pytest.raises(DataError, match="data of member 0 ended after 3 batches of an epoch, expected 5"):
             train(make_net, Stream(30), steps_per_epoch=5, **options)
-        with pytest.raises(ConfigError, match="steps_per_epoch is 5, which is for loaders"):
+        with pytest.raises(ConfigError, match="steps_per_epoch is for loaders with a sampler of their own"):
             train(make_net, PAIRS, steps_per_epoch=5, **options)
         loader = DataLoader(PAIRS, batch_size=8, sampler=WeightedRandomSampler([1.0] * 60, 60), drop_last=True)
         with pytest.raises(DataError, match="accumulate is 9, expected at most the 7 batches per epoch"):

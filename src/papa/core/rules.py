@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, SupportsFloat, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from papa.core import mixing
 from papa.core.half_life import HALF_LIFE, half_life_in_steps
@@ -149,6 +149,10 @@ class Rule:
 
     def for_length(self, num_steps: int | None) -> Rule:
         """The rule for a training of `num_steps`, with shares of training converted to steps; None if not known."""
+        return self
+
+    def with_probe(self, probe: Callable[[nn.Module], float]) -> Rule:
+        """The rule, which measures networks by `probe` if it has to and was given nothing else."""
         return self
 
     def too_weak_for(self, num_steps: int) -> str | None:

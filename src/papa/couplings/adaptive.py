@@ -90,6 +90,9 @@ class AdaptivePush(Rule):
         """The shortest half-life, in steps: a push then leaves a member 1/16 of its distance to the mean."""
         return self.every_steps / 4
 
+    def with_probe(self, probe: Probe) -> AdaptivePush:
+        return self if self.probe is not None else replace(self, probe=probe)
+
     def check(self, size: int, dtypes: Collection[torch.dtype]) -> None:
         check_probe(self, self.probe)
 

@@ -1,6 +1,5 @@
 """Training a population: `papa.train`, its options and callbacks, the loop, checkpoints, and the outcome."""
 
-from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback, EpochRecord, EpochScores, Log
 from papa.training.entry import start_training, train
 from papa.training.loop import Training
@@ -17,9 +16,8 @@ from papa.training.options import (
     Transforms,
     sgd,
 )
-from papa.training.outcome import Outcome, finalize
+from papa.training.outcome import BestSoup, Outcome, Scores, finalize
 from papa.training.saving import CheckpointOptions
-from papa.training.scores import Scores
 from papa.training.stacked import Stacked
 from papa.training.trajectory import TrajectoryAverage
 

@@ -11,13 +11,9 @@ from torch import Tensor
 from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, each, tensors_in
 from papa.evaluation.scores import Batch
-from papa.streams import derive, global_stream, seed_global_, stream
-from papa.training.data import Arrays, Data, LoaderBatches, Source, Subset, stream_batches
+from papa.streams import derive, seed_global_
+from papa.training.data import FIXED_SEED, Arrays, ByIndex, Data, Reader, Source, Subset, reader_of
 from papa.training.options import Settings
-
-REPAIR_SEED = 666
-"""The paper's: REPAIR uses the same data on every call, whatever the run's seed."""
-
 
 EXAMPLES_AHEAD = 4096
 """The number of examples that stacked members gather and prepare at once."""
@@ -33,8 +29,7 @@ class Batches:
         self.eval_batch_size = settings.task.eval_batch_size
         repair = settings.averaging.repair
         self.num_repair_batches = 0 if repair is None else repair.num_batches
-        num_per_batch = 1 if isinstance(data.train, LoaderBatches) else self.batch_size
-        self.num_per_epoch = data.num_train // (num_per_batch * settings.accumulate) * settings.accumulate
+        self.num_per_epoch = len(self.reader(0)) // settings.accumulate * settings.accumulate
         """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
         self._augment = settings.transforms.augment
@@ -64,6 +59,7 @@ class Batches:
 
         If nothing about them is random, many steps are gathered and prepared at a time.
         """
+        plain = ByIndex(self.data.train, self.batch_size)
         is_plain = self._augment is None and not self.data.parts and _is_in_memory(self.data.train)
         while not is_plain:
             drawn = [self.training_batch(index, step) for index in range(len(self.members))]
@@ -82,7 +78,9 @@ class Batches:
             step += 1
         epoch, position = divmod(step, self.num_per_epoch)
         while True:
-            orders = torch.stack([self.order(member, epoch) for member in self.members])
+            readers = [0 if self.same_order else member for member in self.members]
+            orders = torch.stack([plain.order(self.seed, reader, epoch) for reader in readers])
+            orders = orders[:, : self.num_per_epoch * self.batch_size]
             steps = orders.view(len(orders), -1, self.batch_size).transpose(0, 1)[position:]
             for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
                 inputs, targets = self.data.train.batch(part.flatten())
@@ -90,21 +88,16 @@ class Batches:
                 yield from zip(*(one.view(*part.shape, *one.shape[1:]) for one in prepared), strict=True)
             epoch, position = epoch + 1, 0
 
-    def order(self, member: int, epoch: int) -> Tensor:
-        """The indices of a member's training examples in an epoch, in order."""
-        generator = stream(self.seed, "order", self._order_of(member), epoch)
-        order = torch.randperm(self.data.num_train, generator=generator, device="cpu")
-        return order[: self.num_per_epoch * self.batch_size]
-
-    def _order_of(self, member: int) -> int:
-        """The member whose order a member follows."""
-        return 0 if self.same_order else member
+    def reader(self, member: int) -> Reader:
+        """What gives a member its batches."""
+        return reader_of(self.data.train_of(member), self.batch_size)
 
     def _next(self, member: int, number: int) -> Batch:
         epoch, position = divmod(number, self.num_per_epoch)
         expected, batches = self._streams.get(member, (None, iter(())))
         if position == 0 or number != expected:
-            batches = self._read_epoch(member, epoch, position)
+            order_of = 0 if self.same_order else member
+            batches = self.reader(member).training(self.seed, order_of, epoch, position)
         found = next(batches, None)
         if found is None:
             raise DataError(
@@ -113,18 +106,6 @@ class Batches:
             )
         self._streams[member] = number + 1, batches
         return found
-
-    def _read_epoch(self, member: int, epoch: int, position: int) -> Iterator[Batch]:
-        """The batches of a member in an epoch, from a position on."""
-        train, reader = self.data.train_of(member), self._order_of(member)
-        if isinstance(train, LoaderBatches):
-            return train.epoch(seed=derive(self.seed, "order", reader, epoch), start=position)
-        return stream_batches(
-            train,
-            torch.split(self.order(member, epoch)[position * self.batch_size :], self.batch_size),
-            seed=derive(self.seed, "decode", reader, epoch),
-            start=position,
-        )
 
     def to_device(self, inputs: Inputs) -> Inputs:
         """Inputs or targets on the training device."""
@@ -140,7 +121,7 @@ class Batches:
         Members may be those of other processes.
         """
         for number, batch in enumerate(self._fixed(num_batches)):
-            seed = derive(REPAIR_SEED, "repair-augment", position=number)
+            seed = derive(FIXED_SEED, "repair-augment", position=number)
             yield self.formatted(self._augmented(batch, members[number % len(members)], seed)[0])
 
     def plain_repair(self) -> list[Inputs]:
@@ -160,27 +141,11 @@ class Batches:
             yield self.formatted(self.prepare(self.to_device(inputs)))
 
     def _fixed(self, num_batches: int | None) -> Iterator[Batch]:
-        train = self.data.train
-        if isinstance(train, LoaderBatches):
-            yield from itertools.islice(train.epoch(seed=derive(REPAIR_SEED, "repair")), num_batches)
-            return
-        order = torch.randperm(len(train), generator=stream(REPAIR_SEED, "repair"), device="cpu")
-        whole = order[: len(order) // self.batch_size * self.batch_size]
-        for number, indices in enumerate(torch.split(whole, self.batch_size)[:num_batches]):
-            with global_stream(self.seed, "repair", position=number):
-                batch = train.batch(indices)
-            yield batch
+        return itertools.islice(reader_of(self.data.train, self.batch_size).fixed(self.seed), num_batches)
 
     def evaluation(self, source: Source) -> Iterator[Batch]:
         """All examples of a source, without augmentation."""
-        if isinstance(source, LoaderBatches):
-            for inputs, targets in source.epoch(seed=derive(self.seed, "evaluate")):
-                yield self.formatted(self.prepare(self.to_device(inputs))), self.to_device(targets)
-            return
-        indices = torch.arange(len(source), device="cpu")
-        for number, part in enumerate(torch.split(indices, self.eval_batch_size)):
-            with global_stream(self.seed, "evaluate", position=number):  # for datasets with random transforms
-                inputs, targets = source.batch(part)
+        for inputs, targets in reader_of(source, self.eval_batch_size).every(self.seed):
             yield self.formatted(self.prepare(self.to_device(inputs))), self.to_device(targets)
 
     def formatted(self, inputs: Inputs) -> Inputs:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from papa.errors import DataError
+from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, as_batch, each, num_examples, tensors_in
-from papa.streams import derive, seed_global_, stream
+from papa.streams import derive, global_stream, seed_global_, stream
 
 
 @runtime_checkable
@@ -116,14 +116,103 @@ class Examples:
         return as_batch(found, type(self.dataset).__name__)
 
 
+FIXED_SEED = 666
+"""The paper's: REPAIR uses the same data on every call, whatever the run's seed."""
+
+
+class ByIndex:
+    """Reads a source by index, `batch_size` examples at a time, each member in an order of its own."""
+
+    decides_order = False
+    """Whether the data decides on its batches, instead of the member that reads it."""
+
+    def __init__(self, source: Source, batch_size: int) -> None:
+        self.source, self.batch_size = source, batch_size
+
+    def __len__(self) -> int:
+        return len(self.source) // self.batch_size
+
+    def limited(self, num_batches: int) -> Source:
+        """The same data, of which at most so many batches are read in an epoch."""
+        raise ConfigError(
+            "steps_per_epoch is for loaders with a sampler of their own or an iterable dataset: the length of other "
+            "data is known"
+        )
+
+    def check_step(self, accumulate: int) -> None:
+        """Raise a `DataError` unless there is enough data for one optimizer step."""
+        if accumulate <= len(self):
+            return
+        found = f"batch_size is {self.batch_size}"
+        if accumulate > 1:
+            found += f" and accumulate {accumulate}, which makes {accumulate * self.batch_size} examples per step"
+        raise DataError(f"{found}, expected at most the {len(self.source)} training examples")
+
+    def order(self, seed: int, member: int, epoch: int) -> Tensor:
+        """The indices of a member's training examples in an epoch, in order."""
+        return torch.randperm(len(self.source), generator=stream(seed, "order", member, epoch), device="cpu")
+
+    def training(self, seed: int, member: int, epoch: int, start: int = 0) -> Iterator[tuple[Inputs, Any]]:
+        """A member's training batches of an epoch, from number `start` on."""
+        return stream_batches(
+            self.source,
+            torch.split(self.order(seed, member, epoch)[start * self.batch_size :], self.batch_size),
+            seed=derive(seed, "decode", member, epoch),
+            start=start,
+        )
+
+    def fixed(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
+        """Batches that are the same on every call, for REPAIR and alignment."""
+        order = torch.randperm(len(self.source), generator=stream(FIXED_SEED, "repair"), device="cpu")
+        return self._read(order[: len(self) * self.batch_size], seed, "repair")
+
+    def every(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
+        """All examples, to score networks."""
+        return self._read(torch.arange(len(self.source), device="cpu"), seed, "evaluate")
+
+    def _read(self, indices: Tensor, seed: int, purpose: str) -> Iterator[tuple[Inputs, Any]]:
+        for number, part in enumerate(torch.split(indices, self.batch_size)):
+            with global_stream(seed, purpose, position=number):  # for datasets with random transforms
+                batch = self.source.batch(part)
+            yield batch
+
+    def few(self, number: int, generator: torch.Generator | None = None) -> Source:
+        """The first examples, or random ones; one batch if the data decides on its batches."""
+        size = len(self.source)
+        if generator is None:
+            return Subset(self.source, torch.arange(min(number, size), device="cpu"))
+        return Subset(self.source, torch.randint(size, (number,), generator=generator, device="cpu"))
+
+
 class LoaderBatches:
     """The batches of a `DataLoader` with a sampler of its own or an iterable dataset, drawn again for each member.
 
     Its random numbers are a function of the seed that `epoch` is given. At most `limit` batches of an epoch are read.
     """
 
+    decides_order = True
+
     def __init__(self, loader: DataLoader[Any], limit: int | None = None) -> None:
         self.loader, self.limit = loader, limit
+
+    def limited(self, num_batches: int) -> Source:
+        return LoaderBatches(self.loader, num_batches)
+
+    def check_step(self, accumulate: int) -> None:
+        if accumulate > len(self):
+            raise DataError(f"accumulate is {accumulate}, expected at most the {len(self)} batches per epoch")
+
+    def training(self, seed: int, member: int, epoch: int, start: int = 0) -> Iterator[tuple[Inputs, Any]]:
+        return self.epoch(seed=derive(seed, "order", member, epoch), start=start)
+
+    def fixed(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
+        return self.epoch(seed=derive(FIXED_SEED, "repair"))
+
+    def every(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
+        return self.epoch(seed=derive(seed, "evaluate"))
+
+    def few(self, number: int, generator: torch.Generator | None = None) -> Source:
+        return self.limited(1)
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -187,6 +276,15 @@ def _loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
     names = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
     names += ["prefetch_factor"] if loader.num_workers else []
     return {name: getattr(loader, name) for name in names}
+
+
+Reader: TypeAlias = ByIndex | LoaderBatches
+"""What gives the batches of one set of data; all of them are functions of the seed that is passed in."""
+
+
+def reader_of(source: Source, batch_size: int) -> Reader:
+    """How batches of this size are read from a source; a loader has its own size."""
+    return source if isinstance(source, LoaderBatches) else ByIndex(source, batch_size)
 
 
 def from_loader(loader: DataLoader[Any]) -> Source:

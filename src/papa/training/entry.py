@@ -17,18 +17,16 @@ from papa.core.soups import warn_if_far_worse
 from papa.errors import ConfigError
 from papa.evaluation.classification import accuracy
 from papa.evaluation.scores import Loss, Metric
-from papa.training.best_soup import BestSoup
 from papa.training.callbacks import Callback
 from papa.training.checks import check_callbacks, check_rule
 from papa.training.data import Data
 from papa.training.loop import Training
-from papa.training.lr_table import MakeScheduler
 from papa.training.merge_hooks import merge_hooks_for
 from papa.training.options import AveragingOptions, Engine, Length, Monitoring, Numerics, Settings, Transforms, sgd
-from papa.training.outcome import Outcome, finalize
+from papa.training.outcome import BestSoup, Outcome, finalize
 from papa.training.progress import progress_for
 from papa.training.saving import CheckpointOptions, saved
-from papa.training.schedules import Schedule, cosine
+from papa.training.schedules import MakeScheduler, Schedule, cosine
 from papa.training.task import Task, own_loss
 
 

@@ -20,7 +20,7 @@ from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Independent, Rule
 from papa.core.soups import mean_network
-from papa.errors import ConfigError, DataError
+from papa.errors import DataError
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together
 from papa.process import find_device
@@ -28,10 +28,10 @@ from papa.streams import accelerators_in_use, derive, global_stream, seed_global
 from papa.training.batches import Batches
 from papa.training.callbacks import Callback, EpochRecord, EpochScores
 from papa.training.checks import check_callbacks, check_makers, checked_optimizer
-from papa.training.data import Data, LoaderBatches, Source, Subset, as_data
-from papa.training.lr_table import LRTable
+from papa.training.data import Source, as_data, reader_of
 from papa.training.options import Engine, Length, Settings
-from papa.training.probe import with_probe
+from papa.training.probe import TrainingLoss
+from papa.training.schedules import LRTable
 from papa.training.task import own_loss
 
 NUM_BAD_LOSSES = 3
@@ -60,20 +60,15 @@ class Training:
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
         self.data = as_data(data, settings.validation, seed=settings.seed, batch_size=settings.batch_size)
         if settings.steps_per_epoch is not None:
-            self.data = self._limited(settings.steps_per_epoch * settings.accumulate)
+            num_batches = settings.steps_per_epoch * settings.accumulate
+            reader = reader_of(self.data.train, settings.batch_size)
+            self.data = replace(self.data, train=reader.limited(num_batches))
         if self.data.parts and len(self.data.parts) != settings.num_members:
             expected = f"expected one for each of {settings.num_members} members"
             raise DataError(f"the data has {len(self.data.parts)} parts, {expected}")
-        is_batched = isinstance(self.data.train, LoaderBatches)
-        num_per_step, available = settings.accumulate * (1 if is_batched else settings.batch_size), self.data.num_train
-        if num_per_step > available and is_batched:
-            raise DataError(f"accumulate is {settings.accumulate}, expected at most the {available} batches per epoch")
-        if num_per_step > available:
-            found = f"batch_size is {settings.batch_size}"
-            if settings.accumulate > 1:
-                found += f" and accumulate {settings.accumulate}, which makes {num_per_step} examples per step"
-            raise DataError(f"{found}, expected at most the {available} training examples")
-        steps_per_epoch = available // num_per_step
+        reader = reader_of(self.data.train_of(0), settings.batch_size)
+        reader.check_step(settings.accumulate)
+        steps_per_epoch = len(reader) // settings.accumulate
         self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
         self.device = find_device(settings.device)
         self.group = group if group is not None else LocalGroup()
@@ -105,7 +100,7 @@ class Training:
         """
         self.averager = Averager(
             self.population,
-            with_probe(rule, self),
+            rule.with_probe(TrainingLoss(self)),
             self.optimizers,
             num_steps=self.length.num_steps,
             measure=self.settings.averaging.measure,
@@ -113,16 +108,8 @@ class Training:
             on_nonfinite=self.settings.averaging.on_nonfinite,
             unhealthy_reason=lambda index: f"its loss was not finite for {NUM_BAD_LOSSES} steps",
             watched=self._watched_losses,
-            watch_batches=isinstance(self.data.train, LoaderBatches),
+            watch_batches=self.batches.reader(0).decides_order,
         )
-
-    def _limited(self, num_batches: int) -> Data:
-        if not isinstance(self.data.train, LoaderBatches):
-            raise ConfigError(
-                f"steps_per_epoch is {self.settings.steps_per_epoch}, which is for loaders with a sampler of their own "
-                "or an iterable dataset: the length of other data is known"
-            )
-        return replace(self.data, train=LoaderBatches(self.data.train.loader, num_batches))
 
     @property
     def epoch(self) -> int:
@@ -208,12 +195,7 @@ class Training:
 
     def _try_scoring(self) -> None:
         """Score one batch, so that a wrong loss or metric shows before the first epoch."""
-        validation = self.data.validation
-        if isinstance(validation, LoaderBatches):
-            first: Source = LoaderBatches(validation.loader, 1)
-        else:
-            first = Subset(validation, torch.arange(min(2, len(validation)), device="cpu"))
-        self.evaluate([self.population[0]], first)
+        self.evaluate([self.population[0]], reader_of(self.data.validation, 1).few(2))
 
     def _take_step(self) -> None:
         for callback in self.callbacks:

@@ -24,8 +24,7 @@ from papa.training.checks import (
     check_schedule,
     check_whole,
 )
-from papa.training.lr_table import MakeScheduler
-from papa.training.schedules import Schedule, cosine
+from papa.training.schedules import MakeScheduler, Schedule, cosine
 from papa.training.task import Task
 
 if TYPE_CHECKING:

@@ -2,18 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from papa.core.population import Population
 from papa.core.soups import After, GreedySoup, average_soup, greedy_soup
 from papa.evaluation.scores import Evaluation
-from papa.training.best_soup import BestSoup
+from papa.training.callbacks import Callback, EpochRecord
 from papa.training.data import Source
 from papa.training.loop import Training
-from papa.training.scores import Scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of members, ensemble and soups on one set of data."""
+
+    members: list[Evaluation]
+    ensemble: Evaluation
+    average_soup: Evaluation
+    greedy_soup: Evaluation
+    dropped: frozenset[int] = frozenset()
+    """Dropped members, which do not count."""
+
+    @property
+    def mean(self) -> float:
+        """The members' mean score."""
+        return sum(self.counted) / len(self.counted)
+
+    @property
+    def counted(self) -> list[float]:
+        """The scores of the members that were not dropped."""
+        return [found.score for member, found in enumerate(self.members) if member not in self.dropped]
+
+    def to_json(self) -> dict[str, Any]:
+        """As in `result.json`; losses have their own key."""
+        return {
+            "members": [member.score for member in self.members],
+            "mean": self.mean,
+            "min": min(self.counted),
+            "max": max(self.counted),
+            "ensemble": self.ensemble.score,
+            "average_soup": self.average_soup.score,
+            "greedy_soup": self.greedy_soup.score,
+            "loss": {
+                "members": [member.loss for member in self.members],
+                "ensemble": self.ensemble.loss,
+                "average_soup": self.average_soup.loss,
+                "greedy_soup": self.greedy_soup.loss,
+            },
+            **self._details(),
+        }
+
+    def _details(self) -> dict[str, Any]:
+        """Additional values of the metric, such as scores by class."""
+        members = [member.details for member in self.members if member.details]
+        if not members:
+            return {}
+        mean = {name: sum(member[name] for member in members) / len(members) for name in members[0]}
+        others = {"ensemble": self.ensemble, "average_soup": self.average_soup, "greedy_soup": self.greedy_soup}
+        return {
+            "details": {"members": members, "mean": mean, **{name: value.details for name, value in others.items()}}
+        }
+
+
+class BestSoup(Callback):
+    """Keeps the average soup of the epoch with the best validation score; ties go to the lower loss, then the earlier.
+
+    A copy is saved with every member, so that a resumed run continues exactly on any number of processes.
+    """
+
+    def __init__(self) -> None:
+        self.network: nn.Module | None = None
+        """The soup; meaningful once `epoch` is above 0."""
+        self._record = torch.zeros(3, dtype=torch.float64)
+        """Epoch, score and loss of the soup."""
+
+    def setup(self, training: Training) -> None:
+        """Allocate the network."""
+        self.network = training.current_soup()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch the soup is from; 0 if there is none yet."""
+        return int(self._record[0])
+
+    def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
+        """Keep the current soup if it is the best so far."""
+        found, (epoch, score, loss) = record.validation.average_soup, self._record.tolist()
+        sign = 1.0 if training.task.higher_is_better else -1.0
+        if epoch == 0 or (sign * found.score, -found.loss) > (sign * score, -loss):
+            self.network = training.current_soup()
+            self._record = torch.tensor([record.epoch, found.score, found.loss], dtype=torch.float64)
+
+    def member_state(self, index: int) -> dict[str, Tensor]:
+        """The soup's state dict and its record."""
+        assert self.network is not None
+        return {"record": self._record, **{f"soup.{name}": value for name, value in self.network.state_dict().items()}}
+
+    def load_member_state_(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the soup and its record."""
+        assert self.network is not None
+        self._record = tensors["record"].clone()
+        self.network.load_state_dict(
+            {name.removeprefix("soup."): value for name, value in tensors.items() if name.startswith("soup.")}
+        )
 
 
 @dataclass(frozen=True)

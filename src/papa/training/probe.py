@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from papa.core.rules import Rule
 from papa.evaluation.inputs import logits_of
 from papa.evaluation.scores import evaluating
 from papa.streams import stream
-from papa.training.data import LoaderBatches, Source, Subset
+from papa.training.data import Source, reader_of
 
 if TYPE_CHECKING:
     from papa.training.loop import Training
@@ -41,16 +39,5 @@ class TrainingLoss:
             return fmean(map(float, losses))
 
     def _source(self, step: int) -> Source:
-        train = self._training.data.train
-        if isinstance(train, LoaderBatches):
-            return LoaderBatches(train.loader, 1)
         generator, size = stream(self._training.seed, "check", position=step), self._training.settings.batch_size
-        return Subset(train, torch.randint(len(train), (size,), generator=generator, device="cpu"))
-
-
-def with_probe(rule: Rule, training: Training) -> Rule:
-    """The rule, with the training loss as its probe if it has none yet."""
-    if getattr(rule, "probe", rule) is not None:
-        return rule
-    chosen: dict[str, Any] = {"probe": TrainingLoss(training)}
-    return replace(rule, **chosen)
+        return reader_of(self._training.data.train, size).few(size, generator)

@@ -134,7 +134,7 @@ class Stacked:
             state = self.optimizer.state.get(leaf, {})
             for key, value in state.items():
                 is_shared = key in COUNTERS or not isinstance(value, Tensor)
-                if not is_shared:  # in the memory order of the weights, as rules that move momenta expect it
+                if not is_shared:  # in the memory order of the weights
                     value = state[key] = torch.empty_like(leaf, dtype=value.dtype).copy_(value)
                 for index, optimizer in enumerate(self.training.optimizers):
                     own = optimizer.state[self._parameters[index][name]]

@@ -371,7 +371,7 @@ def fork_members(job: Callable[[Path], None], directory: Path) -> int:
     for member in range(NUM_MEMBERS):
         if os.fork() == 0:
             names = {"PAPA_MEMBER": member, "PAPA_MEMBERS": NUM_MEMBERS, "PAPA_WEIGHTS": directory / "weights"}
-            names |= {"PAPA_STORE": f"127.0.0.1:{port}"}
+            names |= {"PAPA_STORE": f"127.0.0.1:{port}", "PAPA_STORE_RUNS": 1}
             os.environ.update({name: str(value) for name, value in names.items()})
             try:
                 job(directory)

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import traceback
@@ -169,7 +170,7 @@ def fork_members(
         child = os.fork()
         if child == 0:
             names = {"PAPA_MEMBER": member, "PAPA_MEMBERS": num_members, "PAPA_WEIGHTS": weights}
-            names |= {"PAPA_STORE": f"127.0.0.1:{store_port}"}
+            names |= {"PAPA_STORE": f"127.0.0.1:{store_port}", "PAPA_STORE_RUNS": 1}
             if num_ranks > 1:
                 names |= {"RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
                 names |= {"MASTER_PORT": ports[member], "GLOO_SOCKET_IFNAME": "lo"}
@@ -182,10 +183,14 @@ def fork_members(
             os._exit(0)
         children.append(child)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=True, wait_for_workers=False)  # has threads: after forking
-    failed = [child for child in children if os.waitpid(child, 0)[1] != 0]
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status != 0:  # the others would wait for it
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
     del store
-    if failed:
-        sys.exit(1)
 
 
 def free_ports(number: int) -> list[int]:

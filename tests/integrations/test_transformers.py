@@ -63,7 +63,6 @@ def test_the_soup_is_loaded_by_from_pretrained(trained: Path) -> None:
     mean = papa.average_soup(members_of(trained, "ordered/"))
     for name, tensor in net.state_dict().items():
         torch.testing.assert_close(tensor, mean[name], rtol=1e-6, atol=1e-7)
-    assert (trained / "weights ordered" / "soup").read_text() == str(trained / "ordered" / "soup")
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def data_set(name: str, folder: Path) -> Readable:
     def read() -> None:
         for cached in (root, root / config.data.name):
             shutil.rmtree(cache_folder(cached), ignore_errors=True)
-        data = load_domain(config).data()
+        data = load_domain(config).split()
         for part in (data.train, data.test):
             assert part is not None
             part.batch(torch.zeros(1, dtype=torch.int64, device="cpu"))

@@ -15,7 +15,7 @@ import papa
 PACKAGE = Path(papa.__file__).parent
 BASE = ("_version", "member", "errors", "streams", "process", "packages")
 LAYERS = (
-    *("storage", "evaluation", "core", "distributed", "couplings", "repair", "align", "analysis", "advice"),
+    *("storage", "evaluation", "core", "distributed", "couplings", "repair", "align", "analysis", "verdict"),
     *("files", "training", "attach", "integrations", "lab", "cli"),
 )
 """From the foundation up."""

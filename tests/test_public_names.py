@@ -16,7 +16,7 @@ PUBLIC_NAMES = [
     "Averaging",
     "AveragingContext",
     "Callback",
-    "Diagnosis",
+    "Verdict",
     "Elastic",
     "Ensemble",
     "Evaluation",

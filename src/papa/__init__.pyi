@@ -14,9 +14,6 @@ from . import repair as repair
 from . import streams as streams
 from . import training as training
 from ._version import __version__ as __version__
-from .advice import Diagnosis as Diagnosis
-from .advice import diagnose as diagnose
-from .advice import loss_probe as loss_probe
 from .align import AlignMerges as AlignMerges
 from .align import align_ as align_
 from .align import align_all_ as align_all_
@@ -70,3 +67,6 @@ from .training import train as train
 from .training.data_loaders import loaders as loaders
 from .training.distillation import distill as distill
 from .training.task import Task as Task
+from .verdict import Verdict as Verdict
+from .verdict import diagnose as diagnose
+from .verdict import loss_probe as loss_probe

@@ -151,7 +151,7 @@ def test_a_factory_that_gives_no_context_is_refused(factory: Any, error: type[Ex
 
 def test_an_evaluation_context_uses_its_score() -> None:
     net = nn.Linear(1, 1)
-    assert evaluation_context_of(lambda: (net, BATCHES, lambda _: (3.0, 0.5))).evaluate(net)[:2] == (3.0, 0.5)
+    assert evaluation_context_of(lambda: (net, BATCHES, lambda _: (3.0, 0.5))).evaluate(net) == Evaluation(3.0, 0.5)
     assert evaluation_context_of(lambda: (net, BATCHES, lambda _: 3.0)).evaluate(net).score == 3.0
     with pytest.raises(DataError, match="the batches hold only inputs"):
         EvaluationContext(net, [torch.zeros(2, 1)]).evaluate(net)
@@ -164,7 +164,8 @@ def test_a_recipe_scores_on_its_validation_data() -> None:
     evaluation_context = recipe_evaluation(config)
     assert evaluation_context.batches[0].shape[1:] == (1, 8, 8)
     assert {batch.shape for batch in evaluation_context.batches} == {evaluation_context.batches[0].shape}
-    score, loss = evaluation_context.evaluate(evaluation_context.network)[:2]
+    found = evaluation_context.evaluate(evaluation_context.network)
+    score, loss = found.score, found.loss
     assert 0 <= score <= 100
     assert loss > 0
     assert evaluation_context.name != recipe_evaluation(replace(config, seed=4)).name

@@ -241,6 +241,11 @@ class Rule:
             return self.matrix(context)
         return mixing.among(self.matrix_among(context, active), active, context.size)
 
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        """The option that makes averaging weaker by a factor, or stronger if it is below 1; None if there is none."""
+        every_steps = max(1, round(self.every_steps * factor))
+        return f"every_steps={every_steps}" if every_steps != self.every_steps else None
+
     def apply_(self, population: Population, context: AveragingContext) -> float | None:
         """Average the members, by `W <- A W`. All processes call it.
 
@@ -370,6 +375,13 @@ class Push(Rule):
         """The half-life in steps, whichever way the strength was given."""
         return half_life_in_steps(self.effective_alpha, self.every_steps)
 
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        steps = self.half_life_in_steps
+        if num_steps is None:
+            return f"half_life_steps={steps * factor:.2g}"
+        share = steps / num_steps
+        return None if factor > 1.0 and share >= MAX_HALF_LIFE else f"half_life={min(share * factor, 1.0):.1g}"
+
     @property
     def uses_lr(self) -> bool:
         return self.scale_by_lr
@@ -415,6 +427,9 @@ class Independent(Rule):
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
         return False
+
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        return None
 
     def matrix(self, context: AveragingContext) -> Tensor:
         return mixing.identity(context.size)

@@ -73,6 +73,9 @@ class AdaptivePush(Rule):
             if not 0.0 < (value := getattr(self, name)) < math.inf:
                 raise MixingError(f"AdaptivePush got {name}={value}, expected a positive number of steps")
 
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        return f"growth={self.growth * factor:.2g}"
+
     def for_length(self, num_steps: int | None) -> AdaptivePush:
         """With a half-life to begin with that is short enough."""
         if num_steps is None:

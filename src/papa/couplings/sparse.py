@@ -49,6 +49,9 @@ class SparseAverage(Coupling):
     is_for_any_size: ClassVar[bool] = True
     shares = ("share",)
 
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        return f"share={min(self.share / factor, 1.0):.2g}"
+
     def too_weak_for(self, num_steps: int) -> str | None:
         """If the distance to the mean halves in a large share of training."""
         if not 0.0 < self.share < 1.0:
@@ -109,6 +112,9 @@ class Shuffle(Coupling):
         super().__post_init__()
         if self.depth not in get_args(Depth):
             raise MixingError(f"Shuffle got depth={self.depth!r}: {did_you_mean(str(self.depth), get_args(Depth))}")
+
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        return f"share={min(self.share / factor, 1.0):.2g}"
 
     def mask(self, context: AveragingContext, layout: Layout) -> Mask:
         """Random columns, and a permutation for each."""

@@ -61,6 +61,9 @@ class PushPull(Rule):
             return context
         return replace(context, distances=tuple(population.distances().tolist()))
 
+    def other_strength(self, factor: float, num_steps: int | None) -> str | None:
+        return f"spread={self.spread * factor:.2g}"
+
     def matrix(self, context: AveragingContext) -> Tensor:
         """`a_j I + (1 - a_j)/p`, with a share of its own for each member."""
         distances = context.distances or (0.0,) * context.size

@@ -50,8 +50,15 @@ class Classification:
         per_bin = torch.zeros(3, self.num_bins, dtype=torch.float64, device=outputs.device)
         for row, values in zip(per_bin, (torch.ones_like(confidences), confidences, classes == targets), strict=True):
             row.index_add_(0, bins, values.double())
-        losses = [F.cross_entropy(logits / float(one), targets, reduction="sum") for one in TEMPERATURES]
-        return torch.cat([brier.double()[None], per_bin.flatten(), torch.stack(losses).double()])
+        losses = self.losses(logits, targets).sum(dim=0, dtype=torch.float64)
+        return torch.cat([brier.double()[None], per_bin.flatten(), losses])
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The negative log-likelihood of each target at each temperature, `(targets, temperatures)`."""
+        logits, targets = outputs.movedim(1, -1).flatten(0, -2).float(), targets.flatten()
+        return torch.stack(
+            [F.cross_entropy(logits / float(one), targets, reduction="none") for one in TEMPERATURES], dim=1
+        )
 
     def score(self, counts: Tensor) -> float:
         """The accuracy in percent."""

@@ -6,14 +6,15 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from papa.errors import DataError
-from papa.evaluation.classification import accuracy
+from papa.evaluation.classification import Classification, accuracy
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of
 from papa.evaluation.inputs import num_examples as num_examples_in
 
@@ -62,7 +63,8 @@ Metric: TypeAlias = Callable[[Tensor, Any], Tensor] | Counting
 """Computes the mean score of a batch from outputs and targets, or counts."""
 
 
-class Evaluation(NamedTuple):
+@dataclass(frozen=True)
+class Evaluation:
     """The result of evaluating a network on all examples.
 
     Scores are compared by `papa.core.soups.is_as_good` and `papa.core.soups.best_first`.
@@ -72,6 +74,8 @@ class Evaluation(NamedTuple):
     loss: float
     details: dict[str, float] | None = None
     """Further results of the metric, such as the score of each class."""
+    losses: Tensor | None = field(default=None, compare=False, repr=False)
+    """The loss of each example, if they were kept; of class probabilities at the temperature that suits them best."""
 
 
 def rereadable(batches: Any) -> Any:
@@ -116,13 +120,15 @@ def evaluate_together(
     gather: Gather = list,
     ensemble_of: Sequence[int] | None = None,
     temperatures: Sequence[float] | None = None,
+    keep_losses: bool = False,
 ) -> tuple[list[Evaluation], Evaluation]:
     """Score and loss of each network and of their ensemble, in one pass over the batches.
 
     `batches`, `loss`, `metric` and `apply` are as for `evaluate`. `gather` gathers one tensor per network from all
     processes; `ensemble_of` are the indices, among all these networks, of those in the ensemble; None for all.
     `temperatures` are those of each network here and of the ensemble: the details then also say how the outputs divided
-    by them are scored, under names that end with `_scaled`.
+    by them are scored, under names that end with `_scaled`. With `keep_losses` evaluations have the loss of each
+    example.
 
     Returns:
         One evaluation per network of all processes, and that of the ensemble.
@@ -132,6 +138,7 @@ def evaluate_together(
     losses: list[Tensor] = []
     counts: list[Tensor] = []
     scaled_counts: list[Tensor] = []
+    kept: list[list[Tensor]] = []
     with contextlib.ExitStack() as modes, torch.no_grad():
         for model in models:
             modes.enter_context(evaluating(model))
@@ -147,18 +154,35 @@ def evaluate_together(
                 scaled = [output / one for output, one in zip(outputs, temperatures, strict=True)]
                 scaled_counts = _added(scaled_counts, [counting.counts(output, targets) for output in scaled])
             losses = _added(losses, [checked_loss(loss(output, targets)).double() * num for output in outputs])
+            if keep_losses:
+                kept.append([example_losses(output, targets, loss, metric) for output in outputs])
             num_examples += num
     if not num_examples:
         raise DataError("there was no batch to evaluate on: the data is empty")
     found = []
-    everyone = [[*gather(sums[:-1]), sums[-1]] if sums else [] for sums in (losses, counts, scaled_counts)]
-    for total, count, scaled_count in itertools.zip_longest(*everyone):
+    whole = [torch.cat(parts) for parts in zip(*kept, strict=True)]
+    everyone = [[*gather(sums[:-1]), sums[-1]] if sums else [] for sums in (losses, counts, scaled_counts, whole)]
+    for total, count, scaled_count, one in itertools.zip_longest(*everyone):
         details = counting.details(count)
         if scaled_count is not None:
             scaled_details = counting.details(scaled_count).items()
             details |= {f"{name}_scaled": value for name, value in scaled_details if name != "temperature"}
-        found.append(Evaluation(counting.score(count), float(total) / num_examples, details or None))
+        best = None if one is None else one[:, one.mean(dim=0).argmin()].cpu()
+        found.append(Evaluation(counting.score(count), float(total) / num_examples, details or None, best))
     return found[:-1], found[-1]
+
+
+def example_losses(outputs: Tensor, targets: Any, loss: Loss, metric: Metric) -> Tensor:
+    """The loss of each example, `(examples, temperatures)`; one column where there are no class probabilities.
+
+    Targets that are no tensor have the mean loss of their batch.
+    """
+    if isinstance(metric, Classification):
+        return metric.losses(outputs, targets)
+    if not isinstance(targets, Tensor):
+        return checked_loss(loss(outputs, targets)).reshape(1, 1)
+    singles = zip(torch.split(outputs, 1), torch.split(targets, 1), strict=True)
+    return torch.stack([checked_loss(loss(output, target)).reshape(1) for output, target in singles])
 
 
 def _added(sums: list[Tensor], terms: list[Tensor]) -> list[Tensor]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from papa.advice import spread_of
 from papa.core.averager import Averager, MergeHook
 from papa.core.group import Group, LocalGroup
 from papa.core.health import NonFiniteMember
@@ -33,6 +32,7 @@ from papa.training.options import Engine, Length, Settings
 from papa.training.probe import TrainingLoss
 from papa.training.schedules import LRTable
 from papa.training.task import own_loss
+from papa.verdict import spread_of
 
 NUM_BAD_LOSSES = 3
 """A member whose loss was not finite for this many steps in a row is unhealthy, whatever its weights."""
@@ -307,12 +307,15 @@ class Training:
         return EpochScores(members, ensemble, members[0] if is_alone else self.score(soup, source))
 
     def evaluate_population(
-        self, source: Source, population: Population | None = None
+        self, source: Source, population: Population | None = None, **options: Any
     ) -> tuple[list[Evaluation], Evaluation]:
-        """Score every member of the whole population, or of another one on the same processes, and their ensemble."""
+        """Score every member of the whole population, or of another one on the same processes, and their ensemble.
+
+        `options` are those of `papa.evaluation.scores.evaluate_together`.
+        """
         population = self.population if population is None else population
         members, ensemble = self.evaluate(
-            list(population), source, gather=self.group.all_gather, ensemble_of=population.active
+            list(population), source, gather=self.group.all_gather, ensemble_of=population.active, **options
         )
         nothing = Evaluation(math.nan, math.nan)
         scores = [nothing if member in population.dropped else found for member, found in enumerate(members)]
@@ -326,11 +329,12 @@ class Training:
         self,
         models: Sequence[nn.Module],
         source: Source,
-        *,
-        gather: Callable[[list[Any]], list[Any]] = list,
-        ensemble_of: Sequence[int] | None = None,
+        **options: Any,
     ) -> tuple[list[Evaluation], Evaluation]:
-        """Score some networks, and their ensemble, on a source without augmentation."""
+        """Score some networks, and their ensemble, on a source without augmentation.
+
+        `options` are those of `papa.evaluation.scores.evaluate_together`.
+        """
         with self._timed("evaluate"), self.autocast():
             return evaluate_together(
                 models,
@@ -339,8 +343,7 @@ class Training:
                 metric=self.task.metric,
                 apply=self.task.apply,
                 combine=self.task.combine,
-                gather=gather,
-                ensemble_of=ensemble_of,
+                **options,
             )
 
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from papa.core.population import Population
 from papa.core.soups import After, GreedySoup, average_soup, greedy_soup
+from papa.evaluation.classification import Classification
 from papa.evaluation.scores import Evaluation
 from papa.training.callbacks import Callback, EpochRecord
 from papa.training.data import Source
 from papa.training.loop import Training
+from papa.verdict import Verdict, spread_of, verdict
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class Outcome:
     """Members that were found non-finite: when, why, and what was done."""
     best_soup: KeptSoup | None = None
     """The best average soup seen while training, if it was kept."""
+    verdict: Verdict | None = None
+    """Whether averaging helped, on the validation data, and what to change; None of a single network."""
 
     def report(self) -> str:
         """The scores of members, ensemble and soups as a small table of text."""
@@ -173,7 +177,10 @@ class Outcome:
         width = max(len(row[0]) for row in rows)
         lines = ["".join([row[0].ljust(width), *(cell.rjust(12) for cell in row[1:])]).rstrip() for row in rows]
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
-        return "\n".join([*lines, f"members in the greedy soup: {sorted(self.greedy.members)}", seconds])
+        lines += [f"members in the greedy soup: {sorted(self.greedy.members)}", seconds]
+        return "\n".join(lines if self.verdict is None else [*lines, str(self.verdict)])
+
+    __str__ = report
 
     def to_json(self) -> dict[str, Any]:
         """The part of `result.json` that training knows."""
@@ -185,6 +192,7 @@ class Outcome:
                 {"members": list(trial.members), "score": trial.score, "kept": trial.kept}
                 for trial in self.greedy.trials
             ],
+            "verdict": None if self.verdict is None else self.verdict.to_json(),
             "best_soup": None if self.best_soup is None else self.best_soup.to_json(),
             "nonfinite": self.nonfinite,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
@@ -204,6 +212,21 @@ def finalize(training: Training) -> Outcome:
         best_soup=_kept_soup(training),
         seconds=training.seconds,
         nonfinite=training.nonfinite,
+        verdict=_verdict(training, validation, average),
+    )
+
+
+def _verdict(training: Training, scores: Scores, average: nn.Module) -> Verdict | None:
+    active = training.population.active
+    if len(active) < 2:
+        return None
+    return verdict(
+        [scores.members[member] for member in active],
+        scores.average_soup,
+        scores.ensemble,
+        spread=spread_of(training.population.distances()[list(active)], average),
+        rule=training.averager.rule,
+        num_steps=training.length.num_steps,
     )
 
 
@@ -218,16 +241,30 @@ def greedy_soup_of(
 def scores_of(
     training: Training, average: nn.Module, greedy: nn.Module, population: Population | None = None
 ) -> tuple[Scores, Scores | None]:
-    """Scores of members, ensemble and both soups on the validation data, and on the test data if there is any."""
+    """Scores of members, ensemble and both soups on the validation data, and on the test data if there is any.
+
+    On the validation data the losses of single examples are kept. On the test data class probabilities are also scored
+    at the temperatures that suit the validation data.
+    """
     population = training.population if population is None else population
 
-    def scores_on(source: Source) -> Scores:
-        members, ensemble = training.evaluate_population(source, population)
-        first, second = training.evaluate([average, greedy], source)[0]
+    def scores_on(source: Source, known: Scores | None = None) -> Scores:
+        of_members = of_soups = None
+        if known is not None and isinstance(training.task.metric, Classification):
+            local = [known.members[member] for member in population.members]
+            of_members = [_temperature(one) for one in (*local, known.ensemble)]
+            of_soups = [_temperature(known.average_soup), _temperature(known.greedy_soup), 1.0]
+        keep = known is None
+        members, ensemble = training.evaluate_population(source, population, temperatures=of_members, keep_losses=keep)
+        first, second = training.evaluate([average, greedy], source, temperatures=of_soups, keep_losses=keep)[0]
         return Scores(members, ensemble, first, second, dropped=population.dropped)
 
-    test = training.data.test
-    return scores_on(training.data.validation), None if test is None else scores_on(test)
+    validation, test = scores_on(training.data.validation), training.data.test
+    return validation, None if test is None else scores_on(test, validation)
+
+
+def _temperature(evaluation: Evaluation) -> float:
+    return (evaluation.details or {}).get("temperature", 1.0)
 
 
 def _kept_soup(training: Training) -> KeptSoup | None:

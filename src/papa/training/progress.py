@@ -6,9 +6,9 @@ import sys
 import time
 from typing import TextIO
 
-from papa.advice import ADVICE_FROM, advice_from_scores
 from papa.training.callbacks import Callback, EpochRecord
 from papa.training.loop import Training
+from papa.verdict import ADVICE_FROM, advice_from_scores
 
 SECONDS_BETWEEN_LINES = 0.2
 

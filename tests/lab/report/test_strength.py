@@ -11,11 +11,11 @@ import torch
 
 import papa
 from helpers import small_data, small_net
-from papa.advice import TOO_CLOSE, TOO_FAR
 from papa.lab.report.figures import strength_figures
 from papa.lab.report.metric import ACCURACY, TOKEN_LOSS, advice_on_epoch
 from papa.lab.report.page import run_page
 from papa.training.progress import Progress
+from papa.verdict import TOO_CLOSE, TOO_FAR
 from report_samples import make_epoch, make_result
 
 

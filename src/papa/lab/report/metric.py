@@ -76,7 +76,7 @@ def advice_on_epoch(result: Mapping[str, Any], epoch: Mapping[str, Any]) -> str 
         >>> advice_on_epoch({"method": "papa", "config": {"train": {"epochs": 10}}}, epoch)
         'the average is worse than its members: push more strongly'
     """
-    from papa.advice import ADVICE_FROM, advice_from_scores
+    from papa.verdict import ADVICE_FROM, advice_from_scores
 
     num_epochs = dict(flat(result.get("config") or {})).get("train.epochs") or 0
     soup, members = epoch.get("validation_average_soup"), epoch.get("validation") or ()

@@ -10,15 +10,25 @@ import torch
 from torch import nn
 
 import papa
-from papa.advice import GOOD, TOO_CLOSE, TOO_FAR, advice_from_scores
 from papa.core.rules import AveragingContext
 from papa.errors import DataError, MixingError
+from papa.evaluation.scores import Evaluation
+from papa.verdict import TOO_CLOSE, TOO_FAR, advice_from_scores, verdict
 
 
 def line(weight: float) -> nn.Module:
     network = nn.Linear(1, 1, bias=False)
     nn.init.constant_(network.weight, weight)
     return network
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([scale]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * inputs
 
 
 ONES = (torch.ones(4, 1), torch.ones(4, 1))
@@ -28,28 +38,98 @@ def square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - targets).square().mean()
 
 
+NOISY_ONES = torch.ones(400, 1), 1.0 + 0.1 * torch.randn(400, 1, generator=torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize(
-    ("weights", "advice"),
-    [((0.5, 1.5), GOOD), ((1.5, 1.5), TOO_CLOSE), ((-1.0, -1.001), TOO_CLOSE)],
+    ("weights", "rule", "kind", "advice"),
+    [
+        ((0.5, 1.5), papa.Push(half_life=0.02), "helps", "Keep the strength."),
+        ((1.0, 1.001), papa.Push(half_life=0.02), "too close", "a weaker averaging, such as half_life=0.06, keeps"),
+        ((1.0, 1.001), papa.MergeAll(every_steps=10), "too close", "such as every_steps=30, keeps more."),
+        ((1.0, 1.001), papa.SparseAverage(share=0.06), "too close", "such as share=0.02, keeps more."),
+        ((1.0, 1.001), papa.Push(half_life=0.2), "nothing to gain", "more members will not help."),
+        ((1.0, 1.001), papa.Independent(), "nothing to gain", "more members will not help."),
+        ((1.0, 1.001), None, "too close", "push less."),
+    ],
 )
-def test_the_advice_compares_average_and_members(weights: tuple[float, ...], advice: str) -> None:
+def test_the_verdict_follows_from_losses_and_strength(
+    weights: tuple[float, ...], rule: papa.Rule | None, kind: str, advice: str
+) -> None:
     population = papa.Population([line(weight) for weight in weights])
-    found = papa.diagnose(population, [ONES], square)
+    found = papa.diagnose(population, [NOISY_ONES], square, rule=rule, num_steps=1000)
     mean = sum(weights) / len(weights)
-    assert found.member_losses == pytest.approx([(weight - 1) ** 2 for weight in weights], rel=1e-6)
-    assert found.average_loss == pytest.approx((mean - 1) ** 2, abs=1e-6)
+    losses = [float((weight - NOISY_ONES[1]).square().mean()) for weight in weights]
+    assert found.member_loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found.best_member_loss == pytest.approx(min(losses), rel=1e-5)
+    assert found.average_loss == pytest.approx(float((mean - NOISY_ONES[1]).square().mean()), rel=1e-5)
+    assert found.ensemble_loss == pytest.approx(found.average_loss, rel=1e-5)  # of linear networks
+    assert found.gain.mean == pytest.approx(found.member_loss - found.average_loss, abs=1e-7)
     assert found.spread == pytest.approx(
-        math.sqrt(sum((weight - mean) ** 2 for weight in weights) / len(weights)) / abs(mean), abs=1e-6
+        math.sqrt(sum((weight - mean) ** 2 for weight in weights) / len(weights)) / mean, rel=1e-3
     )
-    assert found.advice == advice
-    assert str(found).endswith(advice)
+    assert (found.kind, found.num_examples) == (kind, 400)
+    assert advice in str(found)
 
 
-def test_an_average_that_is_worse_than_its_members_is_reported() -> None:
+def of_size(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """|w| = 1 is best, so that the mean of 1 and -1 is bad."""
+    return square(outputs.abs(), targets)
+
+
+@pytest.mark.parametrize(
+    ("rule", "advice"),
+    [
+        (papa.Push(half_life=0.06), "a stronger averaging, such as half_life=0.02, brings them together."),
+        (papa.Push(half_life_steps=30), "such as half_life=0.01, brings"),
+        (papa.MergePairs(every_steps=30), "such as every_steps=10, brings"),
+        (papa.PushPull(spread=3.0), "such as spread=1, brings"),
+        (papa.Shuffle(share=0.01), "such as share=0.03, brings"),
+        (papa.MergeAll(every_steps=1), "they are averaged as often as can be"),
+        (papa.Independent(), "they were trained independently."),
+    ],
+)
+def test_members_that_are_too_far_apart_get_the_option_of_their_rule(rule: papa.Rule, advice: str) -> None:
     population = papa.Population([line(1.0), line(-0.9)])
-    found = papa.diagnose(population, [ONES], lambda outputs, targets: square(outputs.abs(), targets))
-    assert found.advice == TOO_FAR
+    found = papa.diagnose(population, [NOISY_ONES], of_size, rule=rule, num_steps=1000)
+    assert found.kind == "too far"
+    assert advice in found.advice
+
+
+def test_without_a_number_of_steps_advice_is_in_steps() -> None:
+    population = papa.Population([line(1.0), line(-0.9)])
+    found = papa.diagnose(population, NOISY_ONES, of_size, rule=papa.Push(half_life_steps=30))
+    assert "half_life_steps=10" in found.advice
+
+
+def test_a_difference_is_told_from_noise_by_pairs_of_examples() -> None:
+    """The same mean difference of 10%: alike on all examples, or lost among the differences of single examples."""
+    generator = torch.Generator().manual_seed(0)
+    common, own = 1.0 + torch.rand(100, generator=generator), 4 * torch.randn(100, generator=generator)
+    own -= own.mean()
+
+    def kind_of(average: torch.Tensor) -> str:
+        members = [Evaluation(0.0, 0.0, losses=common + one) for one in (0.1, -0.1)]
+        alike = Evaluation(0.0, 0.0, losses=common)
+        rule = papa.Push(half_life=0.01)
+        return verdict(members, Evaluation(0.0, 0.0, losses=average), alike, spread=0.1, rule=rule, num_steps=100).kind
+
+    assert kind_of(common - 0.15) == "helps"
+    assert kind_of(common - 0.15 + own) == "too close"
+    assert kind_of(common - 0.001) == "too close"
+    assert kind_of(common + 0.15) == "too far"
+    assert kind_of(torch.full((100,), math.nan)) == "too far"
+    with pytest.raises(DataError, match="evaluate with keep_losses=True"):
+        verdict([Evaluation(0.0, 0.0)], Evaluation(0.0, 0.0), Evaluation(0.0, 0.0), spread=0.1)
+
+
+def test_losses_of_classes_are_compared_at_the_temperature_of_each_network() -> None:
+    """A network that is only too sure of itself is no worse."""
+    logits = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))
+    targets = torch.distributions.Categorical(logits=logits).sample()
+    found = papa.diagnose(papa.Population([Scaled(1.0), Scaled(3.0)]), [(logits, targets)])
+    assert found.average_loss == pytest.approx(found.member_loss, rel=2e-3)
+    assert found.kind == "too close"
 
 
 def test_a_probe_scores_in_evaluation_mode_and_restores_the_mode() -> None:
@@ -146,7 +226,7 @@ def test_members_come_together_and_stay_good_on_average() -> None:
     inputs = torch.randn(256, 8)
     targets = (inputs[:, :4].sum(1) * inputs[:, 4:].sum(1) > 0).long()
 
-    def trained(rule: papa.Rule) -> papa.Diagnosis:
+    def trained(rule: papa.Rule) -> papa.Verdict:
         population = papa.Population.build(
             lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)), 3, seed=1
         )
@@ -163,7 +243,7 @@ def test_members_come_together_and_stay_good_on_average() -> None:
         return papa.diagnose(population, [(inputs, targets)], nn.functional.cross_entropy)
 
     probe = papa.loss_probe([(inputs, targets)], nn.functional.cross_entropy)
-    assert trained(papa.Independent()).advice == TOO_FAR
+    assert trained(papa.Independent()).kind == "too far"
     assert trained(papa.AdaptivePush(probe, check_every=20)).average_loss < 0.25
 
 

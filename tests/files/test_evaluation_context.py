@@ -18,6 +18,7 @@ import papa
 from helpers import assert_close
 from papa.align import permute_all_, symmetries
 from papa.errors import ConfigError, DataError, SoupError
+from papa.evaluation.scores import Evaluation
 from papa.files import EvaluationContext, evaluation_context_of
 from papa.lab.loading import recipe_evaluation
 from papa.lab.recipes import find
@@ -106,7 +107,7 @@ def test_a_greedy_soup_is_scored_in_the_evaluation_context(tmp_path: Path) -> No
     soup = papa.soup_files(
         save_nets(nets, tmp_path), tmp_path / "soup.safetensors", greedy=True, evaluation_context=make
     )
-    twin = papa.greedy_soup(nets, lambda net: tuple(papa.evaluate(net, BATCHES)))
+    twin = papa.greedy_soup(nets, lambda net: papa.evaluate(net, BATCHES))
     assert [trial.members for trial in soup.trials] == [trial.members for trial in twin.trials]
     assert soup.score == pytest.approx(twin.score)
 

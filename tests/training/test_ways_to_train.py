@@ -300,9 +300,9 @@ def test_progress_is_shown_on_request_and_in_a_terminal(capsys: pytest.CaptureFi
     options: dict[str, Any] = {**SHORT, "batch_size": 8, "validation": 0.2}
     outcome = train(make_net, PAIRS, **options)
     assert capsys.readouterr().err == ""
-    train(make_net, PAIRS, verbose=True, **options)
+    shown = train(make_net, PAIRS, verbose=True, **options)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
+    assert "\n".join(lines[2:]) == f"papa: {shown.verdict}"
     assert "papa: epoch 1.0 of 2  loss " in lines[0]
     assert all(part in lines[1] for part in ("epoch 2.0 of 2", "members ", "soup ", "distance ", "0:00 left"))
     screen = io.StringIO()
@@ -318,4 +318,5 @@ def test_progress_is_shown_on_request_and_in_a_terminal(capsys: pytest.CaptureFi
         "ensemble",
         "average soup",
     ]
-    assert "members in the greedy soup: [" in report[-2]
+    assert "members in the greedy soup: [" in report[7]
+    assert "\n".join(report[9:]) == str(outcome.verdict)

@@ -19,7 +19,7 @@ from papa.core.population import Population
 from papa.core.product import accumulation_dtype, combine_block_
 from papa.errors import PapaWarning, SoupError
 from papa.evaluation.inputs import outputs_of
-from papa.evaluation.scores import evaluating, mean_logits
+from papa.evaluation.scores import Evaluation, evaluating, mean_logits
 
 Network = TypeVar("Network", nn.Module, dict[str, Any])
 T = TypeVar("T")
@@ -229,8 +229,9 @@ def add_greedily(
 
 def score_and_loss(value: Any) -> tuple[float, float]:
     """The result of a `Score` as a pair; the loss, which only breaks ties, is 0 when missing and infinite when NaN."""
-    score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, 0.0)
-    score, loss = float(score), float(loss)
+    if isinstance(value, Evaluation):
+        value = value.score, value.loss
+    score, loss = map(float, value[:2] if isinstance(value, tuple) else (value, 0.0))
     return score, math.inf if math.isnan(loss) else loss
 
 

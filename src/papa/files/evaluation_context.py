@@ -48,7 +48,9 @@ class EvaluationContext:
             return evaluate(network, self.batches)
         with evaluating(network), torch.no_grad():
             value = self.score(network)
-        score, loss = (value[0], value[1]) if isinstance(value, tuple) else (value, math.nan)
+        if isinstance(value, Evaluation):
+            value = value.score, value.loss
+        score, loss = value[:2] if isinstance(value, tuple) else (value, math.nan)
         if math.isnan(float(score)):
             raise SoupError("the score is NaN, expected a number: check the network's outputs")
         return Evaluation(float(score), float(loss))

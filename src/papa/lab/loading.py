@@ -198,7 +198,7 @@ def recipe_evaluation(config: Config) -> EvaluationContext:
     return EvaluationContext(
         training.population[0],
         [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape
-        lambda network: tuple(training.score(network)),
+        training.score,
         f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(single)}",
         higher_is_better=training.task.higher_is_better,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ def train(
         monitoring=monitoring,
         engine=engine,
     )
-    training = start_training(make_model, data, settings, rule, callbacks=[*callbacks, *progress_for(verbose)])
+    progress = progress_for(verbose)
+    training = start_training(make_model, data, settings, rule, callbacks=[*callbacks, *progress])
     if checkpoints is None:
         training.run()
     else:
@@ -148,6 +150,8 @@ def train(
         scores = outcome.validation
         is_higher_better = training.task.higher_is_better
         warn_if_far_worse(scores.average_soup.score, scores.counted, higher_is_better=is_higher_better)
+    if progress and outcome.verdict is not None:
+        sys.stderr.write(f"papa: {outcome.verdict}\n")
     return outcome
 
 

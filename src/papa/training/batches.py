@@ -12,7 +12,7 @@ from papa.errors import ConfigError, DataError
 from papa.evaluation.inputs import Inputs, each, tensors_in
 from papa.evaluation.scores import Batch
 from papa.streams import derive, seed_global_
-from papa.training.data import FIXED_SEED, Arrays, ByIndex, Data, Reader, Source, Subset, reader_of
+from papa.training.data import FIXED_SEED, Arrays, ByIndex, Data, Source, Subset, reader_of
 from papa.training.options import Settings
 
 EXAMPLES_AHEAD = 4096
@@ -25,11 +25,12 @@ class Batches:
     def __init__(self, data: Data, settings: Settings, members: range, device: torch.device) -> None:
         self.data, self.members, self.device = data, members, device
         self.seed, self.batch_size = settings.seed, settings.batch_size
-        self.same_order = settings.same_order
         self.eval_batch_size = settings.task.eval_batch_size
         repair = settings.averaging.repair
         self.num_repair_batches = 0 if repair is None else repair.num_batches
-        self.num_per_epoch = len(self.reader(0)) // settings.accumulate * settings.accumulate
+        self.reader = reader_of(data.train, settings.batch_size)
+        """What gives members their batches."""
+        self.num_per_epoch = len(self.reader) // settings.accumulate * settings.accumulate
         """Batches of an epoch, for each member."""
         self.prepare = settings.transforms.prepare
         self._augment = settings.transforms.augment
@@ -60,7 +61,7 @@ class Batches:
         If nothing about them is random, many steps are gathered and prepared at a time.
         """
         plain = ByIndex(self.data.train, self.batch_size)
-        is_plain = self._augment is None and not self.data.parts and _is_in_memory(self.data.train)
+        is_plain = self._augment is None and _is_in_memory(self.data.train)
         while not is_plain:
             drawn = [self.training_batch(index, step) for index in range(len(self.members))]
             forms = [
@@ -78,8 +79,7 @@ class Batches:
             step += 1
         epoch, position = divmod(step, self.num_per_epoch)
         while True:
-            readers = [0 if self.same_order else member for member in self.members]
-            orders = torch.stack([plain.order(self.seed, reader, epoch) for reader in readers])
+            orders = torch.stack([plain.order(self.seed, member, epoch) for member in self.members])
             orders = orders[:, : self.num_per_epoch * self.batch_size]
             steps = orders.view(len(orders), -1, self.batch_size).transpose(0, 1)[position:]
             for part in steps.split(max(1, EXAMPLES_AHEAD // steps[0].numel())):  # type: ignore[no-untyped-call]
@@ -88,16 +88,11 @@ class Batches:
                 yield from zip(*(one.view(*part.shape, *one.shape[1:]) for one in prepared), strict=True)
             epoch, position = epoch + 1, 0
 
-    def reader(self, member: int) -> Reader:
-        """What gives a member its batches."""
-        return reader_of(self.data.train_of(member), self.batch_size)
-
     def _next(self, member: int, number: int) -> Batch:
         epoch, position = divmod(number, self.num_per_epoch)
         expected, batches = self._streams.get(member, (None, iter(())))
         if position == 0 or number != expected:
-            order_of = 0 if self.same_order else member
-            batches = self.reader(member).training(self.seed, order_of, epoch, position)
+            batches = self.reader.training(self.seed, member, epoch, position)
         found = next(batches, None)
         if found is None:
             raise DataError(
@@ -141,7 +136,7 @@ class Batches:
             yield self.formatted(self.prepare(self.to_device(inputs)))
 
     def _fixed(self, num_batches: int | None) -> Iterator[Batch]:
-        return itertools.islice(reader_of(self.data.train, self.batch_size).fixed(self.seed), num_batches)
+        return itertools.islice(self.reader.fixed(self.seed), num_batches)
 
     def evaluation(self, source: Source) -> Iterator[Batch]:
         """All examples of a source, without augmentation."""

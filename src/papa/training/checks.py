@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,51 +14,24 @@ from papa.errors import ConfigError, PapaWarning, did_you_mean
 from papa.evaluation.scores import Counting
 
 
-def check_functions(**functions: object) -> None:
-    """Raise a `ConfigError` that names the argument that is not a function."""
-    for name, function in functions.items():
-        if not callable(function):
-            raise ConfigError(f"{name} is a {type(function).__name__}, expected a function")
-
-
-def check_makers(**makers: object) -> None:
-    """Raise if a network or an optimizer is given instead of a function that makes one for each member."""
-    for name, maker in makers.items():
-        if isinstance(maker, type) and issubclass(maker, Optimizer):
-            called = maker.__name__
-            raise ConfigError(
-                f"{name} is the class {called}, expected a function from a network to its optimizer, such as "
-                f"lambda network: {called}(network.parameters())"
-            )
-        is_network = name == "make_model" and isinstance(maker, nn.Module)
-        if is_network or not callable(maker):
-            raise ConfigError(f"{name} is a {type(maker).__name__}, expected a function that makes one for each member")
-
-
-def check_loss(loss: object) -> None:
-    """Raise if the class of a loss is given instead of an instance."""
-    if isinstance(loss, type) and issubclass(loss, nn.Module):
-        raise ConfigError(f"loss is the class {loss.__name__}, expected an instance: {loss.__name__}()")
-
-
-def check_schedule(schedule: object, make_scheduler: object) -> None:
-    """Raise if a PyTorch scheduler is given where a function is expected."""
-    for name, value in (("schedule", schedule), ("make_scheduler", make_scheduler)):
-        is_class = isinstance(value, type) and issubclass(value, LRScheduler)
-        if is_class or isinstance(value, LRScheduler):
-            kind = value.__name__ if isinstance(value, type) else type(value).__name__
-            raise ConfigError(
-                f"{name} is {'the class' if is_class else 'a'} {kind}, expected a function that makes one for each "
-                f"member: make_scheduler=lambda optimizer, num_steps: {kind}(optimizer, ...)"
-            )
-    if make_scheduler is not None and not callable(make_scheduler):
-        raise ConfigError(f"make_scheduler is a {type(make_scheduler).__name__}, expected a function")
-
-
-def check_dtype(dtype: object) -> None:
-    """Raise unless it is a torch dtype, or None."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"autocast is {dtype!r}, expected a dtype, such as torch.bfloat16, or None")
+def check_function(name: str, value: object, expected: str = "a function") -> None:
+    """Raise a `ConfigError` unless it is a function; what PyTorch users may pass in its place is told what to pass."""
+    is_class, kind = isinstance(value, type), value if isinstance(value, type) else type(value)
+    found = f"{name} is {'the class' if is_class else 'a'} {kind.__name__}"
+    if issubclass(kind, LRScheduler):
+        raise ConfigError(
+            f"{found}, expected a function that makes one for each member: make_scheduler=lambda optimizer, num_steps: "
+            f"{kind.__name__}(optimizer, ...)"
+        )
+    if is_class and issubclass(kind, Optimizer):
+        raise ConfigError(
+            f"{found}, expected a function from a network to its optimizer, such as lambda network: "
+            f"{kind.__name__}(network.parameters())"
+        )
+    if is_class and issubclass(kind, nn.Module) and name == "loss":
+        raise ConfigError(f"{found}, expected an instance: {kind.__name__}()")
+    if not callable(value) or (name == "make_model" and isinstance(value, nn.Module)):
+        raise ConfigError(f"{found}, expected {expected}")
 
 
 def checked_optimizer(optimizer: object) -> Optimizer:
@@ -94,13 +66,6 @@ def check_rule(rule: object) -> None:
             f"rule is a {type(rule).__name__}, expected a rule such as papa.MergeAll(every_steps=100), or a function "
             "that makes one"
         )
-
-
-def check_whole(**numbers: int) -> None:
-    """Raise unless all are whole numbers of at least 1."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")
 
 
 def check_callbacks(callbacks: object, base: type) -> None:

@@ -325,18 +325,11 @@ class Data:
     """Used to choose the members of greedy soups; never augmented."""
     test: Source | None = None
     """Used once, after training; None to skip."""
-    parts: tuple[Source, ...] = ()
-    """What each member trains on, one source of equal length for each; by default all train on `train`, which REPAIR
-    and alignment use in any case."""
 
     @property
     def num_train(self) -> int:
         """The number of examples that a member trains on in an epoch; of batches, if the data decides on them."""
-        return len(self.train_of(0))
-
-    def train_of(self, member: int) -> Source:
-        """What a member trains on."""
-        return self.parts[member] if self.parts else self.train
+        return len(self.train)
 
 
 def as_source(data: Any) -> Source:
@@ -397,23 +390,6 @@ def hold_out(source: Source, share: float, *, seed: int) -> tuple[Source, Source
     return Subset(source, order[num_held_out:]), Subset(source, order[:num_held_out])
 
 
-def split_parts(source: Source, num_parts: int, *, leave_one_out: bool = False) -> tuple[Source, ...]:
-    """Parts of equal length, in order: each of them, or for each everything but it.
-
-    Example:
-        >>> source = Arrays(torch.arange(7), torch.zeros(7))
-        >>> [part.batch(torch.arange(len(part)))[0].tolist() for part in split_parts(source, 3)]
-        [[0, 1], [2, 3], [4, 5]]
-    """
-    size = len(source) // num_parts
-    if not size:
-        raise DataError(f"the data has {len(source)} examples, expected at least one for each of {num_parts} parts")
-    parts = torch.arange(num_parts * size, device="cpu").view(num_parts, size)
-    if not leave_one_out:
-        return tuple(Subset(source, part) for part in parts)
-    return tuple(Subset(source, torch.cat([*parts[:one], *parts[one + 1 :]])) for one in range(num_parts))
-
-
 def stream_batches(
     source: Source, index_batches: Iterable[Tensor], *, seed: int, start: int = 0
 ) -> Iterator[tuple[Inputs, Tensor]]:
@@ -449,10 +425,7 @@ def as_data(data: Any, validation: Any, *, seed: int, batch_size: int = 64) -> D
 
     if isinstance(data, Data):
         test = None if data.test is None else convert(data.test)
-        train, held_out, parts = convert(data.train), convert(data.validation), tuple(map(as_source, data.parts))
-        if len({len(part) for part in parts}) > 1:
-            raise DataError(f"parts have {', '.join(str(len(part)) for part in parts)} examples, expected equally many")
-        return Data(train=train, validation=held_out, test=test, parts=parts)
+        return Data(train=convert(data.train), validation=convert(data.validation), test=test)
     train = convert(data)
     if isinstance(validation, bool) or not isinstance(validation, (int, float)):
         return Data(train=train, validation=convert(validation))

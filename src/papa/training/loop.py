@@ -19,16 +19,15 @@ from papa.core.mixing import soup_row
 from papa.core.population import Population
 from papa.core.rules import Independent, Rule
 from papa.core.soups import mean_network
-from papa.errors import DataError
 from papa.evaluation.inputs import Inputs, logits_of, outputs_of, own_loss_of
 from papa.evaluation.scores import Evaluation, checked_loss, evaluate_together
 from papa.process import find_device
 from papa.streams import accelerators_in_use, derive, global_stream, seed_global_
 from papa.training.batches import Batches
 from papa.training.callbacks import Callback, EpochRecord, EpochScores
-from papa.training.checks import check_callbacks, check_makers, checked_optimizer
+from papa.training.checks import check_callbacks, check_function, checked_optimizer
 from papa.training.data import Source, as_data, reader_of
-from papa.training.options import Engine, Length, Settings
+from papa.training.options import MAKES_ONE, Engine, Length, Settings
 from papa.training.probe import TrainingLoss
 from papa.training.schedules import LRTable
 from papa.training.task import own_loss
@@ -56,17 +55,14 @@ class Training:
         group: Group | None = None,
     ) -> None:
         settings.check()
-        check_makers(make_model=make_model)
+        check_function("make_model", make_model, MAKES_ONE)
         self.settings, self.seed, self.task = settings, settings.seed, settings.task
         self.data = as_data(data, settings.validation, seed=settings.seed, batch_size=settings.batch_size)
         if settings.steps_per_epoch is not None:
             num_batches = settings.steps_per_epoch * settings.accumulate
             reader = reader_of(self.data.train, settings.batch_size)
             self.data = replace(self.data, train=reader.limited(num_batches))
-        if self.data.parts and len(self.data.parts) != settings.num_members:
-            expected = f"expected one for each of {settings.num_members} members"
-            raise DataError(f"the data has {len(self.data.parts)} parts, {expected}")
-        reader = reader_of(self.data.train_of(0), settings.batch_size)
+        reader = reader_of(self.data.train, settings.batch_size)
         reader.check_step(settings.accumulate)
         steps_per_epoch = len(reader) // settings.accumulate
         self.length = Length(num_steps=settings.num_epochs * steps_per_epoch, steps_per_epoch=steps_per_epoch)
@@ -103,12 +99,11 @@ class Training:
             rule.with_probe(TrainingLoss(self)),
             self.optimizers,
             num_steps=self.length.num_steps,
-            measure=self.settings.averaging.measure,
             merge_hooks=merge_hooks,
             on_nonfinite=self.settings.averaging.on_nonfinite,
             unhealthy_reason=lambda index: f"its loss was not finite for {NUM_BAD_LOSSES} steps",
             watched=self._watched_losses,
-            watch_batches=self.batches.reader(0).decides_order,
+            watch_batches=self.batches.reader.decides_order,
         )
 
     @property

@@ -15,15 +15,7 @@ from papa.errors import ConfigError
 from papa.evaluation.inputs import Inputs
 from papa.evaluation.scores import Batch
 from papa.repair import Scope
-from papa.training.checks import (
-    check_dtype,
-    check_functions,
-    check_loss,
-    check_makers,
-    check_metric,
-    check_schedule,
-    check_whole,
-)
+from papa.training.checks import check_function, check_metric
 from papa.training.schedules import MakeScheduler, Schedule, cosine
 from papa.training.task import Task
 
@@ -110,8 +102,6 @@ class AveragingOptions:
     """Align members before averaging; None to leave units where they are."""
     on_nonfinite: OnNonFinite | None = "restart"
     """What to do with a member whose weights, or loss for three steps, are not finite; see `Averager`."""
-    measure: bool = True
-    """Record distances to the mean at every averaging."""
 
     @property
     def repaired_layers(self) -> Scope:
@@ -156,88 +146,64 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
+MAKES_ONE = "a function that makes one for each member"
+"""What is expected where a network or an optimizer is made, for errors."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides what a training computes, besides the model, the data and the rule."""
+    """Everything that decides what a training computes, besides the model, the data and the rule: see `papa.train`."""
 
     num_epochs: int
-    """Passes over the data."""
     num_members: int = 5
-    """The size of the population."""
     batch_size: int = 64
-    """Examples per batch; the last incomplete batch of an epoch is left out."""
     accumulate: int = 1
-    """Batches per optimizer step, whose gradients are averaged: the step of a larger batch in less memory. Incomplete
-    steps at the end of an epoch are left out."""
     task: Task = field(default_factory=Task)
     """Loss, metric, and how networks are applied when they are scored."""
     make_optimizer: Callable[[nn.Module], Optimizer] = sgd
-    """From a member to its optimizer."""
     schedule: Schedule = field(default_factory=cosine)
-    """From steps taken and the number of steps to the learning rate as a share of the optimizer's."""
     make_scheduler: MakeScheduler | None = None
-    """Instead of `schedule`, a function from an optimizer and the number of steps to a PyTorch scheduler."""
     steps_per_epoch: int | None = None
-    """For loaders without a length: the optimizer steps to call an epoch."""
     seed: int = 1
-    """The seed of every random stream."""
     device: torch.device | str = "auto"
-    """Where to train; `auto` is an accelerator if there is one."""
     validation: Any = 0.02
-    """The share of the training data held out, or validation data, if `data` names none."""
     transforms: Transforms = Transforms()
     averaging: AveragingOptions = AveragingOptions()
     numerics: Numerics = Numerics()
     monitoring: Monitoring = Monitoring()
     engine: Callable[[Training], Engine] | None = None
-    """How members take a step: None for one after the other, `papa.training.Stacked` for all at once."""
-    same_order: bool = False
-    """Whether all members see the training data in the same order, instead of each in its own."""
 
     def check(self) -> None:
         """Raise a `ConfigError` about the first invalid setting."""
-        check_makers(make_optimizer=self.make_optimizer)
-        check_loss(self.task.loss)
-        check_schedule(self.schedule, self.make_scheduler)
-        check_functions(
-            loss=self.task.loss, schedule=self.schedule, prepare=self.transforms.prepare, apply=self.task.apply
-        )
+        for name, kind, example in GROUPS:
+            if not isinstance(value := getattr(self, name), kind):
+                wanted = f"papa.training.{kind.__name__}"
+                raise ConfigError(f"{name} is {value!r}, expected a {wanted}, such as {wanted}({example})")
+        check_function("make_optimizer", self.make_optimizer, MAKES_ONE)
+        check_function("loss", self.task.loss)
+        check_function("schedule", self.schedule)
+        if self.make_scheduler is not None:
+            check_function("make_scheduler", self.make_scheduler)
+        check_function("prepare", self.transforms.prepare)
+        check_function("apply", self.task.apply)
         check_metric(self.task.metric)
-        check_whole(
-            num_members=self.num_members,
-            num_epochs=self.num_epochs,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate,
-            steps_per_epoch=1 if self.steps_per_epoch is None else self.steps_per_epoch,
-        )
-        _check_groups(self)
-        augment = self.transforms.augment
+        for name in ("num_members", "num_epochs", "batch_size", "accumulate", "steps_per_epoch"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1) and (name, value) != ("steps_per_epoch", None):
+                raise ConfigError(f"{name} is {value!r}, expected a whole number, at least 1")
+        dtype, augment = self.numerics.autocast, self.transforms.augment
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"autocast is {dtype!r}, expected a dtype, such as torch.bfloat16, or None")
         if augment is not None and not callable(augment) and len(augment) != self.num_members:
             raise ConfigError(
                 f"augment has {len(augment)} entries, expected one for each of {self.num_members} members"
             )
 
 
-def _check_groups(settings: Settings) -> None:
-    groups: dict[str, tuple[Any, type]] = {
-        "transforms": (settings.transforms, Transforms),
-        "averaging": (settings.averaging, AveragingOptions),
-        "numerics": (settings.numerics, Numerics),
-        "monitoring": (settings.monitoring, Monitoring),
-    }
-    for name, (value, kind) in groups.items():
-        if not isinstance(value, kind):
-            raise ConfigError(
-                f"{name} is {value!r}, expected a papa.training.{kind.__name__}, such as "
-                f"papa.training.{kind.__name__}({EXAMPLES[name]})"
-            )
-    check_dtype(settings.numerics.autocast)
-
-
-EXAMPLES = {
-    "transforms": "augment=...",
-    "averaging": "repair=papa.training.Repair()",
-    "numerics": "autocast=torch.bfloat16",
-    "monitoring": "keep_best_soup=True",
-}
-"""How each group of settings is made, for errors."""
+GROUPS = (
+    ("transforms", Transforms, "augment=..."),
+    ("averaging", AveragingOptions, "repair=papa.training.Repair()"),
+    ("numerics", Numerics, "autocast=torch.bfloat16"),
+    ("monitoring", Monitoring, "keep_best_soup=True"),
+)
+"""The groups of settings, and for errors how each is made."""

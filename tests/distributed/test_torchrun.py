@@ -230,7 +230,7 @@ def test_commands_under_torchrun_print_once_and_a_restart_keeps_checkpoints(tmp_
         assert [code for code, _, _ in ranks] == [2 if name == "compare, parallel" else 0] * 2, name
         assert [bool(output) for _, output, _ in ranks] == [name != "compare, parallel", False], name
     assert [found[name][0][2] for name in ("resume", "overwrite, restarted", "overwrite")] == [True, True, False]
-    assert "one network: " in found["resume"][0][1]
+    assert "take: " in found["resume"][0][1]
     assert found["compare"][0][1].count("\n") > 3
     assert (tmp_path / "compare" / "report.html").exists()
 

@@ -22,8 +22,9 @@ from papa.cli.tables import event_text, print_table
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import NEVER_AVERAGED, Config, changed
 from papa.lab.recipes import RECIPES, Recipe
-from papa.lab.report.metric import is_soup_far_worse
+from papa.lab.report.metric import is_soup_far_worse, metric_of
 from papa.lab.report.table import COLUMNS, details_table, run_rows
+from papa.lab.report.words import verdict_text
 from papa.lab.runs import RunDirectory
 from papa.storage import read_object
 
@@ -148,21 +149,35 @@ def config_to_resume(config: Config, arguments: Sequence[str], path: Path) -> Co
 
 
 def print_run(result: dict[str, Any], run: RunDirectory) -> None:
-    """Print the result of a run and where its files are, in one process only."""
+    """Print the result of a run, the verdict, where its files are, and which to take; in one process only."""
     if not is_main_process():
         return
-    print_result(result)
-    print(f"one network: {run.average_soup}\nreport:      {run.report}")
-    if run.picture.exists():
-        print(f"a picture:   {run.picture}")
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Print the table of a run, with the paper's numbers below, and what happened to unhealthy members."""
     print_table((result["method"], *COLUMNS), run_rows(result))
     print_details([result])
     for event in result.get("nonfinite") or []:
         print(event_text(event))
+    if verdict := verdict_text(result):
+        print(verdict)
+    print(f"report: {run.report}")
+    if run.picture.exists():
+        print(f"a picture: {run.picture}")
+    print(f"take: {file_to_take(result, run)}")
+
+
+def file_to_take(result: dict[str, Any], run: RunDirectory) -> str:
+    """The file of the network to use, and why: the average soup, unless the verdict speaks against it."""
+    verdict = result.get("verdict")
+    if not verdict:
+        return str(run.average_soup)
+    if verdict["kind"] in ("helps", "too close"):
+        return f"{run.average_soup} (the average of all members)"
+    sign = 1.0 if metric_of([result]).higher_is_better else -1.0
+    members = (result.get("validation") or {}).get("members", ())
+    scores = {member: sign * score for member, score in enumerate(members) if score is not None}
+    if not scores:
+        return f"nothing of {run.path}: no member is finite"
+    best = run.members / f"{max(scores, key=lambda member: scores[member]):03d}.safetensors"
+    return f"{best} (the best member: the soup is no better), or all of {run.members} as an ensemble"
 
 
 def print_details(results: Sequence[dict[str, Any]]) -> None:

@@ -62,6 +62,24 @@ class Trial(TypedDict):
     kept: bool
 
 
+class Difference(TypedDict):
+    """The mean difference of two networks' losses on the same examples, and its standard error."""
+
+    mean: float | None
+    error: float | None
+    sign: int
+
+
+class Verdict(TypedDict):
+    """Whether averaging helped, what to change, and the numbers behind it; `papa.Verdict` has more of them."""
+
+    kind: str
+    advice: str
+    num_examples: int
+    average_loss: float | None
+    gain: Difference
+
+
 class BestSoup(TypedDict):
     """The best average soup by validation, and the epoch it is from."""
 
@@ -134,6 +152,7 @@ class RunResult(_Known, total=False):
     validation: Scores | None
     greedy_members: list[int] | None
     greedy_trials: list[Trial] | None
+    verdict: Verdict | None
     best_soup: BestSoup | None
     num_averagings: int | None
     nonfinite: list[NonFinite] | None

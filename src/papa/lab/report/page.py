@@ -27,7 +27,7 @@ from papa.lab.report.table import (
     runs_by_setting,
     scores_of,
 )
-from papa.lab.report.words import printable, text
+from papa.lab.report.words import printable, text, verdict_text
 from papa.packages import require
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run_page(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> 
     return _rendered(
         "run.html.j2",
         title=f"{text(result['recipe'])}: {text(result['method'])}{counted}, seed {result['seed']}",
-        summary=conclusion([result]),
+        summary=" ".join(filter(None, [verdict_text(result), conclusion([result])])),
         words=_about(result),
         notes=_notes(result, events),
         tiles=_tiles(result),

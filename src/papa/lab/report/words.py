@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 MAX_CHARACTERS = 500
@@ -15,6 +16,21 @@ def text(value: Any) -> str:
     """A value as one line of text, cut if it is very long."""
     line = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
     return line if len(line) <= MAX_CHARACTERS else line[: MAX_CHARACTERS - 1] + "…"
+
+
+def verdict_text(result: Mapping[str, Any]) -> str:
+    """Whether averaging helped, what to change, and by how much; empty for a single network."""
+    found = result.get("verdict")
+    if not found:
+        return ""
+    loss, gain = found["average_loss"], found["gain"]
+    if loss is None or gain["mean"] is None or gain["error"] is None:
+        return f"{found['advice']} The average soup's loss is not finite."
+    side = "lower" if gain["mean"] > 0 else "higher"
+    return (
+        f"{found['advice']} The average soup's loss is {plain(loss)}, {plain(abs(gain['mean']), 2)} {side} than that of "
+        f"one member (standard error {plain(gain['error'], 1)}, {found['num_examples']:,} validation examples)."
+    )
 
 
 def printable(words: str) -> str:

@@ -63,6 +63,13 @@ def make_full_result() -> dict[str, Any]:
                 for name, depth in (("plain", 80), (HOSTILE, 40))
             ],
         },
+        "verdict": {
+            "kind": "helps",
+            "advice": "It helps: the soup is better than its members. Keep the strength.",
+            "num_examples": 1200,
+            "average_loss": 0.25,
+            "gain": {"mean": 0.05, "error": 0.01, "sign": 1},
+        },
         "communication": {"bytes": 2_500_000, "seconds": 0.25},
         "nonfinite": [
             {"event": "nonfinite", "step": 5, "member": 1, "reason": "loss is not finite", "action": "left out"}

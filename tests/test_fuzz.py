@@ -17,7 +17,7 @@ import torch
 
 from alterations import alter, kinds, mutate_bytes, mutate_value, refused
 from checkpoint_cases import Member, expected_of, load_whole, save, trained_member
-from papa.cli.run import print_result
+from papa.cli.run import print_run
 from papa.errors import PapaError
 from papa.lab.config import Config
 from papa.lab.launch import _check_state
@@ -163,7 +163,7 @@ def result() -> dict[str, Any]:
 def test_results_and_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, generator, num_refused = RunDirectory(tmp_path), random.Random(5), 0
     run.result.write_text(json.dumps(result()))
-    assert not refused(lambda: print_result(run.read_result()))
+    assert not refused(lambda: print_run(run.read_result(), run))
     for number in range(600):
         text = json.dumps(result()).encode()
         altered = (
@@ -173,7 +173,7 @@ def test_results_and_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture
 
         def show() -> None:
             found = run.read_result()
-            print_result(found)
+            print_run(found, run)
             page = run_page(found, []) + compare_page([found])
             assert "<script" not in page
 

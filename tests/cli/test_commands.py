@@ -8,10 +8,11 @@ import pytest
 
 from papa.cli import main
 from papa.cli.main import COMMANDS
-from papa.cli.run import config_to_resume
+from papa.cli.run import config_to_resume, file_to_take
 from papa.lab.config import Config
 from papa.lab.recipes import RECIPES, find
 from papa.lab.runs import RunDirectory
+from report_samples import make_result
 
 SHORT = ["--train.epochs", "1", "--train.batch-size", "64", "--members", "2"]
 
@@ -73,8 +74,18 @@ def test_run_prints_a_table_and_the_files(tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "run"
     assert main(["run", "digits", *SHORT, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    for part in ("mean [min, max]", "ensemble", "average soup", "greedy soup", "test", str(out / "soup.safetensors")):
+    for part in (
+        "mean [min, max]",
+        "ensemble",
+        "average soup",
+        "greedy soup",
+        "test",
+        f"report: {out / 'report.html'}",
+    ):
         assert part in shown
+    verdict = json.loads((out / "result.json").read_text())["verdict"]
+    assert verdict["advice"] in shown
+    assert shown.splitlines()[-1].startswith(f"take: {out}")
     assert main(["run", "digits", "--out", str(out), "--resume"]) == 0
     assert "mean [min, max]" in capsys.readouterr().out
     assert main(["resume", str(out)]) == 0
@@ -88,6 +99,22 @@ def test_run_prints_a_table_and_the_files(tmp_path: Path, capsys: pytest.Capture
         assert main(["run", *options, "--out", str(out), "--resume"]) == 2
         assert difference in capsys.readouterr().err
     assert main(["run", "digits", "--members", "2", "--out", str(out), "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        *(("helps", "soup.safetensors"), ("too close", "soup.safetensors"), (None, "soup.safetensors")),
+        *(("too far", "members/001.safetensors"), ("nothing to gain", "members/001.safetensors")),
+    ],
+)
+def test_the_network_to_take_is_the_soup_unless_a_member_is_as_good(
+    kind: str | None, file: str, tmp_path: Path
+) -> None:
+    result = {**make_result(), "verdict": kind and {"kind": kind}}
+    said = file_to_take(result, RunDirectory(tmp_path))
+    assert said.startswith(str(tmp_path / file))
+    assert ("ensemble" in said) == file.startswith("members")
 
 
 def test_resume_keeps_the_options_of_the_run_that_are_not_given(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from papa.cli.tables import event_text, print_table
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import NEVER_AVERAGED, Config, changed
 from papa.lab.recipes import RECIPES, Recipe
-from papa.lab.report.metric import is_soup_far_worse, metric_of
+from papa.lab.report.metric import metric_of
 from papa.lab.report.table import COLUMNS, details_table, run_rows
 from papa.lab.report.words import verdict_text
 from papa.lab.runs import RunDirectory
@@ -181,16 +181,16 @@ def file_to_take(result: dict[str, Any], run: RunDirectory) -> str:
 
 
 def print_details(results: Sequence[dict[str, Any]]) -> None:
-    """Print the details of scores, such as the score of each class, and which runs never averaged."""
+    """Print the details of scores, such as the score of each class, and which runs averaged too weakly or never."""
     head, details = details_table(results)
     if details:
         print()
         print_table(head, details)
     for result in results:
-        if result["method"] not in NEVER_AVERAGED and not result["num_averagings"]:
-            print(f"{result['method']}, seed {result['seed']}: training ended before the first averaging was due")
-        if is_soup_far_worse(result):
-            print(
-                f"{result['method']}, seed {result['seed']}: the average soup is far worse than its members, which are "
-                "too far apart: push more strongly (a shorter --average.half-life), or merge more often"
-            )
+        name, verdict = f"{result['method']}, seed {result['seed']}", result.get("verdict") or {}
+        if result["method"] in NEVER_AVERAGED:
+            continue
+        if not result["num_averagings"]:
+            print(f"{name}: training ended before the first averaging was due")
+        if len(results) > 1 and verdict.get("kind") == "too far":
+            print(f"{name}: {verdict['advice']}")

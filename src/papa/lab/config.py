@@ -43,8 +43,6 @@ METHODS = {
     **COUPLINGS,
 }
 """What each method does; those of `COUPLINGS` were published since the paper."""
-WITH_STRENGTH = ("papa", "easgd", "dppf", "grawa")
-"""Methods whose strength the user chooses, so that advice about it helps."""
 WITH_ANCHORS = ("easgd", "lookahead", "diloco", "noloco")
 """Methods that have rows of their own, which merge hooks do not know."""
 ONLY_PUSHES = ("alpha", "half_life", "every_steps", "scale_by_lr", "align_every_epochs", "mutation_every_epochs")

@@ -4,7 +4,8 @@ import pytest
 
 from papa.lab.report.conclusion import Difference, conclusion, paired
 from papa.lab.report.page import compare_page, run_page
-from report_samples import METRICS, make_result
+from papa.lab.report.words import verdict_text
+from report_samples import METRICS, make_full_result, make_result
 
 
 def with_soups(method: str, soups: list[float]) -> list[dict]:
@@ -74,3 +75,15 @@ def test_the_interval_is_students() -> None:
     assert not Difference({1: 5.0}).is_clear
     assert not Difference({1: 5.0, 2: None}).is_clear
     assert paired({1: 5.0}, {2: 5.0}) is None
+
+
+def test_the_page_of_a_run_begins_with_the_verdict_of_its_training() -> None:
+    result = make_full_result()
+    said = (
+        "It helps: the soup is better than its members. Keep the strength. The average soup&#39;s loss is 0.25, 0.05 "
+        "lower than that of one member (standard error 0.01, 1,200 validation examples). The average soup of papa-all"
+    )
+    assert f'<p class="summary">{said}' in run_page(result, METRICS)
+    result["verdict"]["gain"]["mean"] = None
+    assert verdict_text(result).endswith("The average soup's loss is not finite.")
+    assert verdict_text({**result, "verdict": None}) == ""

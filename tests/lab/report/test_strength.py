@@ -1,4 +1,4 @@
-"""The plots about the strength of averaging, and the advice in reports, status lines and progress."""
+"""The plots about the strength of averaging, and the advice in the progress of `papa.train`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 import papa
 from helpers import small_data, small_net
 from papa.lab.report.figures import strength_figures
-from papa.lab.report.metric import ACCURACY, TOKEN_LOSS, advice_on_epoch
-from papa.lab.report.page import run_page
+from papa.lab.report.metric import ACCURACY, TOKEN_LOSS
 from papa.training.progress import Progress
-from papa.verdict import TOO_CLOSE, TOO_FAR
-from report_samples import make_epoch, make_result
+from papa.verdict import TOO_CLOSE
+from report_samples import make_epoch
 
 
 def push(step: int, alpha: float | None, **more: Any) -> dict[str, Any]:
@@ -49,26 +48,6 @@ def test_the_gain_is_positive_where_the_average_is_better() -> None:
     assert lines_of([epoch], [])["gain"] == [["1", "-0.25"]]
     assert lines_of([epoch], [], TOKEN_LOSS)["gain"] == [["1", "0.25"]]
     assert "half-life" not in lines_of([epoch], [push(100, None)])
-
-
-def test_the_report_advises_who_chose_the_strength() -> None:
-    far = make_epoch(2) | {"validation_average_soup": 51.5}
-    words = f"At the end, {TOO_FAR}."
-    assert words in run_page(make_result("papa"), [make_epoch(1), far])
-    assert words not in run_page(make_result("papa"), [far, make_epoch(2)])
-    assert words not in run_page(make_result("papa-auto"), [make_epoch(1), far])
-    close = make_epoch(2) | {"spread": 0.0001}
-    assert TOO_CLOSE in run_page(make_result("papa"), [make_epoch(1), close])
-    assert "Strength of averaging" in run_page(make_result("papa"), [close])
-
-
-def test_the_first_quarter_of_training_and_unknown_scores_lead_to_no_advice() -> None:
-    result = {"method": "papa", "config": {"train": {"epochs": 8}}}
-    epoch = {"epoch": 2, "validation": [90.0, None, 91.0], "validation_average_soup": 50.0}
-    assert advice_on_epoch(result, epoch) == TOO_FAR
-    assert advice_on_epoch(result, {**epoch, "epoch": 1}) is None
-    assert advice_on_epoch(result, {**epoch, "validation_average_soup": None}) is None
-    assert advice_on_epoch({**result, "method": "papa-all"}, epoch) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from papa.lab.config import NEVER_AVERAGED, WITH_STRENGTH, flat
+from papa.lab.config import flat
 
 
 @dataclass(frozen=True)
@@ -49,42 +49,3 @@ def metric_of(results: Sequence[Mapping[str, Any]]) -> Metric:
     names = (dict(flat(result.get("config") or {})).get("data.name") for result in results)
     found = {METRICS.get(str(name), ACCURACY) for name in names}
     return found.pop() if len(found) == 1 else SCORE if found else ACCURACY
-
-
-def is_soup_far_worse(result: Mapping[str, Any]) -> bool:
-    """Whether the average soup of a run whose members were averaged is far worse than they are, on validation data.
-
-    Example:
-        >>> is_soup_far_worse({"method": "papa", "validation": {"members": [99.0, 98.5], "average_soup": 33.0}})
-        True
-    """
-    validation = result.get("validation") or {}  # of a run that is not finished
-    soup = validation.get("average_soup")
-    members = [score for score in validation.get("members", ()) if score is not None]
-    if result.get("method") in NEVER_AVERAGED or soup is None or not members:
-        return False
-    from papa.core.soups import is_far_worse  # imports torch, which listings do without
-
-    return is_far_worse(soup, members, higher_is_better=metric_of([result]).higher_is_better)
-
-
-def advice_on_epoch(result: Mapping[str, Any], epoch: Mapping[str, Any]) -> str | None:
-    """Whether to push more strongly or less, by the scores of an epoch of a run; None if nothing is wrong.
-
-    Example:
-        >>> epoch = {"epoch": 9, "validation": [91.0, 90.5], "validation_average_soup": 72.0}
-        >>> advice_on_epoch({"method": "papa", "config": {"train": {"epochs": 10}}}, epoch)
-        'the average is worse than its members: push more strongly'
-    """
-    from papa.verdict import ADVICE_FROM, advice_from_scores
-
-    num_epochs = dict(flat(result.get("config") or {})).get("train.epochs") or 0
-    soup, members = epoch.get("validation_average_soup"), epoch.get("validation") or ()
-    if result.get("method") not in WITH_STRENGTH or soup is None or epoch.get("epoch", 0) < ADVICE_FROM * num_epochs:
-        return None
-    return advice_from_scores(
-        [score for score in members if score is not None],
-        soup,
-        spread=epoch.get("spread"),
-        higher_is_better=metric_of([result]).higher_is_better,
-    )

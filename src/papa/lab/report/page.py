@@ -12,7 +12,7 @@ from papa.lab.config import METHODS, NEVER_AVERAGED, flat
 from papa.lab.report.conclusion import conclusion
 from papa.lab.report.draw import DARK, FONTS, LIGHT, SVG_STYLE, Chart, evenly_spaced, svg
 from papa.lab.report.figures import compare_figures, run_figures
-from papa.lab.report.metric import advice_on_epoch, is_soup_far_worse, metric_of
+from papa.lab.report.metric import metric_of
 from papa.lab.report.table import (
     COLUMNS,
     KEYS,
@@ -182,13 +182,6 @@ def _notes(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> li
             found.append(f"Step {text(event.get('step'))}: writing a checkpoint failed: {text(event.get('error'))}.")
     if result.get("num_averagings") == 0 and result["method"] not in NEVER_AVERAGED:
         found.append("Training ended before the first averaging: these members were never averaged.")
-    if is_soup_far_worse(result):
-        found.append(
-            "The average soup is far worse than its members, which are too far apart to be averaged: push more "
-            "strongly, or merge more often."
-        )
-    elif epochs and (advice := advice_on_epoch(result, epochs[-1])):
-        found.append(f"At the end, {advice}.")
     return list(dict.fromkeys(found))[:MAX_WARNINGS]
 
 

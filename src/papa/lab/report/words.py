@@ -28,8 +28,8 @@ def verdict_text(result: Mapping[str, Any]) -> str:
         return f"{found['advice']} The average soup's loss is not finite."
     side = "lower" if gain["mean"] > 0 else "higher"
     return (
-        f"{found['advice']} The average soup's loss is {plain(loss)}, {plain(abs(gain['mean']), 2)} {side} than that of "
-        f"one member (standard error {plain(gain['error'], 1)}, {found['num_examples']:,} validation examples)."
+        f"{found['advice']} The average soup's loss is {plain(loss)}, {plain(abs(gain['mean']), 2)} {side} than that "
+        f"of one member (standard error {plain(gain['error'], 1)}, {found['num_examples']:,} validation examples)."
     )
 
 

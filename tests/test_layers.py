@@ -15,8 +15,8 @@ import papa
 PACKAGE = Path(papa.__file__).parent
 BASE = ("_version", "member", "errors", "streams", "process", "packages")
 LAYERS = (
-    *("storage", "evaluation", "core", "distributed", "couplings", "repair", "align", "analysis", "verdict"),
-    *("files", "training", "attach", "integrations", "lab", "cli"),
+    *("storage", "evaluation", "core", "distributed", "couplings", "repair", "analysis", "verdict", "files", "align"),
+    *("training", "attach", "integrations", "lab", "cli"),
 )
 """From the foundation up."""
 

@@ -94,7 +94,7 @@ def test_runs_are_averaged_and_scored_with_their_recipe(folder: Path, capsys: py
     ours, runs = load_file("soup.safetensors"), load_file("run/soup.safetensors")
     assert all(torch.allclose(ours[name], runs[name], atol=1e-6) for name in runs)
     capsys.readouterr()
-    arguments = ["soup", "run", "-o", "greedy.safetensors", "--greedy", "--repair", "--recipe", "digits"]
+    arguments = ["soup", "run", "-o", "greedy.safetensors", "--greedy", "--reset-batch-norm", "--recipe", "digits"]
     assert main([*arguments, "--seed", "7", "--data.validation", "0.2"]) == 0
     shown = capsys.readouterr().out
     assert "score of the greedy soup" in shown
@@ -121,8 +121,8 @@ def test_runs_are_averaged_and_scored_with_their_recipe(folder: Path, capsys: py
             [*FILES, "-o", "soup.safetensors", "--recipe", "digits", "--factory", "a:b"],
             "--recipe and --factory both give a network and data",
         ),
-        ([*FILES, "-o", "soup.safetensors", "--align", "--recipe", "digits"], "does not fit the network"),
-        ([*FILES, "-o", "soup.safetensors", "--repair"], "need a network and data: give --recipe NAME"),
+        ([*FILES, "-o", "soup.safetensors", "--reset-batch-norm", "--recipe", "digits"], "does not fit the network"),
+        ([*FILES, "-o", "soup.safetensors", "--learned"], "need a network and data: give --recipe NAME"),
         ([*FILES, "-o", "soup.safetensors", "--greedy"], "a greedy soup needs scores: give a --score command"),
     ],
 )

@@ -1,8 +1,7 @@
-"""Aligning, repairing and scoring checkpoints in a network."""
+"""Scoring checkpoints, and estimating their BatchNorm statistics, in a network."""
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from functools import partial
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import papa
 from helpers import assert_close
-from papa.align import permute_all_, symmetries
 from papa.errors import ConfigError, DataError, SoupError
 from papa.evaluation.scores import Evaluation
 from papa.files import EvaluationContext, evaluation_context_of
@@ -43,52 +41,6 @@ def save_nets(nets: list[nn.Module], folder: Path) -> list[Path]:
     for net, file in zip(nets, files, strict=True):
         save_file(net.state_dict(), file)
     return files
-
-
-def loaded(path: Path) -> nn.Module:
-    net = make_net()
-    net.load_state_dict(load_file(path))
-    return net.eval()
-
-
-def outputs(net: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return net.eval()(BATCHES[0][0])
-
-
-def test_networks_that_differ_in_order_alone_align_to_the_first(tmp_path: Path) -> None:
-    first = make_net()
-    papa.reset_batch_norm_(first, BATCHES)
-    second = copy.deepcopy(first)
-    groups = symmetries(second, BATCHES[0][0])
-    permute_all_(second, groups, {group.name: torch.randperm(group.size) for group in groups})
-    files = save_nets([first, second], tmp_path)
-    plain = papa.soup_files(files, tmp_path / "plain.safetensors")
-    aligned = papa.soup_files(files, tmp_path / "aligned.safetensors", align=True, evaluation_context=make)
-    assert_close(outputs(loaded(aligned.path)), outputs(first).double(), 1e-5)
-    assert (outputs(loaded(plain.path)) - outputs(first)).abs().max() > 0.01
-    match = aligned.members[1].alignment
-    assert match is not None
-    assert match.after > 0.99 > match.before
-    record = json.loads((tmp_path / "aligned.safetensors.json").read_text())
-    assert record["files"][1]["alignment"]["after"] == match.after
-    assert record["files"][1]["path"] == str(files[1])
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-@pytest.mark.parametrize("weights", [None, [0.75, 0.25, 0.0]])
-def test_a_repaired_soup_is_what_repair_gives(weights: list[float] | None, tmp_path: Path) -> None:
-    nets = [make_net(seed) for seed in range(3)]
-    evaluation_context = EvaluationContext(make_net(99), BATCHES)
-    files = save_nets(nets, tmp_path)
-    soup = papa.soup_files(
-        files, tmp_path / "soup.safetensors", weights, repair=True, evaluation_context=evaluation_context
-    )
-    twin = papa.average_soup(nets, weights)
-    papa.repair_(twin, nets, BATCHES, weights)
-    for name, tensor in twin.state_dict().items():
-        if tensor.is_floating_point():
-            assert_close(load_file(soup.path)[name], tensor.double(), 1e-5)
 
 
 def test_batch_norm_is_estimated_again(tmp_path: Path) -> None:

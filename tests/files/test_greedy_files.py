@@ -1,4 +1,4 @@
-"""Greedy soups of files: the same choice as of networks, by any command, and resumable."""
+"""Greedy soups of files: the same choice as of networks, by any command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import papa
 from papa.errors import ConfigError, SoupError
-from papa.files.scores import last_number
+from papa.files.score_command import last_number
 
 TARGET = 2.0
 VALUES = [1.0, 3.5, 2.5, 10.0, 1.0]
@@ -68,42 +68,19 @@ def test_files_are_chosen_as_networks_are(tmp_path: Path) -> None:
     assert [trial["kept"] for trial in record["trials"]] == [trial.kept for trial in twin.trials]
 
 
-def test_an_interrupted_soup_goes_on_with_the_scores_it_has(tmp_path: Path) -> None:
-    files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
-    seen: list[float] = []
-
-    def score(file: Path) -> float:
-        if len(seen) == 3 and not (tmp_path / "interrupted").exists():
-            (tmp_path / "interrupted").touch()
-            raise KeyboardInterrupt
-        seen.append(score_of(file))
-        return seen[-1]
-
-    with pytest.raises(KeyboardInterrupt):
-        papa.soup_files(files, out, greedy=True, score=score)
-    left = {path.name for path in tmp_path.iterdir()} - {file.name for file in files}
-    assert left == {"interrupted", "soup.safetensors.scores.json"}
-    soup = papa.soup_files(files, out, greedy=True, score=score)
-    whole = papa.soup_files(files, tmp_path / "whole.safetensors", greedy=True, score=score_of)
-    assert soup.trials == whole.trials
-    assert len(seen) == len(VALUES) - 1 + len(whole.trials)
-    assert "3 scores are from an earlier call that was interrupted" in soup.notes
-    assert not (tmp_path / "soup.safetensors.scores.json").exists()
-
-
-def test_any_command_scores_and_is_asked_once_about_each_file(tmp_path: Path) -> None:
-    files, out, score = make_files(tmp_path), tmp_path / "soup.safetensors", command(tmp_path)
-    soup = papa.soup_files(files, out, greedy=True, score=score)
+def test_any_command_scores(tmp_path: Path) -> None:
+    files, reported = make_files(tmp_path), []
+    soup = papa.soup_files(
+        files,
+        tmp_path / "soup.safetensors",
+        greedy=True,
+        score=command(tmp_path),
+        on_score=lambda used, score: reported.append((len(used), score)),
+    )
     by_function = papa.soup_files(files, tmp_path / "other.safetensors", greedy=True, score=score_of)
     assert soup.weights == by_function.weights
-    # The first and the last network are the same, and so one score serves both.
-    assert num_runs(tmp_path) == len(VALUES) - 1 + len(soup.trials)
-    again = papa.soup_files(files, out, greedy=True, score=score, overwrite=True)
-    assert again.trials == soup.trials
-    assert num_runs(tmp_path) == 2 * (len(VALUES) - 1 + len(soup.trials))
-    save_file({"w": torch.tensor(2.0)}, files[0])
-    assert papa.soup_files(files, out, greedy=True, score=score, overwrite=True).score == 0.0
-    assert num_runs(tmp_path) > len(VALUES) - 1 + len(soup.trials)
+    assert num_runs(tmp_path) == len(reported) == len(VALUES) + len(soup.trials)
+    assert [score for size, score in reported if size == 1] == [one.score for one in soup.members]
 
 
 @pytest.mark.parametrize(
@@ -150,15 +127,6 @@ def test_an_error_of_ones_own_score_comes_through_as_it_is(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"format": 0}', '{"format": 1, "scores": {"a": 3}}', '{"format": 2, "scores": {}}']
-)
-def test_an_invalid_file_of_scores_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "soup.safetensors.scores.json").write_text(text)
-    with pytest.raises(SoupError, match="remove it to start again"):
-        papa.soup_files(make_files(tmp_path), tmp_path / "soup.safetensors", greedy=True, score=score_of)
-
-
-@pytest.mark.parametrize(
     ("text", "number"),
     [
         ("97", 97.0),
@@ -180,21 +148,3 @@ def test_an_invalid_file_of_scores_is_refused(text: str, tmp_path: Path) -> None
 )
 def test_the_last_number_counts(text: str, number: float | None) -> None:
     assert last_number(text) == (pytest.approx(number, nan_ok=True) if number is not None else None)
-
-
-def test_scores_are_measured_again_when_a_soup_is_made_again(tmp_path: Path) -> None:
-    files, out = make_files(tmp_path), tmp_path / "soup.safetensors"
-    reported: list[tuple[list[Path], float]] = []
-    first = papa.soup_files(
-        files, out, greedy=True, score=score_of, on_score=lambda files, score: reported.append((list(files), score))
-    )
-    assert [score for used, score in reported if len(used) == 1] == [one.score for one in first.members]
-    assert len(reported) == len(files) + len(first.trials)
-    assert not (tmp_path / "soup.safetensors.scores.json").exists()
-
-    def score(file: Path) -> float:
-        return -score_of(file)
-
-    score.__qualname__ = score_of.__qualname__
-    again = papa.soup_files(files, out, greedy=True, score=score, overwrite=True)
-    assert [one.score for one in again.members] == [-one.score for one in first.members if one.score is not None]

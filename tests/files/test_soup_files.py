@@ -217,8 +217,7 @@ def good(folder: Path) -> list[Path]:
         (good, {"greedy": True}, "a greedy soup needs scores"),
         (good, {"greedy": True, "weights": [0.5, 0.5]}, "one way to choose its weights, got given weights and greedy"),
         (good, {"score": "cat {}"}, "only used by a greedy soup"),
-        (good, {"align": True}, "need a network and data: give an evaluation context"),
-        (good, {"align": True, "stock": "0.safetensors"}, "were fine-tuned from one start are aligned already"),
+        (good, {"learned": True}, "need a network and data: give an evaluation context"),
         (good, {"out": "soup.pt"}, "expected a name that ends in .safetensors, or a directory"),
     ],
 )
@@ -380,13 +379,12 @@ def test_files_are_averaged_in_little_memory(tmp_path: Path) -> None:
         assert torch.equal(opened.get_slice("w")[4000:], torch.ones(96, 4096))
 
 
-def test_large_files_are_identified_by_a_sample_or_by_every_byte(tmp_path: Path) -> None:
+def test_large_files_are_identified_by_a_sample(tmp_path: Path) -> None:
     state = {"body": torch.randn(1 << 24), "head": torch.zeros(10)}
     files = [open_weights(file) for file in save_all([state, state, {**state, "head": torch.ones(10)}], tmp_path)]
     sampled = [digest_of(file) for file in files]
     assert sampled[0] == sampled[1] != sampled[2]
     assert sampled[0].startswith("sample:")
-    assert digest_of(files[0], full=True) == f"sha256:{hashlib.sha256(files[0].path.read_bytes()).hexdigest()}"
 
 
 def test_a_plain_soup_passes_six_modules(tmp_path: Path) -> None:
@@ -447,72 +445,6 @@ def test_a_record_may_name_networks_instead_of_temporary_files(tmp_path: Path) -
     assert str(tmp_path) not in sidecar
     with pytest.raises(ConfigError, match="there are 1 names, expected one for each of 2 networks"):
         papa.soup_files(paths, tmp_path / "c.safetensors", names=["x"])
-
-
-def tiny_llama(seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=32, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
-
-
-def save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "a", "soup", "of", "models"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(folder)
-
-
-def test_a_soup_of_model_folders_can_be_loaded(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    models = [tiny_llama(seed) for seed in range(2)]
-    for number, model in enumerate(models):
-        model.save_pretrained(tmp_path / f"model-{number}", max_shard_size="8KB")
-        save_tokenizer(tmp_path / f"model-{number}")
-    (tmp_path / "model-0" / "modeling_own.py").write_text("raise SystemExit")
-    tokens = tmp_path / "model-1" / "tokenizer_config.json"
-    tokens.write_text(json.dumps({**json.loads(tokens.read_text()), "model_max_length": 7}))
-    paths = [tmp_path / f"model-{number}" for number in range(2)]
-    soup = papa.soup_files(paths, tmp_path / "soup", [0.25, 0.75], dtype="bfloat16", max_shard_size="8KB")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "soup")
-    assert loaded.dtype == torch.bfloat16
-    for name, found in loaded.state_dict().items():
-        expected = 0.25 * models[0].state_dict()[name] + 0.75 * models[1].state_dict()[name]
-        assert torch.equal(found, expected.to(torch.bfloat16))
-    assert AutoTokenizer.from_pretrained(tmp_path / "soup")("a soup of models")["input_ids"] == [3, 4, 5, 6]
-    assert (tmp_path / "soup" / "generation_config.json").is_file()
-    assert not (tmp_path / "soup" / "modeling_own.py").exists()
-    assert "tokenizer_config.json differs between the folders: that of the first was copied" in soup.notes
-    assert "modeling_own.py is code and was not copied: do so if you trust it" in soup.notes
-    with pytest.raises(SoupError, match="exists: choose another output"):
-        papa.soup_files(paths, tmp_path / "soup")
-
-
-def test_files_beside_a_soup_are_not_overwritten_nor_left_behind(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"{number}").mkdir()
-        save_file({"w": torch.full((2,), [1.0, torch.nan][number])}, tmp_path / f"{number}" / "model.safetensors")
-        (tmp_path / f"{number}" / "config.json").write_text("{}")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("my own")
-    with pytest.raises(SoupError, match=r"config\.json exists: choose another output"):
-        papa.soup_files([tmp_path / "0"], tmp_path / "mine")
-    with pytest.raises(SoupError, match="has NaN"):
-        papa.soup_files([tmp_path / "0", tmp_path / "1"], tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "0" / "config.json").write_text("{")
-    with pytest.raises(SoupError, match=r"config\.json is not valid JSON"):
-        papa.soup_files([tmp_path / "0"], tmp_path / "new")
-    assert (tmp_path / "mine" / "config.json").read_text() == "my own"
 
 
 def test_the_mean_of_lora_factors_is_noted(tmp_path: Path) -> None:

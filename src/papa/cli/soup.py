@@ -20,7 +20,6 @@ from papa.lab.config import Config
 from papa.lab.runs import RunDirectory, is_run, member_files
 
 if TYPE_CHECKING:
-    from papa.align import Alignment
     from papa.files import FileSoup
 
 DESCRIPTION = """Averages the weights in several files into one network, block by block: memory use stays small.
@@ -35,7 +34,7 @@ examples:
   papa soup sweep/*.pt -o soup.safetensors --greedy --score "python evaluate.py {}"
   papa soup a.safetensors b.safetensors -o soup.safetensors --stock pretrained.safetensors
   papa soup runs/one -o soup.safetensors --recipe digits --learned
-  papa soup runs/one runs/two -o soup.safetensors --recipe digits --align --repair
+  papa soup vgg/*.pt -o soup.safetensors --factory my_data:make --reset-batch-norm
   papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB"""
 
 
@@ -53,8 +52,7 @@ class SoupOptions(ContextOptions):
     """What floating-point tensors are stored in (float32, bfloat16, float16, float64); None for that of the first
     file."""
     greedy: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Add files best first, as long as the score does not get worse. After an interruption the next call reuses
-    scores."""
+    """Add files best first, as long as the score does not get worse."""
     score: str | None = None
     """A command in which {} stands for a safetensors file; the last number it prints is the score, higher is better. It
     is not run by a shell: for pipes use sh -c '...'. Without it, the recipe's validation data or the factory's score
@@ -65,10 +63,6 @@ class SoupOptions(ContextOptions):
     """Choose the weights that minimise the cross-entropy on the recipe's validation data, or the factory's batches."""
     stock: Path | None = None
     """What all files were fine-tuned from; the mean is moved back toward it tensor by tensor (Model Stock)."""
-    align: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Permute each network's units to match those of the first, by activations. For networks trained separately."""
-    repair: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Give averages the activation statistics of their members (REPAIR), BatchNorm included."""
     reset_batch_norm: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Estimate the BatchNorm statistics of averages again."""
     max_shard_size: str = "5GB"
@@ -103,8 +97,6 @@ def main(arguments: Sequence[str]) -> int:
             learned=options.learned,
             stock=options.stock,
             evaluation_context=context_from(options, config),
-            align=options.align,
-            repair=options.repair,
             reset_batch_norm=options.reset_batch_norm,
             max_shard_size=options.max_shard_size,
             overwrite=options.overwrite,
@@ -126,10 +118,10 @@ def split_weights(text: str) -> list[float]:
 
 
 def _check_needs_no_network(options: SoupOptions) -> None:
-    if options.align or options.repair or options.reset_batch_norm or options.learned:
+    if options.reset_batch_norm or options.learned:
         raise ConfigError(
-            "aligning, repairing, resetting BatchNorm and learned weights need a network and data: give --recipe NAME, "
-            "or --factory package.module:function that returns (network, batches)"
+            "resetting BatchNorm and learned weights need a network and data: give --recipe NAME, or --factory "
+            "package.module:function that returns (network, batches)"
         )
     if options.greedy and options.score is None:
         raise ConfigError(
@@ -149,7 +141,6 @@ def print_soup(soup: FileSoup) -> None:
         "": [str(number) for number, _ in enumerate(soup.members, start=1)],
         "weight": [f"{one.weight:.4g}" if one.weight else "left out" for one in soup.members],
         "score": ["" if one.score is None else f"{one.score:.6g}" for one in soup.members],
-        "match with 1": [_matched(one.alignment) for one in soup.members],
         "file": [str(one.path) for one in soup.members],
     }
     used = {name: cells for name, cells in columns.items() if any(cells)}
@@ -168,10 +159,6 @@ def print_soup(soup: FileSoup) -> None:
     if soup.score is not None:
         print(f"\nscore of the greedy soup: {soup.score:.6g}")
     print(f"\none network: {soup.path}" + (f" ({len(soup.files) - 1} shards)" if len(soup.files) > 1 else ""))
-
-
-def _matched(alignment: Alignment | None) -> str:
-    return "" if alignment is None else f"{alignment.before:.3f}, aligned {alignment.after:.3f}"
 
 
 def _seen_by_training(options: SoupOptions, config: Config | None) -> list[str]:

@@ -13,8 +13,7 @@ from papa.analysis import Curve
 from papa.errors import SoupError
 from papa.evaluation.scores import Evaluation
 from papa.files.average import average, check_same_architecture, differences, is_averaged
-from papa.files.evaluation_context import evaluation_context_of
-from papa.files.in_network import load_
+from papa.files.evaluation_context import evaluation_context_of, load_
 from papa.files.weights import PathLike, WeightsFile, open_weights
 from papa.repair import reset_batch_norm_
 from papa.storage.tensors import Blocks

@@ -1,4 +1,4 @@
-"""A network to load weights into, data to run it on, and a score: what alignment, REPAIR and greedy soups need."""
+"""A network to load weights into, data to run it on, and a score: what greedy and learned soups need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from papa.errors import ConfigError, DataError, PapaError, SoupError
 from papa.evaluation.scores import Evaluation, evaluate, evaluating
+from papa.files.average import differences, raise_differences, ranges
+from papa.files.weights import WeightsFile
+from papa.storage.tensors import Blocks, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class EvaluationContext:
     network: nn.Module
     """Of the architecture of the files; its weights are overwritten."""
     batches: Sequence[Any]
-    """Inputs, or tuples whose first entry is the inputs, for alignment, REPAIR and BatchNorm."""
+    """Inputs, or tuples whose first entry is the inputs, for BatchNorm and learned weights."""
     score: Callable[[nn.Module], Any] | None = None
     """Maps the network, in evaluation mode and without gradients, to its score, or to (score, loss); None for accuracy
     and cross-entropy on the batches."""
     name: str = ""
-    """Identifies the context, so that remembered scores are not used for another one."""
+    """What the record of a greedy soup says about its scores."""
     higher_is_better: bool = True
     """Whether a higher score is better, as an accuracy is, or a lower one, as a loss."""
 
@@ -99,3 +102,18 @@ def evaluation_context_of(source: Any) -> EvaluationContext:
     if not made[1]:
         raise DataError(f"the factory {name} gave no batch, expected at least one")
     return EvaluationContext(made[0], made[1], made[2] if len(made) == 3 else None, name)
+
+
+@torch.no_grad()
+def load_(network: nn.Module, blocks: Blocks, file: WeightsFile) -> None:
+    """Load weights that come in blocks; `file` has the same names and shapes."""
+    tensors = {name: one for name, one in network.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    expected = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    subject = f"{file.path} does not fit the network {type(network).__name__}"
+    raise_differences(subject, differences(expected, file.tensors))
+    for name, target in tensors.items():
+        flat = target.detach().view(-1) if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+        for (start, stop), block in zip(ranges(target.numel()), blocks(name), strict=True):
+            flat[start:stop].copy_(block)
+        if not target.is_contiguous():
+            target.copy_(flat.view(target.shape))

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from papa.errors import SoupError
-from papa.files.weights import INDEX_SUFFIX, PathLike, WeightsFile
-from papa.storage import file_errors, flush_directory, json_text, parse_json, partial_path, read_file, write_file
+from papa.files.weights import INDEX_SUFFIX, PathLike
+from papa.storage import file_errors, flush_directory, json_text, partial_path, write_file
 from papa.storage.tensors import Blocks, TensorInfo, write_tensors
 
 SUFFIX = ".safetensors"
-CONFIG = "config.json"
-COPIED = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "source.spm"),
-    *("target.spm", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-)
-"""What is copied from the folder of a model hub besides its config. No code is."""
 
 
 class Output:
@@ -38,8 +29,7 @@ class Output:
 
     def __init__(self, path: PathLike, *, overwrite: bool) -> None:
         path = Path(path)
-        self.is_directory = path.suffix != SUFFIX
-        if self.is_directory:
+        if path.suffix != SUFFIX:
             if path.suffix and not path.is_dir():
                 raise SoupError(
                     f"the output is {path}, expected a name that ends in {SUFFIX}, or a directory: soups are written "
@@ -51,36 +41,12 @@ class Output:
         self.file, self._overwrite = path, overwrite
         self.index = path.with_name(path.name + INDEX_SUFFIX)
         self.sidecar = path.with_name(path.name + ".json")
-        self.scores = path.with_name(path.name + ".scores.json")
         self.scratch = path.with_name(f".{path.name}.parts")
-        """A directory for candidates and aligned networks while the soup is made."""
-        self.beside: dict[Path, bytes] = {}
-        """Files that are written beside the soup, such as a config."""
+        """A directory for candidates while the soup is made."""
         self._made_parent = False
 
-    def copy_companions(self, files: Sequence[WeightsFile], dtype: str | None) -> list[str]:
-        """Write the config and tokenizer of the first network beside the soup, if it has any; notes about them."""
-        folders = [file.files[0].parent for file in files]
-        if not (folders[0] / CONFIG).is_file():
-            return []
-        found = {
-            name: read_file(folders[0] / name, error=SoupError) for name in COPIED if (folders[0] / name).is_file()
-        }
-        others = [(folder / name, content) for folder in folders[1:] for name, content in found.items()]
-        different = {path.name for path, content in others if path.is_file() and path.read_bytes() != content}
-        notes = [f"{name} differs between the folders: that of the first was copied" for name in sorted(different)]
-        notes += [f"{path.name} is code and was not copied: do so if you trust it" for path in folders[0].glob("*.py")]
-        with file_errors(folders[0] / CONFIG, error=SoupError, kind="valid JSON"):
-            found[CONFIG] = read_file(folders[0] / CONFIG, error=SoupError)
-            config = parse_json(found[CONFIG], allow_control=True)
-        keys = [key for key in ("dtype", "torch_dtype") if isinstance(config, dict) and key in config]
-        if dtype is not None and keys:
-            found[CONFIG] = (json.dumps({**config, **dict.fromkeys(keys, dtype)}, indent=2) + "\n").encode()
-        self.beside = {self.file.with_name(name): content for name, content in found.items()}
-        return notes
-
     def __enter__(self) -> Output:
-        existing = [path for path in (self.file, self.index, *self._shards(), *self.beside) if path.exists()]
+        existing = [path for path in (self.file, self.index, *self._shards()) if path.exists()]
         if existing and not self._overwrite:
             raise SoupError(f"{existing[0]} exists: choose another output, or pass overwrite=True to replace it")
         self.__exit__()
@@ -95,11 +61,9 @@ class Output:
         for pattern in (f".{name}{SUFFIX}*.partial", f".{name}-*-of-*{SUFFIX}.partial"):
             for path in self.file.parent.glob(pattern):
                 path.unlink(missing_ok=True)
-        for path in self.beside:
-            partial_path(path).unlink(missing_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
         if self._made_parent:
-            with contextlib.suppress(OSError):  # it holds the output, or scores
+            with contextlib.suppress(OSError):  # it holds the output
                 self.file.parent.rmdir()
 
     def _shards(self) -> list[Path]:
@@ -120,7 +84,7 @@ class Output:
         shards = plan_shards(tensors, max_bytes)
         names = [f"{self.file.stem}-{number + 1:05d}-of-{len(shards):05d}{SUFFIX}" for number in range(len(shards))]
         files = [self.file] if len(shards) == 1 else [self.file.with_name(name) for name in names]
-        beside, written = {**self.beside, self.sidecar: sidecar.encode()}, list(files)
+        beside, written = {self.sidecar: sidecar.encode()}, list(files)
         if len(shards) > 1:
             weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
             size = sum(info.num_bytes for info in tensors.values())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from papa.align import Alignment
 from papa.core.soups import Trial
 from papa.errors import SoupError
 from papa.files.average import is_averaged
@@ -35,16 +34,12 @@ class SoupMember:
     """Its share of the soup; 0 if a greedy soup left it out."""
     score: float | None = None
     """Its own score, for a greedy soup."""
-    alignment: Alignment | None = None
-    """How well its units match those of the first file, if it was aligned."""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
         entry: dict[str, Any] = {"path": str(self.path), "digest": self.digest, "weight": self.weight}
         if self.score is not None:
             entry["score"] = self.score
-        if self.alignment is not None:
-            entry["alignment"] = {"before": self.alignment.before, "after": self.alignment.after}
         return entry
 
 
@@ -106,7 +101,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest_of(weights: WeightsFile, *, full: bool = False) -> str:
+def digest_of(weights: WeightsFile) -> str:
     """A digest, its kind before the colon.
 
     `sha256:` is the SHA-256 of the file, as `sha256sum` prints it. `sha256-of-shards:` is the SHA-256 of what
@@ -114,7 +109,7 @@ def digest_of(weights: WeightsFile, *, full: bool = False) -> str:
     and of a few thousand elements of each: SHA-256 of everything would take longer than averaging it.
     """
     with file_errors(weights.path, error=SoupError):
-        if full or sum(file.stat().st_size for file in weights.files) <= MAX_FULL_BYTES:
+        if sum(file.stat().st_size for file in weights.files) <= MAX_FULL_BYTES:
             digests = {file.name: sha256_of(file) for file in weights.files}
             if len(digests) == 1:
                 return f"sha256:{next(iter(digests.values()))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from papa._version import __version__
 from papa.core import mixing
-from papa.core.soups import GreedySoup, greedy_soup, learned_weights
+from papa.core.soups import GreedySoup, greedy_soup, learned_weights, loss_and_gradients
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation.scores import Evaluation
-from papa.files.average import average, check_same_architecture, in_dtypes, is_averaged, stock_average
-from papa.files.evaluation_context import evaluation_context_of
-from papa.files.in_network import NetworkSoups, blocks_of, write_candidate
+from papa.files.average import BLOCK, average, check_same_architecture, in_dtypes, is_averaged, ranges, stock_average
+from papa.files.evaluation_context import evaluation_context_of, load_
 from papa.files.output import Output
 from papa.files.record import FileSoup, SoupMember, digest_of, dtype_name, soup_notes
-from papa.files.scores import ScoreMemory, score_command
+from papa.files.score_command import score_command
 from papa.files.weights import PathLike, WeightsFile, open_all, open_weights
-from papa.storage import json_text
-from papa.storage.tensors import DTYPE_NAMES, Blocks, TensorInfo
+from papa.repair import reset_batch_norm_
+from papa.storage import file_errors, json_text
+from papa.storage.tensors import DTYPE_NAMES, Blocks, TensorInfo, write_tensors
 
 OUTPUT_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -49,8 +49,6 @@ def soup_files(
     learned: bool = False,
     stock: PathLike | None = None,
     evaluation_context: Any = None,
-    align: bool = False,
-    repair: bool = False,
     reset_batch_norm: bool = False,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
@@ -64,8 +62,7 @@ def soup_files(
 
     Numbers are read, averaged (in float32 or wider) and written block by block. Integer tensors are copied from the
     first file with a weight. The output appears when it is complete, with a `.json` next to it that records what it was
-    made of; its metadata holds the same. If the first file is in a folder of a model hub and the output is a directory,
-    config and tokenizer files are copied.
+    made of; its metadata holds the same.
 
     Example:
         >>> import tempfile
@@ -95,8 +92,6 @@ def soup_files(
             tensor (`papa.model_stock`).
         evaluation_context: a `papa.files.EvaluationContext` (a network and data), a function that makes one or returns
             `(network, batches)`, or its name `package.module:function`.
-        align: permute each network's units to match those of the first, by their activations on the context's batches.
-        repair: give averages the activation statistics of their members (`papa.repair_`).
         reset_batch_norm: estimate the BatchNorm statistics of averages again (`papa.reset_batch_norm_`).
         max_shard_size: write several files and an index if the soup is larger, in bytes or such as "5GB".
         overwrite: replace an existing output.
@@ -109,83 +104,99 @@ def soup_files(
     """
     max_bytes, stored = parse_size(max_shard_size), _dtype_of(dtype)
     score_file = score_command(score) if isinstance(score, str) else score
-    kinds = {
-        "given weights": weights is not None,
-        "greedy": greedy,
-        "learned": learned,
-        "Model Stock": stock is not None,
-    }
-    chosen = [name for name, is_chosen in kinds.items() if is_chosen]
+    ways = [("given weights", weights is not None), ("greedy", greedy), ("learned", learned), ("Model Stock", stock)]
+    chosen = [name for name, is_chosen in ways if is_chosen]
     if len(chosen) > 1:
         raise ConfigError(f"a soup has one way to choose its weights, got {' and '.join(chosen)}: leave out the others")
-    if align and stock is not None:
-        raise ConfigError("networks that were fine-tuned from one start are aligned already: leave out the alignment")
     if score is not None and not greedy:
         raise ConfigError("a score is only used by a greedy soup, and none was requested: leave out the score")
     files, base = open_all(paths, key=key), None if stock is None else open_weights(stock, key=key)
     _check_files(files, base, names)
-    row, tensors = _checked_weights(weights, len(files)), _output_tensors(files[0], stored)
+    row = _checked_weights(weights, len(files))
+    tensors = {  # as in the first file, unless a dtype was chosen
+        name: TensorInfo(stored, info.shape) if stored is not None and info.dtype.is_floating_point else info
+        for name, info in files[0].tensors.items()
+    }
     context = None if evaluation_context is None else evaluation_context_of(evaluation_context)
-    if context is None and (align or repair or reset_batch_norm or learned or (greedy and score is None)):
+    if context is None and (reset_batch_norm or learned or (greedy and score is None)):
         raise ConfigError(
-            "a greedy soup needs scores, and aligning, repairing, resetting BatchNorm and learned weights need a "
-            "network and data: give an evaluation context, or a function package.module:function that returns "
-            "(network, batches); or to a greedy soup a score command, or a function of the file"
+            "a greedy soup needs scores, and resetting BatchNorm and learned weights need a network and data: give an "
+            "evaluation context, or a function package.module:function that returns (network, batches); or to a greedy "
+            "soup a score command, or a function of the file"
         )
-    soups = None
-    if context is not None:
-        soups = NetworkSoups(files, context, repair=repair, reset_batch_norm=reset_batch_norm)
+
+    def in_network(row: Sequence[float]) -> nn.Module:
+        assert context is not None
+        load_(context.network, average(files, row) if base is None else stock_average(files, base), files[0])
+        if reset_batch_norm and (sum(map(bool, row)) > 1 or len(row) == 1):  # one of several has its own statistics
+            reset_batch_norm_(context.network, context.batches)
+        return context.network
 
     def blocks(row: Sequence[float]) -> Blocks:
-        """A soup in the dtypes it is stored in."""
-        found = average(files if soups is None else soups.files, row)
-        if base is not None:
-            found = stock_average(files, base)
-        if soups is not None and soups.changes(row):
-            found = blocks_of(soups.network(row, found))
-        return in_dtypes(found, tensors)
+        if reset_batch_norm:
+            state = in_network(row).state_dict()
+            return in_dtypes(lambda name: state[name].detach().cpu().reshape(-1).split(BLOCK), tensors)
+        return in_dtypes(average(files, row) if base is None else stock_average(files, base), tensors)
 
-    def evaluate(row: Sequence[float]) -> Evaluation:
-        if soups is not None and score_file is None:
-            return soups.context.evaluate(soups.network(row))
-        candidate = output.scratch / "candidate.safetensors"
-        write_candidate(candidate, blocks(row), tensors)
-        return Evaluation(float(score_file(candidate)), float("nan"))  # type: ignore[misc]
+    def score_row(state: dict[str, Tensor]) -> Evaluation:
+        row: list[float] = state["row"].tolist()
+        used = [file.path for file, weight in zip(files, row, strict=True) if weight]
+        try:
+            if context is not None and score_file is None:
+                found = context.evaluate(in_network(row))
+            else:
+                candidate = output.scratch / "candidate.safetensors"
+                with file_errors(candidate, "write", error=SoupError):
+                    candidate.parent.mkdir(parents=True, exist_ok=True)
+                    write_tensors(candidate, tensors, blocks(row), metadata={"format": "pt"})
+                found = Evaluation(float(score_file(candidate)), math.nan)  # type: ignore[misc]
+        except SoupError as error:  # it names a temporary file
+            raise SoupError(f"{', '.join(map(str, used))} could not be scored: {error}") from error
+        if on_score is not None:
+            on_score(used, found.score)
+        return found
+
+    def slope(weights: Tensor, batch: int) -> tuple[float, Tensor]:
+        """The loss of a soup on a batch, and its derivative by each weight."""
+        assert context is not None
+        loss, gradients = loss_and_gradients(in_network(weights.tolist()), context.batches[batch], F.cross_entropy)
+        products = torch.zeros(len(files), dtype=torch.float64)
+        for name, gradient in gradients.items():
+            for index, file in enumerate(files):
+                for start, stop in ranges(gradient.numel()):
+                    part = gradient.reshape(-1)[start:stop].cpu().double()
+                    products[index] += torch.dot(part, file.part(name, start, stop).double())
+        return loss, products
 
     output, notes = Output(out, overwrite=overwrite), soup_notes(files, stored)
-    if output.is_directory:
-        notes += output.copy_companions(files, None if stored is None else dtype_name(stored))
-    choice, made = None, {}
+    choice: GreedySoup[Any] | None = None
+    made: dict[str, Any] = {}
     with output:
-        digests = [digest_of(file, full=greedy) for file in files]
-        alignments = soups.align(output.scratch) if soups is not None and align else [None] * len(files)
+        digests = [digest_of(file) for file in files]
         if greedy:
-            memory = ScoreMemory(output.scores)
-            scorer = str(score) if isinstance(score, str) else getattr(score, "__qualname__", type(score).__name__)
+            scorer = score if isinstance(score, str) else getattr(score, "__qualname__", type(score).__name__)
             if context is not None and score is None:
                 scorer, higher_is_better = context.name, context.higher_is_better
-            changes = [repair, reset_batch_norm, align and digests[0], "" if context is None else context.name]
-            conditions = [scorer, str(stored), *changes]
-            choice = _choose(files, digests, conditions, evaluate, memory, higher_is_better, on_score)
+            # A greedy soup of rows instead of networks: a mean of rows of the identity is the soup's row of weights.
+            rows = [{"row": row} for row in mixing.identity(len(files))]
+            choice = greedy_soup(rows, score_row, higher_is_better=higher_is_better)
             row = choice.network["row"].tolist()
             made["greedy"] = _greedy_record(choice, [str(file.path) for file in files], scorer)
-            if memory.num_used:
-                notes.append(f"{memory.num_used} scores are from an earlier call that was interrupted")
-        if learned and soups is not None:
-            learning = learned_weights(soups.slope, len(files), len(soups.context.batches), num_epochs=5, lr=0.1)
+        if learned and context is not None:
+            learning = learned_weights(slope, len(files), len(context.batches), num_epochs=5, lr=0.1)
             row = learning.weights.tolist()
             made["learned"] = {"loss": learning.loss, "losses": list(learning.losses)}
             notes.append(f"the held-out loss is {learning.loss:.6g}, of equal weights {learning.losses[0]:.6g}")
         if base is not None:
             made["stock"] = {"path": str(base.path), "digest": digest_of(base)}
         scores = [None] * len(files) if choice is None else choice.member_scores
-        members = tuple(map(SoupMember, [file.path for file in files], digests, row, scores, alignments))
+        members = tuple(map(SoupMember, [file.path for file in files], digests, row, scores))
         record = {
             **{"format": 1, "papa": __version__, "torch": torch.__version__},
-            **{"files": [member.to_json() for member in members]},
-            **{"align": align, "repair": repair, "reset_batch_norm": reset_batch_norm},
-            **{"dtype": None if stored is None else dtype_name(stored)},
-            **{"not_averaged": [name for name, info in tensors.items() if not is_averaged(info.dtype)]},
+            "files": [member.to_json() for member in members],
+            "reset_batch_norm": reset_batch_norm,
+            "dtype": None if stored is None else dtype_name(stored),
+            "not_averaged": [name for name, info in tensors.items() if not is_averaged(info.dtype)],
             **made,
         }
         written = output.write(
@@ -195,8 +206,6 @@ def soup_files(
             sidecar=json_text({**record, "notes": notes}, indent=2) + "\n",
             max_bytes=max_bytes,
         )
-        if greedy:  # the soup is complete, and the score may be computed differently next time
-            output.scores.unlink(missing_ok=True)
     best, trials = (None, ()) if choice is None else (choice.score, choice.trials)
     return FileSoup(written[-1], written, members, best, trials, tuple(notes))
 
@@ -227,44 +236,6 @@ def _checked_weights(weights: Sequence[float] | None, size: int) -> list[float]:
     if abs(sum(row) - 1.0) > mixing.ROW_SUM_TOLERANCE:
         raise SoupError(f"the weights sum to {sum(row):.6g}, expected 1: divide them by their sum")
     return [weight / sum(row) for weight in row]
-
-
-def _output_tensors(first: WeightsFile, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
-    """The tensors of a soup: those of the first file, floating-point ones in `dtype` if it is given."""
-    return {
-        name: TensorInfo(dtype, info.shape) if dtype is not None and info.dtype.is_floating_point else info
-        for name, info in first.tensors.items()
-    }
-
-
-def _choose(
-    files: Sequence[WeightsFile],
-    digests: Sequence[str],
-    conditions: Sequence[Any],
-    evaluate: Callable[[Sequence[float]], Evaluation],
-    memory: ScoreMemory,
-    higher_is_better: bool,
-    on_score: OnScore | None,
-) -> GreedySoup[dict[str, Any]]:
-    """A greedy soup of rows instead of networks: the mean of some rows of the identity is the soup's row of weights.
-
-    A score depends on the files with a weight, and on the conditions.
-    """
-
-    def score(state: dict[str, Any]) -> Evaluation:
-        row: list[float] = state["row"].tolist()
-        used = [index for index, weight in enumerate(row) if weight]
-        paths = [files[index].path for index in used]
-        identity = json_text([conditions, [(digests[index], row[index]) for index in used]])
-        try:
-            found = memory.score(hashlib.sha256(identity.encode()).hexdigest(), lambda: evaluate(row))
-        except SoupError as error:  # it names a temporary file
-            raise SoupError(f"{', '.join(map(str, paths))} could not be scored: {error}") from error
-        if on_score is not None:
-            on_score(paths, found.score)
-        return found
-
-    return greedy_soup([{"row": row} for row in mixing.identity(len(files))], score, higher_is_better=higher_is_better)
 
 
 def _greedy_record(choice: GreedySoup[Any], paths: Sequence[str], scorer: str) -> dict[str, Any]:

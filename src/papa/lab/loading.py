@@ -180,7 +180,7 @@ def _file_of(run: RunDirectory, which: str | int) -> Path:
 
 
 NUM_EXAMPLES = 512
-"""The number of training examples for alignment, REPAIR and BatchNorm."""
+"""The number of training examples for BatchNorm statistics."""
 
 
 def recipe_evaluation(config: Config) -> EvaluationContext:
@@ -197,7 +197,7 @@ def recipe_evaluation(config: Config) -> EvaluationContext:
     batches = training.batches.plain_repair()
     return EvaluationContext(
         training.population[0],
-        [batch for batch in batches if batch.shape == batches[0].shape],  # alignment takes batches of one shape
+        [batch for batch in batches if batch.shape == batches[0].shape],
         training.score,
         f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(single)}",
         higher_is_better=training.task.higher_is_better,

@@ -1,4 +1,4 @@
-"""Scores of candidates: by a command that prints a number, and remembered so that a greedy soup can be resumed."""
+"""Scores of candidates by a command that prints a number."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypedDict
 
 from papa.errors import ConfigError, SoupError
-from papa.evaluation.scores import Evaluation
-from papa.storage import read_object, validated, write_json
 
 NUMBER = re.compile(
     r"(?<![\w.,])[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?!\w|[.,]\d)", re.IGNORECASE
@@ -21,7 +18,6 @@ HINT = re.compile(r"\d|\bnan\b|\binf(?:inity)?\b", re.IGNORECASE)
 """What a line with a score must contain."""
 QUOTED = re.compile("'[^']*'|\"[^\"]*\"")
 TAIL_LINES = 10
-FORMAT = 1
 
 
 def score_command(command: str) -> Callable[[Path], float]:
@@ -71,41 +67,3 @@ def last_number(text: str) -> float | None:
 def _tail(text: str) -> str:
     lines = text.rstrip().splitlines()[-TAIL_LINES:]
     return "\n".join(f"  {line}" for line in lines) or "  (it printed nothing)"
-
-
-class Scores(TypedDict):
-    """What the file of scores holds: the score and the loss of each candidate."""
-
-    format: int
-    scores: dict[str, list[float | None]]
-
-
-class ScoreMemory:
-    """Scores that were measured, in a file next to the output that is written after each."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, list[float | None]] = {}
-        self.num_used = 0
-        """The number of scores of an earlier call that were used."""
-        if path.exists():
-            try:
-                found = validated(read_object(path, error=SoupError), Scores)
-                if found["format"] != FORMAT or any(len(pair) != 2 for pair in found["scores"].values()):
-                    raise ValueError(f"expected format {FORMAT} with pairs of a score and a loss")
-            except (SoupError, ValueError) as error:
-                raise SoupError(f"{path} holds no scores of papa ({error}): remove it to start again") from error
-            self._known = found["scores"]
-        self._earlier = set(self._known)
-
-    def score(self, key: str, measure: Callable[[], Evaluation]) -> Evaluation:
-        """The score of a candidate, measured unless it is known."""
-        score, loss = self._known.get(key, [None, None])
-        if score is not None:  # JSON has no infinity: such a candidate is scored again
-            self.num_used += key in self._earlier
-            self._earlier.discard(key)
-            return Evaluation(score, math.nan if loss is None else loss)
-        found = measure()
-        self._known[key] = [found.score, found.loss]
-        write_json(self._path, {"format": FORMAT, "scores": self._known})
-        return found

@@ -100,11 +100,12 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def test_a_call_that_was_broken_off_goes_on_to_the_same_bits(
     tmp_path: Path, last: int, changes: dict[str, Any]
 ) -> None:
-    whole = train(Steps(), None, **changes)
+    unbroken, again = Steps(), Steps()
+    whole = train(unbroken, None, **changes)
     with pytest.raises(KeyboardInterrupt):
         train(Steps(last), tmp_path / "kept", **changes)
-    again = Steps()
     assert_same(train(again, tmp_path / "kept", **changes), whole)
+    assert again.epochs == unbroken.epochs[len(unbroken.epochs) - len(again.epochs) :]
     assert again.taken or last == NUM_STEPS
     done = Steps()
     assert_same(train(done, tmp_path / "kept", **changes), whole)

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers import assert_same_bits, execute, make_training
+from helpers import assert_same_bits, execute, make_training, small_data
 from papa import Independent, MergeAll, MergePairs, Push, train
 from papa.errors import ConfigError, DataError
 from papa.lab.config import Config
 from papa.lab.recipes import find
 from papa.training import Align, Callback, CheckpointOptions, Numerics, Stacked, Training
-from papa.training.data import Data, as_source
+from papa.training.data import Data
 from papa.training.schedules import cosine
 
 
@@ -66,34 +66,18 @@ def with_layer_norm() -> nn.Module:
 NETWORKS = [linear, with_batch_norm, convolutional, with_layer_norm, Tied]
 
 
-def make_data(num_examples: int = 240) -> Data:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(num_examples, 4, generator=generator)
-    targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
-    parts = [as_source((inputs[start::3], targets[start::3])) for start in range(3)]
-    return Data(train=parts[0], validation=parts[1], test=parts[2])
-
-
 def build(make_net: Callable[[], nn.Module], *, engine: Any = Stacked, **changes: Any) -> Training:
     options: dict[str, Any] = {
         "num_members": 3,
         "num_epochs": 2,
         "batch_size": 8,
         "rule": Push(alpha=0.8, every_steps=3),
-        "loss": F.cross_entropy,
-        "metric": lambda outputs, targets: (outputs.argmax(1) == targets).double().mean(),
         "make_optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1),
         "schedule": cosine(0.1),
-        "augment": None,
         "prepare": lambda inputs: inputs * 2.0 - 0.1,
-        "seed": 1,
-        "device": "cpu",
-        "numerics": Numerics(),
-        "eval_batch_size": 64,
-        "group": None,
         "engine": engine,
     }
-    return make_training(make_net, changes.pop("data", make_data()), **{**options, **changes})
+    return make_training(make_net, changes.pop("data", small_data()), **{**options, **changes})
 
 
 class Steps(Callback):
@@ -212,7 +196,7 @@ class Noisy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def test_datasets_with_random_transforms() -> None:
-    data = Data(train=Noisy(), validation=make_data().validation)  # type: ignore[arg-type]
+    data = Data(train=Noisy(), validation=small_data().validation)  # type: ignore[arg-type]
     assert_stacked_is_the_loop(linear, data=data)
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from papa import Outcome, PapaWarning, Push, train
 from papa.errors import ConfigError, DataError, RunError
-from papa.training import Callback, Numerics
+from papa.training import Callback
 from papa.training.progress import Progress
 
 INPUTS = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -223,35 +223,6 @@ class TestSchedulers:
             if (lr, beta) != rates.found[-1]:
                 scheduler.step()
         assert len(rates.found) == 12
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (
-                {"loss": nn.CrossEntropyLoss},
-                "loss is the class CrossEntropyLoss, expected an instance: Cross",
-            ),
-            ({"numerics": "bf16"}, r"numerics is 'bf16', expected a papa.training.Numerics, such as .*autocast=torch"),
-            ({"numerics": Numerics(autocast="bfloat16")}, "autocast is 'bfloat16', expected a dtype, such as torch"),  # type: ignore[arg-type]
-            (
-                {"schedule": lr_scheduler.StepLR},
-                r"schedule is the class StepLR, .* make_scheduler=lambda",
-            ),
-            (
-                {"make_optimizer": lambda net: lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), lr=0.1), 3)},
-                "make_optimizer made a StepLR, expected a torch.optim.Optimizer: return the optimizer, and pass",
-            ),
-            (
-                {"make_scheduler": lambda optimizer, num_steps: lr_scheduler.ReduceLROnPlateau(optimizer)},
-                "made a ReduceLROnPlateau, which waits for scores",
-            ),
-            ({"make_scheduler": lambda optimizer, num_steps: 3}, "make_scheduler made a int, expected a scheduler"),
-            ({"make_scheduler": 3}, "make_scheduler is a int, expected a function"),
-        ],
-    )
-    def test_what_is_given_in_the_wrong_place_is_named(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            train(make_net, PAIRS, batch_size=8, validation=0.2, **SHORT, **options)
 
     def test_a_loss_for_each_example_is_refused(self) -> None:
         with pytest.raises(

@@ -32,7 +32,7 @@ def write_folders(root: Path) -> None:
 MADE_UP: dict[str, Callable[[Path], None]] = {
     "imagenet": write_folders,
     "vaihingen": write_tiles,
-    "optdigits": lambda root: write_optdigits(root / "optdigits.npz"),
+    "optdigits": lambda root: write_optdigits(root),
 }
 
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     if out is not None and (out.is_dir() or (out.exists() and not options.overwrite)):
         found = "is a directory, expected a file" if out.is_dir() else "already exists"
         raise RunError(f"{out} {found}: choose another --out, or replace it with --overwrite")
-    from papa.lab.data.given_images import find_images  # imports torch, which help does without
+    from papa.lab.data.files import find_images  # imports torch, which help does without
     from papa.lab.scoring import label_images
 
     use_one_thread()

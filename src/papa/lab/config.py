@@ -59,9 +59,9 @@ class DataConfig:
     """Which data."""
 
     name: str = "digits"
-    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet; folder for your own class
-    folders, images for the same with a size and test images chosen if needed; tiles or vaihingen for segmentation; text
-    for language models; breast-cancer, wine, or table for your own CSV file."""
+    """The data set: digits, optdigits, cifar10, cifar100, mnist, fashion-mnist, imagenet; images for your own class
+    folders; tiles or vaihingen for segmentation; text for language models; breast-cancer, wine, or table for your own
+    CSV file."""
     root: str = "data"
     """The directory of the data, where it is also downloaded to; for text also a file, for a table its CSV file."""
     validation: float = option(0.02, above=0, below=1)
@@ -69,8 +69,8 @@ class DataConfig:
     image_size: int | None = option(None, at_least=1)
     """Resize images to this size; None for the size the network was made for."""
     test_share: float | None = option(None, above=0, below=1)
-    """The share of the data to use for testing: of a folder without test images, of a table (0.25 by default), or of
-    the end of a text."""
+    """The share of the data to use for testing: of class folders without test images (0.2 by default), of a table
+    (0.25), or of the end of a text."""
     max_train: int | None = option(None, at_least=1)
     """The largest number of training images, or of tokens of a text; None for all."""
     max_test: int | None = option(None, at_least=1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from papa.errors import DataError, RunError
 from papa.evaluation.scores import Evaluation
 from papa.lab.config import AverageConfig, Config
 from papa.lab.data import ImageSet
-from papa.lab.data.folder import LARGEST_CACHED
-from papa.lab.data.given_images import Decoder, GivenImages
-from papa.lab.data.images import LOADERS, OWN
+from papa.lab.data.files import Pixels, decode_files
+from papa.lab.data.images import FOLDERS, IMAGE_SETS, LARGEST_CACHED
+from papa.lab.data.large import GivenImages
 from papa.lab.domains import TEXT, Domain, ImageDomain, load_domain
 from papa.lab.loading import (
     Card,
@@ -140,13 +141,14 @@ def _given(run: Path, folder: Path, config: Config, card: Any) -> Domain:
 
 
 def _check_images(run: Path, config: Config) -> None:
-    if config.data.name not in LOADERS:
+    if config.data.name not in IMAGE_SETS:
         raise RunError(f"{run} was trained on {config.data.name}, expected a run on images with one class each")
 
 
-def _decoder(config: Config, card: Card) -> Decoder:
-    is_large = config.data.name in (*OWN, "imagenet") and card["image_size"] > LARGEST_CACHED
-    return Decoder(image_size=card["image_size"], channels=card["in_channels"], is_large=is_large)
+def _decoder(config: Config, card: Card) -> Callable[[Sequence[str]], Pixels]:
+    """From image files to pixels as the run's own were."""
+    is_large = config.data.name in FOLDERS and card["image_size"] > LARGEST_CACHED
+    return partial(decode_files, image_size=card["image_size"], channels=card["in_channels"], is_large=is_large)
 
 
 @dataclass(frozen=True)
@@ -174,22 +176,26 @@ def label_images(
     description, where = image_card(directory, card), find_device(device, option="--device")
     loaded = load(run, "soup" if network == "ensemble" else network)
     model = (load_ensemble(run) if network == "ensemble" else loaded.network).to(where)
-    decoder = _decoder(config, description)
+    decode = _decoder(config, description)
     batches = (paths[start : start + BATCH_SIZE] for start in range(0, len(paths), BATCH_SIZE))
-    return (label for batch in batches for label in _labelled(model, loaded, decoder, batch, where))
+    return (label for batch in batches for label in _labelled(model, loaded, decode, batch, where))
 
 
 def _labelled(
-    model: nn.Module, loaded: LoadedNetwork, decoder: Decoder, paths: Sequence[str], device: torch.device
+    model: nn.Module,
+    loaded: LoadedNetwork,
+    decode: Callable[[Sequence[str]], Pixels],
+    paths: Sequence[str],
+    device: torch.device,
 ) -> Iterator[Label | DataError]:
     try:
-        images = decoder.decode(paths)
+        images = torch.from_numpy(decode(paths))
     except DataError as error:
         if len(paths) == 1:
             yield error
             return
         for path in paths:  # one by one, to find the damaged ones
-            yield from _labelled(model, loaded, decoder, [path], device)
+            yield from _labelled(model, loaded, decode, [path], device)
         return
     with torch.no_grad():
         probabilities, labels = model(loaded.prepare(images.to(device))).float().softmax(dim=1).max(dim=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ class Maker:
 
     def __call__(self) -> Decoded:
         self.calls += 1
-        return Decoded(np.arange(7, dtype=np.int64) % 2, ("a", "b"), iter([pixels()[:4], pixels()[4:]]))
+        return Decoded(pixels(), np.arange(7, dtype=np.int64) % 2, ("a", "b"))
 
 
 def load(folder: Path, maker: Callable[[], Decoded], digest: str = "one") -> Arrays:
@@ -130,12 +130,11 @@ def test_the_cache_is_the_users_unless_another_is_chosen(tmp_path: Path, monkeyp
 
 
 def test_an_error_while_decoding_leaves_nothing_behind(tmp_path: Path) -> None:
-    def broken() -> Iterator[np.ndarray]:
-        yield pixels()
+    def broken() -> Decoded:
         raise DataError("the image x.png cannot be decoded")
 
     with pytest.raises(DataError, match=r"x\.png"):
-        load(tmp_path, lambda: Decoded(np.zeros(9, dtype=np.int64), ("a", "b"), broken()))
+        load(tmp_path, broken)
     assert list(cache_folder(tmp_path).iterdir()) == []
 
 
@@ -146,15 +145,11 @@ import numpy as np
 from papa.lab.data.cache import Decoded, cached_images
 
 def build(folder):
-    def chunks():
-        for value in range(20):
-            time.sleep(0.02)
-            yield np.full((8, 3, 4, 4), value, dtype=np.uint8)
-
     def decode():
         with open(folder / "calls", "a") as file:
             file.write("x")
-        return Decoded(np.arange(160), ("a",), chunks())
+        time.sleep(0.4)
+        return Decoded(np.arange(20, dtype=np.uint8).repeat(8).reshape(-1, 1, 1, 1), np.arange(160), ("a",))
 
     (folder / f"ready-{sys.argv[1]}").touch()
     while len(list(folder.glob("ready-*"))) < 2:

@@ -39,7 +39,7 @@ def write_data(root: Path) -> None:
     write_mnist(root / "FashionMNIST" / "raw")
     write_tiles(root / "tiles")
     write_tiles(root / "vaihingen")
-    write_optdigits(root / "optdigits.npz")
+    write_optdigits(root)
     write_table(root / "table")
     (root / "text").mkdir()
     (root / "text" / "sample.txt").write_text(sample_text(3000))
@@ -79,13 +79,12 @@ def write_table(path: Path) -> None:
     path.write_text("\n".join(["width,colour,height,kind", *rows]))
 
 
-def write_optdigits(path: Path) -> None:
+def write_optdigits(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
-    parts = {}
-    for part, count in (("train", 80), ("test", 40)):
-        parts[f"{part}_images"] = random.integers(0, 17, (count, 8, 8), dtype=np.uint8)
-        parts[f"{part}_labels"] = (np.arange(count) % 10).astype(np.uint8)
-    np.savez(path, **parts)
+    for name, count in (("optdigits.tra", 80), ("optdigits.tes", 40)):
+        table = np.column_stack([random.integers(0, 17, (count, 64)), np.arange(count) % 10])
+        np.savetxt(root / name, table, fmt="%d", delimiter=",")
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +20,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from papa.errors import DataError, RunError
+from papa.errors import RunError
 from papa.lab.data.files import Pixels
 from papa.storage import write_atomically
 from papa.storage.lock import waiting_lock
 from papa.training.data import Arrays
 
 
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """Images to be cached."""
 
+    images: Pixels
     labels: npt.NDArray[np.int64]
     classes: tuple[str, ...]
-    chunks: Iterator[Pixels]
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All pixels and labels."""
-        images = np.concatenate(list(self.chunks))
-        if len(images) != len(self.labels):
-            raise DataError(f"{len(images)} images were decoded for {len(self.labels)} labels, expected one for each")
-        return {"images": torch.from_numpy(images), "labels": torch.from_numpy(self.labels)}
 
 
 def cached_images(
@@ -51,22 +43,21 @@ def cached_images(
     The digest is of everything the pixels depend on. Where no cache can be written, the images are kept in memory.
     """
     path = cache_folder(folder) / f"{name}.safetensors"
-    found = _opened(path, digest)
-    if found is None:
-        with contextlib.suppress(OSError, RunError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with waiting_lock(path.parent / ".lock"):
-                found = _opened(path, digest)  # another process may have made it in the meantime
-                if found is None:
-                    decoded = decode()
-                    about = {"digest": digest, "classes": json.dumps(decoded.classes)}
-                    write_atomically(path, save(decoded.tensors(), about))
-                    found = _opened(path, digest)
-    if found is not None:
-        return found
-    decoded = decode()
-    tensors = decoded.tensors()
-    return Arrays(tensors["images"], tensors["labels"]), decoded.classes
+    decoded = None
+    with contextlib.suppress(OSError, RunError):
+        if (found := _opened(path, digest)) is not None:
+            return found
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(path.parent / ".lock"):
+            if (found := _opened(path, digest)) is not None:  # another process made it in the meantime
+                return found
+            images, labels, classes = decoded = decode()
+            tensors = {"images": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
+            write_atomically(path, save(tensors, {"digest": digest, "classes": json.dumps(classes)}))
+        if (found := _opened(path, digest)) is not None:
+            return found
+    images, labels, classes = decoded or decode()
+    return Arrays(torch.from_numpy(images), torch.from_numpy(labels)), classes
 
 
 def _opened(path: Path, digest: str) -> tuple[Arrays, tuple[str, ...]] | None:

@@ -1,4 +1,4 @@
-"""Image files: listing those of each class, and decoding, resizing and cropping them."""
+"""Image files: finding those of each class, and decoding, resizing and cropping them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -80,20 +81,6 @@ def class_names(folder: Path) -> tuple[str, ...]:
         return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
 
 
-def check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
-    """Raise a `DataError` unless training and test images have the same classes."""
-    if train.classes == test.classes:
-        return
-    untested = sorted(set(train.classes) - set(test.classes))
-    untrained = sorted(set(test.classes) - set(train.classes))
-    found = [
-        f"{folder} has no {some_of(missing)}"
-        for folder, missing in ((test.folder, untested), (train.folder, untrained))
-        if missing
-    ]
-    raise DataError(f"the class folders differ: {'; '.join(found)}. Expected the same classes in both folders")
-
-
 def digest_of(folder: Path, names: Iterable[str], **options: Any) -> str:
     """A digest of files (their names, sizes and modification times) and of options."""
     digest = hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=16)
@@ -121,6 +108,22 @@ def images_below(folder: str, prefix: str) -> Iterator[str]:
                 yield f"{prefix}/{entry.name}"
 
 
+def find_images(paths: Sequence[Path]) -> list[str]:
+    """Image files: those that are named, and all those in the folders that are named, sorted by folder and name."""
+    found: dict[str, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(images_below(str(path), str(path)))
+            if not inside:
+                raise DataError(f"the folder {path} has no image, expected files that end in {', '.join(EXTENSIONS)}")
+            found |= dict.fromkeys(map(os.path.normpath, inside))
+        elif path.exists():
+            found[str(path)] = None
+        else:
+            raise DataError(f"there is no file or folder {path}")
+    return list(found)
+
+
 def some_of(values: Sequence[Any]) -> str:
     """The first five values, for messages."""
     shown = ", ".join(map(str, values[:5]))
@@ -130,11 +133,11 @@ def some_of(values: Sequence[Any]) -> str:
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 """Images as bytes, of shape (N, channels, height, width)."""
 
-CHUNK = 512
+CROP_SHARE = 0.875
+"""The share of a large image's shorter side that evaluation crops: 224 of 256 pixels."""
 MAX_PIXELS = 1 << 26
 """More than any image has after its shorter side was resized: a narrow one of few bytes could fill the memory."""
 MAX_THREADS = 16
-_MIN_THREADED_PIXELS = 96 * 96  # for smaller images most of the work holds the GIL
 
 
 def pillow() -> Any:
@@ -201,53 +204,23 @@ def to_pixels(image: Image.Image, out: Pixels) -> None:
     out[...] = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
-def decode_files(paths: Sequence[str], image_size: int | None) -> Iterator[Pixels]:
-    """Decode images to squares of one size, in chunks, in order.
+def decode_files(paths: Sequence[str], image_size: int, *, channels: int = 3, is_large: bool = False) -> Pixels:
+    """Decode images to squares of one size, by threads: 3 channels for colours, 1 for grey.
 
-    The shorter side is resized to `image_size` (bicubic) and the middle cropped; None for images that are all squares
-    of one size already.
+    The shorter side is resized to `image_size` (bicubic) and the middle cropped; that of large images to
+    `image_size / 0.875` (bilinear), as evaluation on ImageNet does.
     """
-    width, height = read_size(paths[0])
-    if image_size is None and width != height:
-        raise DataError(
-            f"the image {paths[0]} is {width} x {height}, expected a square: set --data.image-size to resize all images"
-        )
-    side, bicubic = image_size or width, pillow().BICUBIC
+    pixels = np.empty((len(paths), channels, image_size, image_size), dtype=np.uint8)
+    shorter_side = int(image_size / CROP_SHARE) if is_large else image_size
+    resample = pillow().BILINEAR if is_large else pillow().BICUBIC
+    prepare = partial(resize_and_crop, shorter_side=shorter_side, size=image_size, resample=resample)
 
     def decode(path: str, out: Pixels) -> None:
         image = read_image(path)
-        if image_size is None and image.size != (side, side):
-            found = f"{paths[0]} is {side} x {side}, {path} is {image.size[0]} x {image.size[1]}"
-            raise DataError(
-                f"the images differ in size: {found}. Expected one size: set --data.image-size to resize all images"
-            )
-        to_pixels(resize_and_crop(image, shorter_side=side, size=side, resample=bicubic), out)
+        to_pixels(prepare(image if channels == 3 else image.convert("L")), out)
 
-    for start in range(0, len(paths), CHUNK):
-        chunk = paths[start : start + CHUNK]
-        pixels = np.empty((len(chunk), 3, side, side), dtype=np.uint8)
-        if width * height < _MIN_THREADED_PIXELS:
-            for path, out in zip(chunk, pixels, strict=True):
-                decode(path, out)
-        else:
-            in_threads(decode, chunk, pixels)
-        yield pixels
-
-
-def resize_arrays(images: npt.NDArray[np.uint8], image_size: int | None) -> Iterator[Pixels]:
-    """Resize images in memory, (N, height, width) or (N, height, width, channels), as `decode_files` does."""
-    planar = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-    for start in range(0, len(images), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        if image_size is None or image_size == images.shape[1] == images.shape[2]:
-            yield np.ascontiguousarray(planar[chunk])
-            continue
-        module = pillow()
-        resized = np.empty((len(images[chunk]), planar.shape[1], image_size, image_size), dtype=np.uint8)
-        for array, out in zip(images[chunk], resized, strict=True):
-            image = module.fromarray(array)
-            to_pixels(resize_and_crop(image, shorter_side=image_size, size=image_size, resample=module.BICUBIC), out)
-        yield resized
+    in_threads(decode, paths, pixels)
+    return pixels
 
 
 def in_threads(function: Callable[..., object], *arguments: Iterable[Any]) -> None:

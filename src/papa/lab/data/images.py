@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -12,12 +12,13 @@ from typing import TypeAlias
 import torch
 
 from papa.errors import ConfigError, DataError, did_you_mean
+from papa.lab.data.cache import Decoded, cached_images
 from papa.lab.data.digits import load_digits, load_optdigits
-from papa.lab.data.files import class_names, resize_arrays
-from papa.lab.data.folder import LARGE_SIZE, Fallback, FolderSet, load_folder
-from papa.lab.data.native import NATIVE
-from papa.lab.data.splits import check_labels, limit, targets_of
-from papa.training.data import Arrays, Data, Source, hold_out
+from papa.lab.data.files import ImageFiles, class_names, decode_files, digest_of, read_size, scan_classes, some_of
+from papa.lab.data.large import DecodedFolder
+from papa.lab.data.published import PUBLISHED, load_published
+from papa.lab.data.splits import check_labels, limit, split_classes, targets_of
+from papa.training.data import Arrays, Data, Source, Subset, hold_out
 
 Numbers: TypeAlias = tuple[float, ...]
 
@@ -56,17 +57,6 @@ class ImageSet:
         return Data(train=train, validation=held_out, test=self.test)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """The options of `load_images` that loaders need."""
-
-    root: Path
-    image_size: int | None
-    test_share: float | None
-    download: bool
-
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MEAN_AND_STD: dict[str, tuple[Numbers, Numbers]] = {
     "digits": ((0.305,), (0.376,)),
     "optdigits": ((0.0,), (1.0 / 255.0,)),  # keeps the counts from 0 to 16 of the files
@@ -74,11 +64,24 @@ _MEAN_AND_STD: dict[str, tuple[Numbers, Numbers]] = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "mnist": ((0.1307,), (0.3081,)),
     "fashion-mnist": ((0.2860,), (0.3530,)),
-    "imagenet": (IMAGENET_MEAN, IMAGENET_STD),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-_CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
 _NEVER_FLIPPED = ("digits", "optdigits", "mnist")
 _NUM_MEASURED = 50_000
+
+
+FOLDERS = ("images", "imagenet")
+"""Data sets in class folders, whose images may be large."""
+IMAGE_SETS = ("digits", "optdigits", *PUBLISHED, *FOLDERS)
+"""The names of image data sets with one class for each image; `images` is your own."""
+LARGEST_CACHED = 96
+"""Images with sides up to this number of pixels are cached decoded."""
+IMAGENET_SIZE, OWN_SIZE = 224, 64
+"""Height and width of ImageNet's images, and of your own if these are large or no squares of one size."""
+OWN_TEST_SHARE = 0.2
+"""For your own images without test images."""
+NUM_SAMPLED = 500
+"""The number of images whose size is looked at, at most."""
 
 
 def load_images(
@@ -89,7 +92,6 @@ def load_images(
     max_train: int | None = None,
     max_test: int | None = None,
     test_share: float | None = None,
-    download: bool = True,
 ) -> ImageSet:
     """Load an image data set by name.
 
@@ -99,25 +101,37 @@ def load_images(
         (100, 10, 8)
 
     Args:
-        name: `digits`, `optdigits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, `imagenet`, or `folder` for your
-            own images, or `images` for the same with defaults that fit them (`papa.lab.data.folder.Fallback`).
+        name: `digits`, `optdigits`, `cifar10`, `cifar100`, `mnist`, `fashion-mnist`, `imagenet`, or `images` for your
+            own images in class folders.
         root: the folder of the data. CIFAR as torchvision stores it, or as class folders in `root/cifar100/train` and
             `root/cifar100/test`; ImageNet and your own images as class folders in `root/train` and `root/val` or
             `root/test`, your own also in `root` itself; optdigits as in `load_optdigits`.
-        image_size: resize images to this height and width (bicubic); None for their own size, or 224 for large images.
+        image_size: the height and width to which ImageNet and your own images are resized when they are decoded; None
+            for 224, and for the size of your own images if they are small squares, else 64.
         max_train: the largest number of training images; a fixed selection, balanced over classes.
         max_test: the largest number of test images.
-        test_share: the share of each class to use for testing, for your own images without test images.
-        download: whether torchvision may download missing data.
+        test_share: the share of each class to use for testing, for your own images without test images; None for 0.2.
 
     Small images (up to 96 pixels) are decoded once into a file that all processes map (`papa.lab.data.cache`).
     """
-    if name not in LOADERS:
-        raise ConfigError(f"there is no data set {name}: {did_you_mean(name, LOADERS)}")
-    if test_share is not None and name not in OWN:
+    folder = Path(root)
+    if name not in IMAGE_SETS:
+        raise ConfigError(f"there is no data set {name}: {did_you_mean(name, IMAGE_SETS)}")
+    if test_share is not None and name != "images":
         raise ConfigError(f"--data.test-share is {test_share}, but {name} has its own test images: leave it out")
-    options = _Options(root=Path(root), image_size=image_size, test_share=test_share, download=download)
-    images = LOADERS[name](name, options)
+    if image_size is not None and name not in FOLDERS:
+        raise ConfigError(f"image_size is {image_size}, but {name} is decoded as it is: resize its batches")
+    if name == "images":
+        images = _load_folder(name, folder, image_size, test_folders=("test", "val"), test_share=test_share)
+    elif name == "imagenet":
+        folder = folder / name if class_names(folder / name / "train") else folder
+        # ImageNet's `test` has no labels.
+        images = _load_folder(name, folder, image_size or IMAGENET_SIZE, test_folders=("val",))
+    elif name in PUBLISHED:
+        images = _load_published(name, folder)
+    else:
+        train, test = load_digits() if name == "digits" else load_optdigits(folder)
+        images = _small_set(name, train, test, tuple("0123456789"))
     for part in (images.train, images.test):
         check_labels(targets_of(part), images.num_classes, name)
     return dataclasses.replace(
@@ -127,99 +141,92 @@ def load_images(
     )
 
 
-def _digits(name: str, options: _Options) -> ImageSet:
-    parts = load_digits() if name == "digits" else load_optdigits(options.root)
-    train, test = (_resized(part, options.image_size) for part in parts)
-    images = _small_set(name, train, test, tuple("0123456789"))
-    # optdigits are not shifted: their strokes fill the 8 pixels, and a linear network is not invariant to shifts.
-    return images if name == "digits" else dataclasses.replace(images, crop_padding=0)
-
-
-def _native(name: str, options: _Options) -> ImageSet:
+def _load_published(name: str, root: Path) -> ImageSet:
     """A data set of torchvision; CIFAR may also be stored as class folders."""
-    native, root = NATIVE[name], options.root
-    if not native.is_in(root):
-        is_cifar = name in _CIFAR_CLASSES
+    expected = {"cifar10": 10, "cifar100": 100}.get(name)
+    if expected and not (root / PUBLISHED[name][1]).is_dir():
         for folder in (root / name, root / name.replace("cifar", "cifar-")):
-            if is_cifar and class_names(folder / "train"):
-                return _cifar_folder(name, folder, options)
-        if not options.download:
-            folders = f", or class folders in {root / name / 'train'} and {root / name / 'test'}" if is_cifar else ""
-            raise DataError(
-                f"{name} is not in {root}: {native.expected_files(root)}{folders}. Set --data.root to where it is, or "
-                "allow the download"
-            )
-        native.fetch(root)
-    train, classes = native.load(root, train=True, image_size=options.image_size)
-    test, _ = native.load(root, train=False, image_size=options.image_size)
-    return _small_set(name, train, test, classes)
+            found = len(class_names(folder / "train"))
+            if found == expected:
+                return _load_folder(name, folder, None, test_folders=("test",))
+            if found:
+                raise DataError(
+                    f"{name} in {folder} has {found} class folders, expected {expected}: part of it is missing, or it "
+                    "is another set"
+                )
+    return _small_set(name, *load_published(name, root))
 
 
-def _cifar_folder(name: str, folder: Path, options: _Options) -> ImageSet:
-    num_found, expected = len(class_names(folder / "train")), _CIFAR_CLASSES[name]
-    if num_found != expected:
+def _load_folder(
+    name: str, root: Path, image_size: int | None, *, test_folders: Sequence[str], test_share: float | None = None
+) -> ImageSet:
+    """Images in `root/train/CLASS` and the first of `test_folders` that exists, or your own in `root/CLASS`."""
+    if not root.is_dir():
         raise DataError(
-            f"{name} in {folder} has {num_found} class folders, expected {expected}: part of it is missing, "
-            "or it is another set"
+            f"--data.root is {root}, and there is no such folder: expected one folder of images per class in it, or in "
+            f"its folders train and {test_folders[0]}"
         )
-    # Cached at any size, as images of the original files are.
-    found = load_folder(name, folder, image_size=options.image_size, test_share=None, largest_cached=math.inf)
-    return _folder_set(name, found)
+    # Where classes are in `root` itself, `test` and `val` are classes.
+    train_folder = root / "train" if class_names(root / "train") else root
+    test_folder = next((root / part for part in test_folders if (root / part).is_dir()), None)
+    test_folder = None if train_folder == root else test_folder
+    files = scan_classes(train_folder)
+    size = image_size or _common_size(files) or OWN_SIZE
+    is_large = size > LARGEST_CACHED
+
+    def source(files: ImageFiles, part: str) -> Arrays | DecodedFolder:
+        if is_large:
+            return DecodedFolder(files, image_size=size)
+        return cached_images(
+            f"{name}-{part}-{size}",
+            folder=root,
+            digest=digest_of(files.folder, map(os.fsdecode, files.names), image_size=size),
+            decode=lambda: Decoded(decode_files(files.paths(), size), files.labels, files.classes),
+        )[0]
+
+    train: Source
+    test: Source
+    if test_folder is not None:
+        if test_share is not None:
+            raise ConfigError(
+                f"--data.test-share is {test_share}, but {root} has its own test images in {test_folder}: leave it out"
+            )
+        test_files = scan_classes(test_folder)
+        _check_same_classes(files, test_files)
+        train, test = source(files, "train"), source(test_files, "test")
+    elif name == "images":
+        every = source(files, "train")
+        places, test_places = split_classes(every.targets, test_share or OWN_TEST_SHARE)
+        train, test = Subset(every, places), Subset(every, test_places)
+    else:
+        raise DataError(f"the folder {root} has no test images, expected {root / test_folders[0] / 'CLASS'}")
+    if not is_large:
+        return _small_set(name, train, test, files.classes)
+    mean, std = _MEAN_AND_STD["imagenet"]
+    return ImageSet(train=train, test=test, classes=files.classes, image_size=size, mean=mean, std=std)
 
 
-def _imagenet(name: str, options: _Options) -> ImageSet:
-    root = options.root / name if class_names(options.root / name / "train") else options.root
-    size = options.image_size or LARGE_SIZE
-    # ImageNet's `test` has no labels.
-    return _folder_set(name, load_folder(name, root, image_size=size, test_share=None, test_folders=("val",)))
+def _common_size(files: ImageFiles) -> int | None:
+    """The side of the images if they are small squares of one size, as far as a sample shows."""
+    places = range(0, len(files), -(-len(files) // NUM_SAMPLED))
+    sizes = {read_size(files.path(place)) for place in places}
+    width, height = next(iter(sizes))
+    return width if len(sizes) == 1 and width == height <= LARGEST_CACHED else None
 
 
-def _own_images(name: str, options: _Options) -> ImageSet:
-    found = load_folder(
-        name,
-        options.root,
-        image_size=options.image_size,
-        test_share=options.test_share,
-        fallback=Fallback() if name == "images" else None,
-    )
-    return _folder_set(name, found)
-
-
-OWN = ("folder", "images")
-"""A user's own class folders."""
-LOADERS: dict[str, Callable[[str, _Options], ImageSet]] = {
-    "digits": _digits,
-    "optdigits": _digits,
-    "cifar10": _native,
-    "cifar100": _native,
-    "mnist": _native,
-    "fashion-mnist": _native,
-    "imagenet": _imagenet,
-    "folder": _own_images,
-    "images": _own_images,
-}
-
-
-def _folder_set(name: str, found: FolderSet) -> ImageSet:
-    if not found.large:
-        return _small_set(name, found.train, found.test, found.classes)
-    return ImageSet(
-        train=found.train,
-        test=found.test,
-        classes=found.classes,
-        image_size=found.image_size,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-    )
+def _check_same_classes(train: ImageFiles, test: ImageFiles) -> None:
+    missing = [
+        f"{part.folder} has no {some_of(names)}"
+        for part, other in ((test, train), (train, test))
+        if (names := sorted(set(other.classes) - set(part.classes)))
+    ]
+    if missing:
+        raise DataError(f"the class folders differ: {'; '.join(missing)}. Expected the same classes in both folders")
 
 
 def _small_set(name: str, train: Source, test: Source, classes: tuple[str, ...]) -> ImageSet:
     mean, std = _MEAN_AND_STD[name] if name in _MEAN_AND_STD else measure(train)
-    shapes = {tuple(part.batch(torch.tensor([0]))[0].shape[1:]) for part in (train, test)}
-    if len(shapes) > 1:
-        found = " and ".join(" x ".join(map(str, shape)) for shape in sorted(shapes))
-        raise DataError(f"training and test images differ in size ({found}), expected one: set --data.image-size")
-    channels, image_size, _ = shapes.pop()
+    channels, image_size, _ = train.batch(torch.tensor([0]))[0].shape[1:]
     return ImageSet(
         train=train,
         test=test,
@@ -228,7 +235,8 @@ def _small_set(name: str, train: Source, test: Source, classes: tuple[str, ...])
         image_size=image_size,
         mean=mean,
         std=std,
-        crop_padding=image_size // 8,  # 4 for CIFAR's 32 pixels
+        # 4 for CIFAR's 32 pixels. The strokes of optdigits fill the 8 pixels, and a linear network sees shifts.
+        crop_padding=0 if name == "optdigits" else image_size // 8,
         flip=name not in _NEVER_FLIPPED,
     )
 
@@ -252,9 +260,3 @@ def measure(source: Source) -> tuple[Numbers, Numbers]:
     std = (squares / count - mean.square()).clamp(min=0.0).sqrt()
     std = torch.where(std > 1e-4, std, 1.0)
     return tuple(mean.tolist()), tuple(std.tolist())
-
-
-def _resized(part: Arrays, image_size: int | None) -> Arrays:
-    pixels = part.inputs[:, 0].numpy()
-    resized = [torch.from_numpy(chunk) for chunk in resize_arrays(pixels, image_size)]
-    return Arrays(torch.cat(resized), part.targets)

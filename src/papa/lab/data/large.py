@@ -1,36 +1,37 @@
-"""Images too large to keep decoded: decoded in advance by threads."""
+"""Images that are decoded when they are needed: large ones in training, and those that a finished run is given."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from papa.errors import DataError
 from papa.lab.data.files import (
     ImageFiles,
     Pixels,
+    decode_files,
     in_threads,
     num_cores,
     pillow,
     read_image,
     read_size,
-    resize_and_crop,
+    scan_classes,
+    some_of,
     to_pixels,
 )
 from papa.streams import stream
 
 MAX_WORKERS = 8
-CROP_SHARE = 0.875
-"""The share of the shorter side that evaluation crops: 224 of 256 pixels."""
-
 _NUM_TRIES = 10
 _NUM_CHECKED = 2000
 
@@ -58,18 +59,8 @@ class DecodedFolder:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The middle of each image, decoded by threads."""
-        places = indices.tolist()
-        pixels = self._empty(len(places))
-        bilinear = pillow().BILINEAR
-
-        def decode(place: int, out: Pixels) -> None:
-            image = read_image(self.files.path(place))
-            shorter_side = int(self.image_size / CROP_SHARE)
-            middle = resize_and_crop(image, shorter_side=shorter_side, size=self.image_size, resample=bilinear)
-            to_pixels(middle, out)
-
-        in_threads(decode, places, pixels)
-        return torch.from_numpy(pixels), self.targets[indices]
+        paths = [self.files.path(index) for index in indices.tolist()]
+        return torch.from_numpy(decode_files(paths, self.image_size, is_large=True)), self.targets[indices]
 
     def stream(self, index_batches: Iterable[Tensor], *, seed: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Random crops of images, batch by batch; a crop depends only on the seed and the number of its batch."""
@@ -101,7 +92,7 @@ class DecodedFolder:
         generator = stream(seed, "decode", position=number)
         draws = torch.rand(len(places), _NUM_TRIES, 4, dtype=torch.float64, generator=generator).numpy()
         flips = torch.randint(2, (len(places),), generator=generator).tolist()
-        pixels = self._empty(len(places))
+        pixels = np.empty((len(places), 3, self.image_size, self.image_size), dtype=np.uint8)
         module = pillow()
         for row, place in enumerate(places.tolist()):
             image = read_image(self.files.path(place))
@@ -109,9 +100,6 @@ class DecodedFolder:
             part = part.resize((self.image_size, self.image_size), module.BILINEAR)
             to_pixels(part.transpose(module.FLIP_LEFT_RIGHT) if flips[row] else part, pixels[row])
         return pixels
-
-    def _empty(self, count: int) -> Pixels:
-        return np.empty((count, 3, self.image_size, self.image_size), dtype=np.uint8)
 
 
 def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[int, int, int, int]:
@@ -137,3 +125,27 @@ def random_box(size: tuple[int, int], draws: npt.NDArray[np.float64]) -> tuple[i
 @cache
 def _threads(num_workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_workers, thread_name_prefix="papa-decode")
+
+
+class GivenImages:
+    """A source of the images in class folders, decoded by `decode` and labelled by the classes of a run."""
+
+    def __init__(self, folder: Path, classes: Sequence[str], decode: Callable[[Sequence[str]], Pixels]) -> None:
+        files = scan_classes(folder)
+        unknown = [name for name in files.classes if name not in classes]
+        if unknown:
+            raise DataError(
+                f"the folder {folder} has the classes {some_of(unknown)}, which the run does not have: expected some "
+                f"of {some_of(classes)}"
+            )
+        self.files, self.decode = files, decode
+        labels = torch.tensor([list(classes).index(name) for name in files.classes])
+        self.targets = labels[torch.from_numpy(files.labels)]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels."""
+        pixels = self.decode([self.files.path(index) for index in indices.tolist()])
+        return torch.from_numpy(pixels), self.targets[indices]

@@ -206,7 +206,7 @@ def _cached(root: Path, tile: TileFile, classes: Classes, shrink: int) -> Arrays
     def decode() -> Decoded:
         planes = decode_tile(tile, classes, shrink)
         # The cache stores the four planes as four images of one channel.
-        return Decoded(np.zeros(len(planes), dtype=np.int64), classes.names, iter([planes]))
+        return Decoded(planes, np.zeros(len(planes), dtype=np.int64), classes.names)
 
     name = f"tile-{tile.name}" if shrink == 1 else f"tile-{tile.name}-by{shrink}"
     return cached_images(name, folder=root, digest=digest, decode=decode)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from papa.errors import ConfigError, did_you_mean
 from papa.lab.config import Config
-from papa.lab.data.images import LOADERS
+from papa.lab.data.images import IMAGE_SETS
 from papa.lab.data.table import TABLES
 from papa.lab.domains.base import COMBINE, Domain
 from papa.lab.domains.images import TILES, ImageDomain, load_image_domain, policies_for
@@ -27,7 +27,7 @@ __all__ = [
 _LOADERS = {
     TEXT: load_text_domain,
     **dict.fromkeys(TABLES, load_table_domain),
-    **dict.fromkeys((*LOADERS, *TILES), load_image_domain),
+    **dict.fromkeys((*IMAGE_SETS, *TILES), load_image_domain),
 }
 
 

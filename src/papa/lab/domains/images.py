@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from papa.errors import ConfigError, DataError, did_you_mean
+from papa.errors import ConfigError, did_you_mean
 from papa.lab.augment.policy import DART_POLICIES, GRIDS, Grid, Policy, draw_policies, draw_policy_per_batch
 from papa.lab.config import Config
 from papa.lab.data import ImageSet, load_images, load_tiles, load_vaihingen
-from papa.lab.data.images import OWN
+from papa.lab.data.images import FOLDERS
 from papa.lab.domains.base import COMBINE, Domain
 from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.models import input_size_of, make_model, normalization_of
@@ -112,11 +111,8 @@ def load_image_domain(config: Config) -> ImageDomain:
             max_test=data.max_test,
         )
     else:
-        if data.name in OWN and not Path(data.root).is_dir():
-            expected = "one folder of images per class in it, or in its folders train and test"
-            raise DataError(f"--data.root is {data.root}, and there is no such folder: expected {expected}")
         # Small images are resized a batch at a time on their way into the network; photographs when they are decoded.
-        size = wanted_image_size(config) if data.name in (*OWN, "imagenet") else None
+        size = wanted_image_size(config) if data.name in FOLDERS else None
         images = load_images(
             data.name,
             root=data.root,

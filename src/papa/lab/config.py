@@ -150,12 +150,10 @@ class TrainConfig:
     """adamw: the share that its mean of squared gradients keeps at each step."""
     fused: bool = False
     """adamw: update all parameters in one kernel, which is faster; the last bits differ."""
-    schedule: str = option("cosine", known=("cosine", "restarts", "multistep", "constant"))
-    """The learning rate schedule: cosine, restarts, multistep or constant."""
+    schedule: str = option("cosine", known=("cosine", "multistep", "constant"))
+    """The learning rate schedule: cosine, multistep or constant."""
     min_lr: float = 1e-4
     """The learning rate at the end of a cosine."""
-    cycles: int = option(1, at_least=1)
-    """The number of cosines of `restarts`."""
     milestones: tuple[float, ...] = (0.5, 0.75)
     """When multistep divides the learning rate by ten, as shares of training."""
     warmup_epochs: float = option(0.0, at_least=0)
@@ -215,8 +213,6 @@ class AverageConfig:
     """The first epoch at which it no longer does; None for never."""
     scale_by_lr: bool = True
     """papa: weaken the push with the learning rate."""
-    delay: int = option(0, at_least=0)
-    """papa: steps that members train on while their mean is computed; even, and less than every-steps."""
     ensemble: str = option("logits", known=("logits", "probabilities"))
     """What the ensemble averages over members: logits, or probabilities."""
     keep_best_soup: bool = False

@@ -90,17 +90,12 @@ def test_a_run_page_has_its_figures_with_words_and_numbers_behind_them() -> None
         "test-score",
         "training-loss",
         "distance-to-mean",
-        "distance-around-averaging",
         "half-life",
-        "spread",
         "gain",
         "checks",
-        "score-around-merges",
         "change-by-merging",
         "similarity",
         "interpolation-score",
-        "interpolation-loss",
-        "seconds-per-averaging",
     ]
     assert page.count("<svg") == page.count('role="img" aria-label="') == len(figures_in(page))
     assert len(re.findall(r"<svg [^>]*><title>", page)) == len(figures_in(page))
@@ -160,10 +155,8 @@ def test_a_compare_page_shows_methods_single_runs_and_the_papers_numbers() -> No
     assert figures_in(page) == [
         "members-to-soup",
         "compare-validation-average-soup",
-        "compare-validation-ensemble",
         "compare-validation-members",
         "compare-test-average-soup",
-        "compare-test-ensemble",
         "compare-test-members",
         "compare-training-loss",
         "compare-distance-to-mean",

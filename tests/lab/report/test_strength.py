@@ -34,7 +34,6 @@ def test_half_lives_follow_from_what_members_kept() -> None:
     found = lines_of([make_epoch(1)], [push(5, 0.5), push(10, 0.5), *checks])
     assert found["half-life"] == [["10", "5"], ["15", "2.5"]]
     assert found["checks"] == [["15", "1", "0.5"]]
-    assert found["spread"] == [["1", "25"]]
 
 
 def test_half_lives_that_grow_out_of_scale_are_left_out() -> None:

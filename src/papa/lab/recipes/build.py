@@ -37,6 +37,9 @@ from papa.training.distillation import distillation, match_probabilities
 from papa.training.merge_hooks import merge_hooks_for
 from papa.training.options import AlignBy, RepairScope
 
+TEACHER_WEIGHT, TEMPERATURE = 0.9, 2.0
+"""The teacher's share of the loss, and what divides the logits of both."""
+
 
 def build(
     config: Config,
@@ -50,30 +53,26 @@ def build(
         torch.cuda.set_device(device)  # where tensors from other processes arrive
     domain = load_domain(config) if domain is None else domain
     settings = settings_for(domain, device)
+    if teacher is not None:
+        match = partial(match_probabilities, temperature=TEMPERATURE, dim=domain.class_dim)
+        task = distillation(teacher.to(device), settings.task, weight=TEACHER_WEIGHT, match=match)
+        settings = replace(settings, task=task)
     best = [BestSoup()] if config.average.keep_best_soup else []
     training = Training(
         domain.maker(),
         domain.split(),
-        settings if teacher is None else taught(domain, settings, teacher),
+        settings,
         callbacks=[*trajectory_averages_for(config), *best],
         group=group,
     )
-    mutation = mutation_for(config, training)
+    average, mutation = config.average, None
+    if average.mutation and config.method not in NEVER_AVERAGED:
+        every_steps = training.steps_in(average.mutation_every_epochs) if config.method == "papa" else None
+        mutation = Mutation(average.mutation, seed=config.seed, every_steps=every_steps)
     rule = rule_for(config, training.length, CandidateScorer(training, mutation))
     outside = [mutation] if mutation is not None else []
     training.use_rule(rule, [*outside, *merge_hooks_for(training, rule)])
     return training
-
-
-TEACHER_WEIGHT, TEMPERATURE = 0.9, 2.0
-"""The teacher's share of the loss, and what divides the logits of both."""
-
-
-def taught(domain: Domain, settings: Settings, teacher: nn.Module) -> Settings:
-    """The settings of a training, with the loss of its teacher."""
-    match = partial(match_probabilities, temperature=TEMPERATURE, dim=domain.class_dim)
-    teacher = teacher.to(torch.device(settings.device))
-    return replace(settings, task=distillation(teacher, settings.task, weight=TEACHER_WEIGHT, match=match))
 
 
 def settings_for(domain: Domain, device: torch.device) -> Settings:
@@ -90,11 +89,12 @@ def settings_for(domain: Domain, device: torch.device) -> Settings:
         seed=config.seed,
         device=device,
         transforms=domain.transforms(),
-        averaging=AveragingOptions(
-            repair=repair_for(config),
-            align=align_for(config),
+        averaging=AveragingOptions(repair=repair_for(config), align=align_for(config)),
+        numerics=Numerics(
+            autocast={"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.train.precision],
+            channels_last=config.train.channels_last,
+            clip_norm=config.train.clip_norm,
         ),
-        numerics=numerics_for(config),
         monitoring=Monitoring(
             keep_best_soup=average.keep_best_soup,
             validate_every=config.train.validate_every,
@@ -127,15 +127,6 @@ def align_for(config: Config) -> Align | None:
         every_epochs=average.align_every_epochs,
         num_batches=average.align_batches,
     )
-
-
-def mutation_for(config: Config, training: Training) -> Mutation | None:
-    """The noise that members get after averaging, if any."""
-    average = config.average
-    if not average.mutation or config.method in NEVER_AVERAGED:
-        return None
-    every_steps = training.steps_in(average.mutation_every_epochs) if config.method == "papa" else None
-    return Mutation(average.mutation, seed=config.seed, every_steps=every_steps)
 
 
 def callbacks_for(config: Config, log: Callable[[dict[str, Any]], object]) -> list[Callback]:
@@ -179,7 +170,6 @@ def make_schedule(config: Config) -> schedules.Schedule:
     train = config.train
     known: dict[str, Callable[[], schedules.Schedule]] = {
         "cosine": lambda: schedules.cosine(train.min_lr / train.lr),
-        "restarts": lambda: schedules.cosine_restarts(train.cycles, train.min_lr / train.lr),
         "multistep": lambda: schedules.multistep(train.milestones),
         "constant": schedules.constant,
     }
@@ -193,14 +183,4 @@ def make_schedule(config: Config) -> schedules.Schedule:
         level=trajectory.lr / train.lr,
         anneal=trajectory.anneal,
         linear=trajectory.linear,
-    )
-
-
-def numerics_for(config: Config) -> Numerics:
-    """Precision, memory format and clipping."""
-    dtypes = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return Numerics(
-        autocast=dtypes[config.train.precision],
-        channels_last=config.train.channels_last,
-        clip_norm=config.train.clip_norm,
     )

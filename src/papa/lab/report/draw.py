@@ -1,4 +1,4 @@
-"""Figures of reports: drawn with matplotlib, as SVG for pages, and as PNG and PDF for papers."""
+"""Figures of reports: drawn with matplotlib, as SVG for pages, and as PDF for papers."""
 
 from __future__ import annotations
 
@@ -261,18 +261,9 @@ def standalone_svg(chart: Chart) -> str:
     return printable(drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" width="640" ', 1)) + "\n"
 
 
-def png_bytes(chart: Chart, *, dpi: int = 200) -> bytes:
-    """A figure as a PNG image on white."""
-    return _rendered(chart, "png", facecolor="white", dpi=dpi, metadata={"Software": None})
-
-
 def pdf_bytes(chart: Chart) -> bytes:
     """A figure as a PDF page, with text as text."""
     return _rendered(chart, "pdf", metadata={"CreationDate": None, "Creator": None, "Producer": None})
-
-
-RENDERERS: dict[str, Callable[[Chart], bytes]] = {"png": png_bytes, "pdf": pdf_bytes}
-"""How a figure becomes a file, by the file's ending."""
 
 
 def _rendered(chart: Chart, file_format: str, *, has_title: bool = False, **options: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Results as CSV, JSON and LaTeX, for spreadsheets, scripts and papers."""
+"""Results as CSV and LaTeX, for spreadsheets, scripts and papers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, stdev
 from typing import Any
 
-from papa._version import __version__
 from papa.lab.report.table import (
     COLUMNS,
     KEYS,
     SOUPS,
     compare_table,
     run_rows,
-    runs_by_setting,
     scores_of,
 )
 from papa.lab.report.words import printable, text
 from papa.lab.runs import Run
-from papa.storage import json_text
 
 CSV_COLUMNS = (
     *("run", "recipe", "method", "seed", "members", "finished", "data", "soups"),
@@ -69,37 +65,6 @@ def _csv_cell(value: Any) -> Any:
     """A cell that no spreadsheet reads as a formula."""
     is_formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
     return f"'{value}" if is_formula else value
-
-
-def json_report(runs: Sequence[Run]) -> str:
-    """Every run's result and epochs, and the means over the seeds of each method."""
-    report = {
-        "papa": __version__,
-        "methods": [
-            _method(label, [result for _, result in group])
-            for label, group in runs_by_setting([run.result for run in runs]).items()
-        ],
-        "runs": [
-            {
-                "path": str(run.path),
-                "finished": run.is_finished,
-                "result": run.result,
-                "epochs": [event for event in run.events if event["event"] == "epoch"],
-                "merges": [event for event in run.events if event["event"] == "merge"],
-            }
-            for run in runs
-        ],
-    }
-    return json_text(report, indent=2) + "\n"
-
-
-def _method(label: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    summary: dict[str, Any] = {"method": label, "seeds": [result["seed"] for result in results]}
-    for key in KEYS:
-        values = [value for result in results if (value := scores_of(result).get(key)) is not None]
-        if values:
-            summary[key] = {"mean": fmean(values), "deviation": stdev(values) if len(values) > 1 else None}
-    return summary
 
 
 def latex_text(runs: Sequence[Run]) -> str:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # matplotlib is optional
 Event = Mapping[str, Any]
 Value = str | Callable[[Event], float | None]
 """A number of an event, by its key or a function."""
-MERGE_NAMES = {"before": "before", "after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}
-"""When members are scored around a merge, by the key of the event."""
+MERGE_NAMES = {"after_unrepaired": "after, no REPAIR", "after": "after", "later": "later"}
+"""When members are scored after a merge, by the key of the event."""
 FIGURE_2 = "The mean of members compared with just before the merge (the paper's Figure 2)."
 MAX_ROWS, ROW_HEIGHT, AROUND_ROWS = 60, 42.0, 78.0
 MARKS: dict[str, tuple[Any, float, dict[str, Any]]] = {
@@ -57,15 +57,11 @@ def run_figures(result: Mapping[str, Any], events: Sequence[Event]) -> dict[str,
     epochs, merges, averagings = (_of_kind(events, kind) for kind in ("epoch", "merge", "average"))
     metric = metric_of([result])
     return {
-        "training": _training(epochs, averagings, metric),
+        "training": _training(epochs, metric),
         "strength": strength_figures(epochs, averagings, metric) if result["method"] not in NEVER_AVERAGED else [],
         "merges": _merges(merges, metric),
         "similarity": _similarity(result),
         "interpolation": _interpolation(result, metric),
-        "communication": line_chart(
-            *("seconds-per-averaging", "Time of each averaging", "Includes waiting for other processes."),
-            *(("step", "seconds"), [Line("seconds", _curve(averagings, "seconds", x="step"), "c0")]),
-        ),
     }
 
 
@@ -265,7 +261,7 @@ def _members(epochs: Sequence[Event], key: str) -> list[Line]:
     return members if size < 2 else [*members, _mean_line("mean of members", epochs, key, "ink")]
 
 
-def _training(epochs: Sequence[Event], averagings: Sequence[Event], metric: Metric) -> list[Chart]:
+def _training(epochs: Sequence[Event], metric: Metric) -> list[Chart]:
     charts = []
     for data in ("validation", "test"):
         soups = (("ensemble", "c0"), ("average soup", "c1"))
@@ -285,24 +281,15 @@ def _training(epochs: Sequence[Event], averagings: Sequence[Event], metric: Metr
     distance = "Euclidean distance of each member's weights to the mean of all. If it stays large, soups are not good."
     charts += line_chart("training-loss", "Training loss", loss, ("epoch", "loss"), _members(epochs, "losses"))
     words = ("distance-to-mean", "Distance of members to their mean", distance)
-    charts += line_chart(*words, ("epoch", "distance"), _members(epochs, "distances"))
-    colors = {"before": "c0", "after": "c1"}
-    return charts + line_chart(
-        "distance-around-averaging",
-        "Mean distance before and after each averaging",
-        "Training moves members apart, averaging brings them back together.",
-        ("step", "distance"),
-        [Line(when, _curve(averagings, f"distance_{when}", x="step"), color) for when, color in colors.items()],
-    )
+    return charts + line_chart(*words, ("epoch", "distance"), _members(epochs, "distances"))
 
 
 def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metric: Metric) -> list[Chart]:
-    """Half-life, spread and gain over time: how strong averaging is, how far members are apart, what it gains."""
+    """Half-life and gain over time: how strong averaging is, and what it gains."""
     found = list(_half_lives(averagings))
     # The last half-lives of a schedule that ends at 0 would flatten all others.
     longest = MAX_OF_MEDIAN * median(length for _, length in found) if found else 0.0
     checks = [event for event in averagings if event.get("member_loss") is not None]
-    spread = [(epoch, 100.0 * share) for epoch, share in _curve(epochs, "spread")]
     gain = _curve(epochs, partial(_gain, metric))
     losses = {"mean of members": ("member_loss", "ink"), "average": ("average_loss", "c1")}
     return [
@@ -313,14 +300,6 @@ def strength_figures(epochs: Sequence[Event], averagings: Sequence[Event], metri
             "weakens with the learning rate has a longer one, which is not drawn where it is out of scale.",
             ("step", "half-life, steps"),
             [Line("half-life", [(step, length) for step, length in found if length <= longest], "c0")],
-        ),
-        *line_chart(
-            "spread",
-            "Spread of members",
-            "The root mean square distance of members to their mean, as a share of its norm.",
-            ("epoch", "spread, % of the norm"),
-            [Line("spread", spread)],
-            has_zero=True,
         ),
         *line_chart(
             "gain",
@@ -360,23 +339,15 @@ def _gain(metric: Metric, epoch: Event) -> float | None:
 
 
 def _merges(merges: Sequence[Event], metric: Metric) -> list[Chart]:
-    """Members' scores around each merge, and the change."""
+    """The change of members' scores by each merge."""
     steps = next((count for event in merges if (count := event.get("steps_later")) is not None), None)
     later = {} if steps is None else {"later": f"{steps:.0f} step{'s' * (steps != 1)} later"}
     names = {**MERGE_NAMES, **later}
-    colors = dict(zip(names, ("quiet", "c3", "c0", "c1"), strict=True))
+    colors = dict(zip(names, ("c3", "c0", "c1"), strict=True))
+    changes = [Line(name, _curve(merges, partial(_change, key)), colors[key]) for key, name in names.items()]
     data = next((event["data"] for event in merges if "data" in event), "test")
-    scores = line_chart(
-        "score-around-merges",
-        f"{metric.name.capitalize()} on {data} data around each merge",
-        "The mean of members, and the range from the worst to the best of them.",
-        ("epoch", metric.label),
-        [_mean_line(name, merges, key, colors[key]) for key, name in names.items()],
-    )
-    changes = [Line(names[key], _curve(merges, partial(_change, key)), colors[key]) for key in list(names)[1:]]
-    axes = ("epoch", metric.change_label)
-    title = f"Change of {metric.name} by each merge"
-    return scores + line_chart("change-by-merging", title, FIGURE_2, axes, changes, has_zero=True)
+    title = f"Change of {metric.name} on {data} data by each merge"
+    return line_chart("change-by-merging", title, FIGURE_2, ("epoch", metric.change_label), changes, has_zero=True)
 
 
 def _similarity(result: Mapping[str, Any]) -> list[Chart]:
@@ -398,19 +369,16 @@ def _interpolation(result: Mapping[str, Any], metric: Metric) -> list[Chart]:
     found = result.get("interpolation") or {"pair": (), "curves": ()}
     between = f" between members {' and '.join(map(str, found['pair']))}"
     caption = "Networks on the straight line from one member to the other. Without a barrier the line is flat."
-    charts: list[Chart] = []
-    for key, title, y_label in (("score", metric.name.capitalize(), metric.label), ("loss", "Loss", "loss")):
-        lines = [
-            Line(
-                curve["name"],
-                points(zip(curve["coefficients"], curve[key], strict=False)),
-                SERIES_COLORS[place % len(SERIES_COLORS)],
-            )
-            for place, curve in enumerate(found["curves"])
-        ]
-        axes = ("interpolation coefficient", y_label)
-        charts += line_chart(f"interpolation-{key}", f"{title}{between}", caption, axes, lines)
-    return charts
+    lines = [
+        Line(
+            curve["name"],
+            points(zip(curve["coefficients"], curve["score"], strict=False)),
+            SERIES_COLORS[place % len(SERIES_COLORS)],
+        )
+        for place, curve in enumerate(found["curves"])
+    ]
+    title, axes = f"{metric.name.capitalize()}{between}", ("interpolation coefficient", metric.label)
+    return line_chart("interpolation-score", title, caption, axes, lines)
 
 
 def _method_curves(results: Sequence[Mapping[str, Any]], metrics: Sequence[Sequence[Event]]) -> list[Chart]:
@@ -441,7 +409,6 @@ def _method_curves(results: Sequence[Mapping[str, Any]], metrics: Sequence[Seque
     for data in ("validation", "test"):
         values: dict[str, tuple[str, Value]] = {
             "average-soup": ("Average soup", f"{data}_average_soup"),
-            "ensemble": ("Ensemble", f"{data}_ensemble"),
             "members": ("Mean of members", partial(_mean_of, data)),
         }
         for name, (title, value) in values.items():
@@ -459,7 +426,7 @@ def _method_curves(results: Sequence[Mapping[str, Any]], metrics: Sequence[Seque
     ):
         curves = lines("epoch", partial(_mean_of, key))
         charts += line_chart(f"compare-{name}", title, over_seeds, (x_label, y_label), curves)
-    for key, name in list(MERGE_NAMES.items())[1:]:
+    for key, name in MERGE_NAMES.items():
         words = (f"compare-change-{key.replace('_', '-')}", f"Change by each merge: {name}", f"{FIGURE_2} {over_seeds}")
         axes = (x_label, metric.change_label)
         charts += line_chart(*words, axes, lines("merge", partial(_change, key)), has_zero=True)

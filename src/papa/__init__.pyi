@@ -39,8 +39,6 @@ from .core.soups import Ensemble as Ensemble
 from .core.soups import GreedySoup as GreedySoup
 from .core.soups import average_soup as average_soup
 from .core.soups import greedy_soup as greedy_soup
-from .core.soups import learned_soup as learned_soup
-from .core.soups import model_stock as model_stock
 from .couplings.adaptive import AdaptivePush as AdaptivePush
 from .couplings.anchored import Elastic as Elastic
 from .couplings.anchored import Gossip as Gossip
@@ -57,6 +55,8 @@ from .errors import PapaWarning as PapaWarning
 from .evaluation.scores import Evaluation as Evaluation
 from .evaluation.scores import evaluate as evaluate
 from .files import soup_files as soup_files
+from .files.learned import learned_soup as learned_soup
+from .files.learned import model_stock as model_stock
 from .files.saved_soups import save_soup as save_soup
 from .repair import RepairMerges as RepairMerges
 from .repair import repair_ as repair_

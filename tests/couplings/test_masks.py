@@ -12,8 +12,8 @@ import torch
 
 from helpers import make_networks
 from papa.core.averager import Averager
-from papa.core.columns import Lines, chosen_columns, write_columns_
 from papa.core.population import Population
+from papa.core.product import Lines, chosen_columns, write_columns_
 from papa.core.rules import AveragingContext
 from papa.couplings.anchored import Elastic
 from papa.couplings.coupling import Coupling
@@ -204,8 +204,8 @@ class TestBadMasks:
         return str(error.value)
 
     def test_columns(self) -> None:
-        assert "papa.core.columns.Lines(indices)" in self.refused(torch.arange(3))
-        assert "papa.core.columns.Lines(indices)" in self.refused([1, 2])
+        assert "papa.core.product.Lines(indices)" in self.refused(torch.arange(3))
+        assert "papa.core.product.Lines(indices)" in self.refused([1, 2])
         assert "a slice without a step" in self.refused(slice(0, 8, 2))
         assert "float64, which the networks do not have" in self.refused(slice(0, 8), dtype=torch.float64)
         assert "expected a vector in int64" in self.refused(Lines(torch.arange(3, dtype=torch.int32)))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import group_jobs
-from papa.core.columns import chosen_columns
 from papa.core.group import LocalGroup, balanced_ranges
+from papa.core.product import chosen_columns
 from papa.distributed import start
 from papa.distributed.shared_memory import SharedMemoryGroup, _part_of, reserve_file
 from papa.distributed.start import start_workers

@@ -14,15 +14,17 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from papa.core.columns import Columns, chosen_columns, write_columns_
 from papa.core.product import (
     BlockUpdate,
+    Columns,
     block_width,
+    chosen_columns,
     combine_columns_,
     mix_columns_,
     push_columns_,
     squared_distances_by_block,
     update_blocks_,
+    write_columns_,
 )
 from papa.errors import ConfigError, PapaError
 

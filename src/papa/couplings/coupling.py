@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from papa.core import layout, mixing
-from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
 from papa.core.layout import Layout, dtype_name
 from papa.core.population import Population
-from papa.core.product import BlockUpdate, product_with, update_blocks_
+from papa.core.product import BlockUpdate, Columns, Lines, chosen_columns, product_with, update_blocks_, write_columns_
 from papa.core.rules import AveragingContext, Memory, Rule
 from papa.couplings.masks import Mask
 from papa.errors import MixingError

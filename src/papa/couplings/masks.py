@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from papa.core.columns import Lines
 from papa.core.layout import ALIGNMENT_BYTES, Layout, Slot
+from papa.core.product import Lines
 from papa.errors import MixingError
 
 MAX_SIZE_OF_TABLE = 6
@@ -42,7 +42,7 @@ class Mask:
             elif not isinstance(columns, slice) or columns.step not in (None, 1):
                 raise MixingError(
                     f"the columns of a mask are {columns!r:.80}, expected a slice without a step or "
-                    "papa.core.columns.Lines(indices)"
+                    "papa.core.product.Lines(indices)"
                 )
             if self.sources is None:
                 continue

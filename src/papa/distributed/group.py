@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from papa.core import mixing
-from papa.core.columns import Columns, chosen_columns, write_columns_
 from papa.core.group import Work, zeros
+from papa.core.product import Columns, chosen_columns, write_columns_
 from papa.distributed.collectives import (
     MultiProcessGroup,
     all_gather_object,

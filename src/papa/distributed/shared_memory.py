@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from papa.core.columns import Columns, Lines, chosen_columns, write_columns_
 from papa.core.group import Work, balanced_ranges
 from papa.core.product import (
     BlockUpdate,
+    Columns,
+    Lines,
     block_width,
+    chosen_columns,
+    write_columns_,
 )
 from papa.distributed.collectives import MultiProcessGroup, connection_errors
 from papa.errors import ConfigError, MemberError, RunError

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from papa.core.product import accumulation_dtype
-from papa.core.soups import stock_ratio
 from papa.errors import SoupError
+from papa.files.learned import stock_ratio
 from papa.files.weights import WeightsFile
 from papa.storage.tensors import Blocks, TensorInfo
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from papa._version import __version__
 from papa.core import mixing
-from papa.core.soups import GreedySoup, greedy_soup, learned_weights, loss_and_gradients
+from papa.core.soups import GreedySoup, greedy_soup
 from papa.errors import ConfigError, SoupError, did_you_mean
 from papa.evaluation.scores import Evaluation
 from papa.files.average import BLOCK, average, check_same_architecture, in_dtypes, is_averaged, ranges, stock_average
 from papa.files.evaluation_context import evaluation_context_of, load_
+from papa.files.learned import learned_weights, loss_and_gradients
 from papa.files.output import Output
 from papa.files.record import FileSoup, SoupMember, digest_of, dtype_name, soup_notes
 from papa.files.score_command import score_command

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from helpers import assert_close, make_networks
 from papa import average_soup, learned_soup, model_stock, soup_files
 from papa.core.population import Population
-from papa.core.soups import _slope, mean_network, stock_ratio
+from papa.core.soups import mean_network
 from papa.errors import ConfigError, SoupError
 from papa.files import EvaluationContext
+from papa.files.learned import slope_of, stock_ratio
 
 
 def regression(num_batches: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -60,7 +61,7 @@ class TestLearnedSoup:
         stacked = {name: torch.stack([net.state_dict()[name] for net in networks]) for name in networks[0].state_dict()}
         mean = {name: torch.tensordot(row, tensors, 1) for name, tensors in stacked.items()}
         F.cross_entropy(torch.func.functional_call(networks[0], mean, (inputs,)), targets).backward()
-        _, found = _slope(mean_network(networks), [(inputs, targets)], F.cross_entropy)(row.detach(), 0)
+        _, found = slope_of(mean_network(networks), [(inputs, targets)], F.cross_entropy)(row.detach(), 0)
         assert_close(found, row.grad)
 
     def test_dropped_members_have_no_weight(self) -> None:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from helpers import TOLERANCES, assert_close
 from papa import PapaWarning
 from papa.core import kernels, mixing, product
+from papa.core.group import LocalGroup
 
 CPU = torch.device("cpu")
 DTYPES = sorted(kernels.DTYPES, key=str)
@@ -36,7 +37,7 @@ def pushed(rows: Tensor, own: float, weights: Tensor) -> Tensor:
 
 
 def distances(rows: Tensor) -> Tensor:
-    """The twin of `kernels.squared_distances_by_block`, for one block."""
+    """The twin of the squared distances, for one block."""
     wide = rows.double()
     return (wide - wide.mean(dim=0)).square().sum(dim=1)
 
@@ -68,8 +69,8 @@ def test_measures_are_their_definitions(
 ) -> None:
     rows = rows_of(size, offset + columns + 3, dtype, seed=seed)[:, offset : offset + columns]
     blocks = torch.split(rows, width, dim=1) if columns else ()
-    found = kernels.squared_distances_by_block(rows, width)
-    sums = kernels.sums_by_block(rows, width)
+    found = kernels.measured("squared_distances", rows, width)
+    sums = kernels.measured("sums", rows, width)
     assert found.shape == sums.shape == (len(blocks), size)
     for block, of_block, sums_of_block in zip(blocks, found, sums, strict=True):
         torch.testing.assert_close(of_block, distances(block), rtol=1e-5, atol=1e-9)
@@ -85,7 +86,7 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
     for num_threads in (1, 2, 3, 7, 1_000):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
         rows = rows_of(5, 10_007, dtype)
-        measures = kernels.squared_distances_by_block(rows, 1_024), kernels.sums_by_block(rows, 1_024)
+        measures = kernels.measured("squared_distances", rows, 1_024), kernels.measured("sums", rows, 1_024)
         kernels.push_(rows, 0.9, weights)
         found.append((*measures, rows))
     for others in found[1:]:
@@ -99,8 +100,8 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
 def test_a_number_that_is_not_finite_shows_wherever_it_is(column: int, dtype: torch.dtype, value: float) -> None:
     rows = rows_of(3, 1_005, dtype)
     rows[1, column] = value
-    assert not kernels.squared_distances_by_block(rows, 1_024).isfinite().any()
-    assert kernels.sums_by_block(rows, 1_024).isfinite().tolist() == [[True, False, True]]
+    assert not kernels.measured("squared_distances", rows, 1_024).isfinite().any()
+    assert kernels.measured("sums", rows, 1_024).isfinite().tolist() == [[True, False, True]]
     kernels.push_(rows, 0.9, torch.tensor([0.05, 0.0, 0.05]))  # a member of weight 0 is not read
     assert rows[[0, 2]].isfinite().all()
 
@@ -112,7 +113,7 @@ def test_large_numbers_stay_finite(value: float) -> None:
     kernels.push_(rows, 0.9, torch.full((4,), 0.025))
     assert torch.equal(rows, torch.full((4, 40), value))
     for dtype in DTYPES:
-        assert kernels.sums_by_block(torch.full((4, 40), 1e30, dtype=dtype), 64).isfinite().all()
+        assert kernels.measured("sums", torch.full((4, 40), 1e30, dtype=dtype), 64).isfinite().all()
 
 
 @needs_compiler
@@ -140,8 +141,8 @@ def test_averages_do_not_depend_on_the_compiled_functions(monkeypatch: pytest.Mo
         assert kernels.supports(dtype, CPU) == is_compiled
         every = [rows_of(5, 40_001, dtype) for _ in matrices]
         for rows, matrix in zip(every, matrices, strict=True):
-            product.mix_rows_(rows, matrix)
-        found.append([*every, product.squared_distances(rows_of(5, 40_001, dtype))])
+            LocalGroup().mix_(rows, matrix)
+        found.append([*every, LocalGroup().squared_distances(rows_of(5, 40_001, dtype))])
     product._known_product.cache_clear()
     for one, other in zip(*found, strict=True):
         assert_close(one, other, tolerance=TOLERANCES[dtype])
@@ -163,7 +164,7 @@ def test_the_bits_do_not_depend_on_how_the_code_is_optimised(monkeypatch: pytest
         monkeypatch.setattr(kernels, "library", lambda library=library: library)
         for size, dtype in itertools.product((2, 5, 17), DTYPES):
             rows = rows_of(size, 5_003, dtype)
-            measures = kernels.squared_distances_by_block(rows, 1_024), kernels.sums_by_block(rows, 1_024)
+            measures = kernels.measured("squared_distances", rows, 1_024), kernels.measured("sums", rows, 1_024)
             kernels.push_(rows, 0.9)
             found += [*measures, rows]
         monkeypatch.undo()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from helpers import TOLERANCES, assert_close, assert_same_bits, random_stochastic
 from papa.core import kernels, mixing, product
+from papa.core.group import LocalGroup
 from papa.core.product import scratch
 
 
@@ -84,7 +85,7 @@ def test_mixing_equals_the_plain_product(name: str, size: int, dtype: torch.dtyp
     for columns in (1, 16, 77):
         rows = random_rows(size, columns, dtype)
         expected = reference(rows, matrix)
-        product.mix_rows_(rows, matrix)
+        LocalGroup().mix_(rows, matrix)
         assert_close(rows, expected)
 
 
@@ -96,7 +97,7 @@ def test_mixing_equals_the_plain_product_over_several_blocks_and_a_partial_last_
     matrix, width = MATRICES[name](5), columns_per_block(5, dtype)
     rows = random_rows(5, 2 * width + 37, dtype)
     expected = reference(rows, matrix)
-    product.mix_rows_(rows, matrix)
+    LocalGroup().mix_(rows, matrix)
     assert_close(rows, expected)
 
 
@@ -108,7 +109,7 @@ def test_mixing_equals_the_plain_product_for_any_matrix(size: int, columns: int,
     for dtype in (torch.float32, torch.float64):
         rows = random_rows(size, columns, dtype)
         expected = reference(rows, matrix)
-        product.mix_rows_(rows, matrix)
+        LocalGroup().mix_(rows, matrix)
         assert_close(rows, expected)
 
 
@@ -120,7 +121,7 @@ def test_children_replace_their_parents_only_when_no_other_child_needs_them(data
     rows = random_rows(size, 7, torch.float32)
     expected = reference(rows, matrix)
 
-    product.mix_rows_(rows, matrix)
+    LocalGroup().mix_(rows, matrix)
 
     assert_close(rows, expected)
 
@@ -133,7 +134,7 @@ def test_a_weight_of_zero_excludes_a_non_finite_member(name: str) -> None:
         expected = reference(rows, matrix)
         healthy = matrix[:, broken] == 0
         rows[broken] = value
-        product.mix_rows_(rows, matrix)
+        LocalGroup().mix_(rows, matrix)
         assert_close(rows[healthy], expected[healthy])
         assert not bool(torch.isfinite(rows[~healthy]).any())
 
@@ -144,7 +145,7 @@ def test_the_identity_keeps_every_bit(size: int, dtype: torch.dtype) -> None:
     rows = random_rows(size, 50, dtype)
     rows[0, 1], rows[0, 2], rows[0, 3] = -0.0, float("inf"), float("nan")
     before = rows.clone()
-    product.mix_rows_(rows, mixing.push(size, 1.0))
+    LocalGroup().mix_(rows, mixing.push(size, 1.0))
     assert_same_bits({"rows": rows}, {"rows": before})
 
 
@@ -152,7 +153,7 @@ def test_the_identity_keeps_every_bit(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 def test_merging_all_makes_rows_bitwise_equal(size: int, dtype: torch.dtype) -> None:
     rows = random_rows(size, 5000, dtype)
-    product.mix_rows_(rows, mixing.merge_all(size))
+    LocalGroup().mix_(rows, mixing.merge_all(size))
     assert_same_bits({"rows": rows}, {"rows": rows[:1].expand(size, -1)})
 
 
@@ -162,7 +163,7 @@ def test_a_consensus_does_not_drift_in_float32(size: int, keep: float) -> None:
     consensus = torch.randn(100_000, generator=generator(size))
     rows = consensus.repeat(size, 1)
     for _ in range(3):  # what one push leaves in place, any number does
-        product.mix_rows_(rows, mixing.push(size, keep))
+        LocalGroup().mix_(rows, mixing.push(size, keep))
         assert torch.equal(rows, consensus.expand(size, -1))
 
 
@@ -170,7 +171,7 @@ def test_a_consensus_stays_within_rounding_under_strong_pushes() -> None:
     consensus = torch.randn(3000, generator=generator())
     rows = consensus.repeat(7, 1)
     for _ in range(3000):
-        product.mix_rows_(rows, mixing.push(7, 0.5))
+        LocalGroup().mix_(rows, mixing.push(7, 0.5))
     relative = (rows.double() / consensus.double() - 1).mean()
     assert abs(float(relative)) < 1e-8
 
@@ -189,24 +190,14 @@ def test_blocks_cover_every_column_once_and_in_order(shape: tuple[int, int], dty
         offset += block.shape[1]
 
 
-@given(size=st.integers(2, 40), keep=st.floats(0.0, 1.0))
-def test_the_weights_of_a_push_are_those_of_its_matrix(size: int, keep: float) -> None:
-    push, matrix = product.exact_push(size, keep), mixing.exact_in_float32(mixing.push(size, keep))
-    if push is None:
-        assert keep < 1e-6
-    else:
-        own, common = push
-        assert torch.equal(matrix.double(), own * mixing.identity(size) + common)
-
-
 @pytest.mark.parametrize("keep", [0.0, 1e-9, 0.1, 0.9, 0.999, 1.0 - 1e-9, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_push_has_the_bits_of_the_product_with_its_matrix(dtype: torch.dtype, keep: float) -> None:
     for size in (1, 2, 3, 5):
         rows = random_rows(size, 333, dtype)
         expected = rows.clone()
-        product.mix_rows_(expected, mixing.push(size, keep))
-        product.push_columns_(rows, keep, 64)
+        LocalGroup().mix_(expected, mixing.push(size, keep))
+        LocalGroup().push_(rows, keep)
         assert_same_bits({"rows": rows}, {"rows": expected})
 
 
@@ -215,8 +206,8 @@ def test_memory_for_blocks_may_first_be_needed_in_inference_mode() -> None:
 
     def distances_inside_and_outside() -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            inside = product.squared_distances(rows)
-        return inside, product.squared_distances(rows)
+            inside = LocalGroup().squared_distances(rows)
+        return inside, LocalGroup().squared_distances(rows)
 
     with ThreadPoolExecutor(1) as new_thread:  # which has no such memory yet
         inside, outside = new_thread.submit(distances_inside_and_outside).result()
@@ -225,9 +216,9 @@ def test_memory_for_blocks_may_first_be_needed_in_inference_mode() -> None:
 
 def test_memory_for_blocks_is_not_shared_with_results_or_threads() -> None:
     first, second = random_rows(3, 50, torch.float32), random_rows(3, 60, torch.float32)
-    found = product.squared_distances(first)
+    found = LocalGroup().squared_distances(first)
     before = found.clone()
-    product.squared_distances(second)
+    LocalGroup().squared_distances(second)
     assert torch.equal(found, before)
     here = scratch.matrix(first, torch.float32).data_ptr()
     with ThreadPoolExecutor(1) as thread:
@@ -240,7 +231,7 @@ def test_squared_distances_equal_their_definition(dtype: torch.dtype, size: int)
     rows = random_rows(size, columns_per_block(size, dtype) + 11, dtype)
     wide = rows.to(torch.complex128 if dtype.is_complex else torch.float64)
     expected = (wide - wide.mean(dim=0)).abs().square().sum(dim=1)
-    found = product.squared_distances(rows)
+    found = LocalGroup().squared_distances(rows)
     assert found.dtype == torch.float64
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -251,18 +242,18 @@ def test_a_non_finite_number_makes_all_distances_non_finite(size: int, value: fl
     for row in range(size):
         rows = random_rows(size, 50, torch.float32)
         rows[row, 7] = value
-        assert not bool(torch.isfinite(product.squared_distances(rows)).any())
+        assert not bool(torch.isfinite(LocalGroup().squared_distances(rows)).any())
 
 
 def test_squared_distances_of_no_columns_are_zero() -> None:
-    assert product.squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
+    assert LocalGroup().squared_distances(torch.empty(3, 0)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_autocast_does_not_change_the_precision() -> None:
     rows, matrix = random_rows(5, 1000, torch.float32), random_stochastic(5, seed=3)
     expected = reference(rows, matrix)
     with torch.autocast("cpu", torch.bfloat16):
-        product.mix_rows_(rows, matrix)
+        LocalGroup().mix_(rows, matrix)
     assert (rows - expected).abs().max() < 1e-6
 
 
@@ -271,6 +262,7 @@ def test_a_lower_precision_of_one_backend_is_restored_and_does_not_count() -> No
     code = """
 import torch
 from papa.core import mixing, product
+from papa.core.group import LocalGroup
 torch.backends.cuda.matmul.fp32_precision = "tf32"  # after this the setting for all backends cannot be read
 torch.backends.fp32_precision = "bf16"
 backend = torch.backends.mkldnn.matmul
@@ -279,7 +271,7 @@ with product.full_precision(torch.device("cpu")):
     seen.append(backend.fp32_precision)
 with product.full_precision(torch.device("cuda")):
     seen.append(torch.backends.cuda.matmul.fp32_precision)
-product.mix_rows_(torch.randn(3, 100), mixing.merge_many(3))
+LocalGroup().mix_(torch.randn(3, 100), mixing.merge_many(3))
 seen += [backend.fp32_precision, torch.backends.cuda.matmul.fp32_precision]
 torch.backends.fp32_precision = "ieee"
 print(*seen, backend.fp32_precision)
@@ -298,9 +290,9 @@ def test_no_product_reads_from_its_device(dtype: torch.dtype) -> None:
     matrices += [mixing.push_to(mixing.soup_row(4, [0, 2]), 0.5), mixing.identity(4)[[1, 0, 2, 3]]]
     matrices += [random_stochastic(4, seed=1), torch.block_diag(random_stochastic(3, seed=2), mixing.identity(1))]
     for matrix in matrices:
-        product.mix_rows_(rows, matrix)
-    product.push_columns_(rows, 0.99)
-    product.squared_distances(rows)
+        LocalGroup().mix_(rows, matrix)
+    LocalGroup().push_(rows, 0.99)
+    LocalGroup().squared_distances(rows)
     product.row_sums(rows)
 
 
@@ -308,7 +300,7 @@ def test_a_lower_matmul_precision_is_restored() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        product.mix_rows_(random_rows(3, 100, torch.float32), mixing.push(3, 0.5))
+        LocalGroup().mix_(random_rows(3, 100, torch.float32), mixing.push(3, 0.5))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)

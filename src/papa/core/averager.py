@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from papa.core.diagnostics import Diagnostics
-from papa.core.health import HealthCheck, Measured, NonFiniteMember, OnNonFinite, check_one_ratio, measure
+from papa.core.health import HealthCheck, NonFiniteMember, OnNonFinite
 from papa.core.population import Population
 from papa.core.rules import AveragingContext, Rule
 from papa.errors import MixingError, PapaWarning
@@ -27,10 +27,6 @@ from papa.errors import MixingError, PapaWarning
 LOW_RATIO = 0.1
 NUM_LOW_BEFORE_WARNING = 20
 """After this many pushes with a low ratio, and none with a higher one, the user is warned."""
-
-
-Rates: TypeAlias = tuple[float, float | None, float | None, float]
-"""A learning rate, its `max_lr` and `initial_lr` if a schedule stored them, and the highest one seen."""
 
 
 class LearningRates:
@@ -55,16 +51,10 @@ class LearningRates:
 
     def ratio(self) -> float:
         """The learning rate divided by its highest value, which all members must share; 1 without optimizers."""
-        recorded, self._recorded = self._recorded, {}
-        known: dict[Any, float] = {}
-        ratios = []
-        for index, rates in enumerate(self._rates(range(len(self.optimizers)))):
-            key = (recorded.get(index), *rates)  # most often all members have the same learning rates
-            ratio = known.get(key)
-            if not ratio:  # 0 may be a reason to warn
-                ratio = known[key] = recorded[index] if index in recorded else self._ratio_of(index, rates)
-            ratios.append(ratio)
-        for member, ratio in enumerate(ratios) if len(known) > 1 else ():
+        found, self._recorded = self._recorded, {}
+        found |= self._ratios([index for index in range(len(self.optimizers)) if index not in found])
+        ratios = [found[index] for index in range(len(self.optimizers))]
+        for member, ratio in enumerate(ratios):
             if not math.isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-12):
                 raise MixingError(
                     f"optimizer {member} is at {ratio:.6g} of its highest learning rate, optimizer 0 at "
@@ -84,8 +74,13 @@ class LearningRates:
             )
         return ratio
 
-    def _rates(self, indices: Iterable[int]) -> list[Rates]:
-        """The current learning rates of optimizers, and what the highest may be; one read if they are tensors."""
+    def record(self, optimizer: Optimizer) -> None:
+        """Let the next `ratio` use the present learning rate of an optimizer, whatever schedules do until then."""
+        self.update()
+        self._recorded |= self._ratios([index for index, one in enumerate(self.optimizers) if one is optimizer])
+
+    def _ratios(self, indices: Sequence[int]) -> dict[int, float]:
+        """The current ratio of each of these optimizers; one read if learning rates are tensors."""
         found: list[Any] = []
         for index in indices:
             group, highest = self.optimizers[index].param_groups[0], self.highest[index]
@@ -93,28 +88,22 @@ class LearningRates:
         tensors = [value.detach().reshape(()).double() for value in found if isinstance(value, Tensor)]
         numbers = iter(torch.stack(tensors).tolist() if tensors else ())
         values = [next(numbers) if isinstance(value, Tensor) else value for value in found]
-        return [(values[n], values[n + 1], values[n + 2], values[n + 3]) for n in range(0, len(values), 4)]
-
-    def record(self, optimizer: Optimizer) -> None:
-        """Let the next `ratio` use the present learning rate of an optimizer, whatever schedules do until then."""
-        self.update()
-        index = next(index for index, one in enumerate(self.optimizers) if one is optimizer)
-        (rates,) = self._rates([index])
-        self._recorded[index] = self._ratio_of(index, rates)
-
-    def _ratio_of(self, index: int, rates: Rates) -> float:
-        lr, max_lr, initial_lr, highest = rates
-        optimizer = self.optimizers[index]
-        # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
-        base = float(max(highest, highest if initial_lr is None else initial_lr) if max_lr is None else max_lr)
-        if base == 0.0 and any(float(other["lr"]) > 0.0 for other in optimizer.param_groups[1:]):
-            warnings.warn(
-                "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to nothing, "
-                "although other groups train: put another group first, or pass averager.step(lr_ratio=...)",
-                PapaWarning,
-                stacklevel=4,
-            )
-        return clamped(float(lr) / base) if base > 0.0 else 0.0
+        ratios = {}
+        for n, index in enumerate(indices):
+            lr, max_lr, initial_lr, highest = values[4 * n : 4 * n + 4]
+            # One-cycle schedules start low and store the peak as max_lr; all others store the base as initial_lr.
+            base = float(max(highest, highest if initial_lr is None else initial_lr) if max_lr is None else max_lr)
+            ratios[index] = clamped(float(lr) / base) if base > 0.0 else 0.0
+            others = self.optimizers[index].param_groups[1:]
+            if base == 0.0 and any(float(other["lr"]) > 0.0 for other in others):
+                warnings.warn(
+                    "the first parameter group of an optimizer has a learning rate of 0, which scales pushes to "
+                    "nothing, although other groups train: put another group first, or pass "
+                    "averager.step(lr_ratio=...)",
+                    PapaWarning,
+                    stacklevel=4,
+                )
+        return ratios
 
     def load_highest(self, highest: Iterable[float]) -> None:
         """Restore `highest` from a checkpoint."""
@@ -252,15 +241,14 @@ class Averager:
         check_optimizers(population, self.optimizers)
         if on_nonfinite == "restart" and not rule.averages:
             on_nonfinite = "drop"
-        self.health: HealthCheck | None = None
-        if on_nonfinite is not None:
-            self.health = HealthCheck(
-                population,
-                self.optimizers,
-                policy=on_nonfinite,
-                unhealthy_reason=unhealthy_reason,
-                watched=watched,
-            )
+        self.health = HealthCheck(
+            population,
+            self.memory,
+            self.optimizers,
+            policy=on_nonfinite,
+            unhealthy_reason=unhealthy_reason,
+            watched=watched,
+        )
         self._is_rounded = any(dtype.itemsize < 4 for dtype in population.matrices)
         values = {entry.name: getattr(rule, entry.name) for entry in fields(rule)}
         facts = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | None)}
@@ -320,19 +308,18 @@ class Averager:
         population.refresh_()
         context = self.rule.prepare(population, context)
         has_distances = self.measure and context.columns is None  # else only few columns are read
-        if self.health is not None:
-            watched = None if self.health.watched is None else self.health.watched()
-            measured = measure(population, context.columns, distances=has_distances, watched=watched)
-            self.found_nonfinite = (*self.found_nonfinite, *self._check_(measured, context.lr_ratio))
-            distances = measured.distances
-        else:
-            distances = measure(population, health=False).distances if has_distances else None
-            check_one_ratio(*population.group.all_max(context.lr_ratio, -context.lr_ratio))
+        measured = self.health.measure(context.columns, distances=has_distances)
+        self.found_nonfinite += self.health.check_(context.step, measured, context.lr_ratio)
+        distances = measured.distances
         if self.found_nonfinite or population.dropped:  # these members have changed since
             context = self.rule.prepare(population, context)
-            distances = measure(population, health=False).distances if has_distances else None
+            distances = tuple(population.distances().tolist()) if has_distances else None
         self.diagnostics.before_averaging(distances)
-        context, decision = self._seen(replace(context, distances=distances))
+        context = replace(context, distances=distances)
+        seen = self.rule.see(population, context)
+        context, decision = (seen if seen is context else replace(seen, is_fresh=False)), None
+        if self.rule_state:
+            context, decision = self._next_state(context)
         if self.merge_hooks:
             context = replace(context, matrix=self.rule.whole_matrix(context, population.active))
         with contextlib.ExitStack() as stack:
@@ -359,34 +346,19 @@ class Averager:
             decision,
         )
 
-    def _seen(self, context: AveragingContext) -> tuple[AveragingContext, Mapping[str, Any] | None]:
-        """The context after the rule saw the members, with its new state; and this state for logs, if it changed."""
-        seen = self.rule.see(self.population, context)
-        if seen is not context:
-            seen = replace(seen, is_fresh=False)
-        if not self.rule_state:
-            return seen, None
+    def _next_state(self, context: AveragingContext) -> tuple[AveragingContext, Mapping[str, Any] | None]:
+        """The context with the rule's new state; and this state for logs, if it changed."""
         # A rule may change the state that it gets, and may return that.
-        seen = replace(seen, state=copy.deepcopy(dict(self.rule_state)))
-        state = self.rule.next_state(seen)
+        context = replace(context, state=copy.deepcopy(dict(self.rule_state)))
+        state = self.rule.next_state(context)
         is_new, self.rule_state = state != self.rule_state, state
         is_plain = not any(isinstance(value, list) for value in state.values())
-        return replace(seen, state=state), dict(state) if is_new and is_plain else None
+        return replace(context, state=state), dict(state) if is_new and is_plain else None
 
     def check_health(self) -> tuple[NonFiniteMember, ...]:
         """Check for non-finite members now and apply the policy; `step` does so before each averaging."""
-        if self.health is None:
-            return ()
         self.population.refresh_()
-        watched = None if self.health.watched is None else self.health.watched()
-        return self._check_(measure(self.population, distances=False, watched=watched))
-
-    def _check_(self, measured: Measured, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
-        assert self.health is not None
-        found = self.health.check_(self.num_steps_taken, measured, lr_ratio=lr_ratio)
-        if found:
-            self.memory.restart_([one.member for one in found])
-        return found
+        return self.health.check_(self.num_steps_taken, self.health.measure(distances=False))
 
     def record_lr(self, optimizer: Optimizer) -> None:
         """Let the next step use the present learning rate of an optimizer, whatever schedules do until then."""

@@ -8,9 +8,8 @@ repairs it.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,27 +34,27 @@ class BoundMember:
 
     def __init__(self, model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor], member: int) -> None:
         self._member = member
-        self._attributes, tensors = _bound_attributes(model, layout)
+        self.attributes, tensors = _bound_attributes(model, layout)
         self.tensors = [tensors[slot.name] for slot in layout.slots]
         # Shards cannot be moved, as `fully_shard` manages their memory: their values are copied in and out instead.
         self._shards = {number for number, tensor in enumerate(self.tensors) if is_sharded(tensor)}
         self.whole_tensors = [tensor for tensor in self.tensors if not is_sharded(tensor)]
         """The tensors that live in the row."""
         self._in_row = [alias(rows[slot.dtype], slot) for slot in layout.slots]
-        self._pointers = [tensor.data_ptr() for tensor in self._in_row]
-        self._strides = [tensor.stride() for tensor in self._in_row]
+        self.pointers = [tensor.data_ptr() for tensor in self._in_row]
+        self.strides = [tensor.stride() for tensor in self._in_row]
         self._all_modules = list(model.modules())
-        self._children = [
+        self.children = [
             (parent._modules, key, child) for parent in self._all_modules for key, child in parent._modules.items()
         ]
-        self._registries = [registry for m in self._all_modules for registry in (m._parameters, m._modules)]
+        self.registries = [registry for m in self._all_modules for registry in (m._parameters, m._modules)]
         self._num_parts = self._count_parts()
         self.sharded_modules = [module for module in self._all_modules if can_reshard(module)]
         for number in range(len(self._in_row)):
             self._move_into_row(number)
 
     def _count_parts(self) -> int:
-        return sum(map(len, self._registries))
+        return sum(map(len, self.registries))
 
     def new_strides(self) -> dict[int, tuple[int, ...]]:
         """The strides, by index, of tensors that were replaced by ones that differ in their strides only."""
@@ -63,7 +62,7 @@ class BoundMember:
         for number, (tensor, in_row) in enumerate(zip(self.tensors, self._in_row, strict=True)):
             if number in self._shards:
                 continue
-            is_moved = tensor.data_ptr() != self._pointers[number] and tensor.stride() != self._strides[number]
+            is_moved = tensor.data_ptr() != self.pointers[number] and tensor.stride() != self.strides[number]
             if is_moved and (tensor.shape, tensor.dtype, tensor.device) == (in_row.shape, in_row.dtype, in_row.device):
                 found[number] = tensor.stride()
         return found
@@ -91,14 +90,14 @@ class BoundMember:
         Raises:
             MemberError: the module changed in a way that moving tensors back would hide, such as a new Parameter.
         """
-        for registry, key, module in self._children:
+        for registry, key, module in self.children:
             if registry.get(key) is not module:
                 raise MemberError(
                     f"member {self._member} has another module as '{key}' than when it was bound, which is not in the "
                     "matrix: rebuild population and optimizers after changing a member's layers"
                 )
-        pointers, strides = self._pointers, self._strides
-        for attribute in self._attributes:
+        pointers, strides = self.pointers, self.strides
+        for attribute in self.attributes:
             number = attribute.number
             current, tensor = attribute.registry.get(attribute.key), self.tensors[number]
             if current is tensor and number in self._shards:
@@ -140,35 +139,6 @@ class BoundMember:
                 "population.to(...)"
             )
         return current
-
-
-class Places:
-    """Where the tensors of all members are; looked at in every averaging, so in one list for each thing to compare."""
-
-    def __init__(self, members: Sequence[BoundMember]) -> None:
-        attributes = [(member, one) for member in members for one in member._attributes]
-        children = [child for member in members for child in member._children]
-        self._is_sharded = any(member.is_sharded for member in members)
-        self._registries = [registry for member in members for registry in member._registries]
-        self._num_parts = list(map(len, self._registries))
-        self._dicts: list[Any] = [*(one.registry for _, one in attributes), *(parent for parent, _, _ in children)]
-        self._keys = [*(one.key for _, one in attributes), *(key for _, key, _ in children)]
-        self._values = [*(member.tensors[one.number] for member, one in attributes), *(child for *_, child in children)]
-        self._tensors = [tensor for member in members for tensor in member.tensors]
-        self._pointers = [pointer for member in members for pointer in member._pointers]
-        # A tensor of one dimension has no other order of its numbers.
-        self._ordered = [tensor for tensor in self._tensors if tensor.dim() > 1]
-        self._strides = [stride for member in members for stride in member._strides if len(stride) > 1]
-
-    def are_unchanged(self) -> bool:
-        """Whether all members have the tensors that were bound, in their rows; then there is nothing to refresh."""
-        return (
-            not self._is_sharded
-            and list(map(len, self._registries)) == self._num_parts
-            and all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
-            and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
-            and list(map(Tensor.stride, self._ordered)) == self._strides
-        )
 
 
 def _bound_attributes(model: nn.Module, layout: Layout) -> tuple[list[_Attribute], dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from papa.core import mixing
 from papa.core.layout import named_tensors
 from papa.core.population import Population
 from papa.core.product import is_finite, row_sums
+from papa.core.rules import Memory
 from papa.errors import MemberError, MixingError, PapaWarning, did_you_mean
 
 OnNonFinite: TypeAlias = Literal["restart", "drop", "stop"]
@@ -60,51 +61,11 @@ class Measured:
     """What was measured: the local members' rows, or some columns of them."""
 
 
-def measure(
-    population: Population,
-    columns: Mapping[torch.dtype, Tensor] | None = None,
-    *,
-    distances: bool = True,
-    health: bool = True,
-    watched: Tensor | None = None,
-) -> Measured:
-    """Measure refreshed members, or some columns of the local ones. All processes must call it.
-
-    Everything is computed where the members are. The numbers are then read in one go, since every read from an
-    accelerator waits until it has finished its work. One non-finite weight makes the distances of all members
-    non-finite. So if these are finite, only buffers, which do not count for the distances, remain to be checked.
-
-    Args:
-        population: the members.
-        columns: by dtype, the columns of the local members to look at; None for all.
-        distances: whether to measure distances to the mean, of all columns.
-        health: whether to find out which members are finite.
-        watched: a number for each local member, read with the others.
-    """
-    rows = tuple((population.rows if columns is None else columns).values())
-    found = [population.measure_distances()] if distances else []
-    sums: list[Tensor] = []
-    if health:
-        sums = population.measure_sums(only_buffers=distances) if columns is None else [row_sums(one) for one in rows]
-    parts = found + sums + ([] if watched is None else [watched.double()])
-    if len({part.device for part in parts}) > 1:  # distances of several processes are on the CPU
-        numbers = [part.tolist() for part in parts]
-    else:
-        together = torch.cat(parts).tolist() if parts else []
-        ends = list(itertools.accumulate(map(len, parts), initial=0))
-        numbers = [together[start:end] for start, end in itertools.pairwise(ends)]
-    apart = tuple(numbers[0]) if distances else None
-    of_members = [map(math.isfinite, row) for row in numbers[len(found) : len(found) + len(sums)]]
-    are_finite = tuple(map(all, zip(*of_members, strict=True))) if sums else (True,) * len(population)
-    if apart is not None and not all(map(math.isfinite, apart)):
-        are_finite = (False,) * len(population)
-    return Measured(apart, are_finite, () if watched is None else tuple(numbers[-1]), rows)
-
-
 class HealthCheck:
-    """Finds members with non-finite weights and applies a policy. All processes agree on the result.
+    """Measures members, finds those with non-finite weights and applies a policy. All processes agree on the result.
 
-    The state of restarted members' optimizers is cleared. `unhealthy_reason` is an additional check of a local member,
+    Without a policy, members are measured and not checked. The state of restarted members' optimizers is cleared, and
+    what a rule keeps for them in `memory` starts again. `unhealthy_reason` is an additional check of a local member,
     by index, such as of its loss; it returns what is wrong, or None. `watched` returns a number for each local member,
     on their device. The additional check is then called only for members whose number is not finite, so that a check of
     healthy members reads from an accelerator once.
@@ -113,37 +74,81 @@ class HealthCheck:
     def __init__(
         self,
         population: Population,
-        optimizers: Sequence[Optimizer] = (),
+        memory: Memory,
+        optimizers: Sequence[Optimizer],
         *,
-        policy: OnNonFinite = "restart",
+        policy: OnNonFinite | None,
         unhealthy_reason: Callable[[int], str | None] | None = None,
         watched: Callable[[], Tensor] | None = None,
     ) -> None:
         known = get_args(OnNonFinite)
-        if policy not in known:
+        if policy is not None and policy not in known:
             raise MemberError(f"on_nonfinite is {policy!r}: {did_you_mean(str(policy), known)}")
-        self.population, self.optimizers, self.policy = population, optimizers, policy
-        self.unhealthy_reason, self.watched = unhealthy_reason, watched
+        self.population, self.memory, self.optimizers, self.policy = population, memory, optimizers, policy
+        self.unhealthy_reason, self.watched = (unhealthy_reason, watched) if policy is not None else (None, None)
 
-    def check_(self, step: int, measured: Measured, *, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
+    def measure(self, columns: Mapping[torch.dtype, Tensor] | None = None, *, distances: bool) -> Measured:
+        """Measure refreshed members, or some columns of the local ones. All processes must call it.
+
+        Everything is computed where the members are. The numbers are then read in one go, since every read from an
+        accelerator waits until it has finished its work. One non-finite weight makes the distances of all members
+        non-finite. So if these are finite, only buffers, which do not count for the distances, remain to be checked.
+
+        Args:
+            columns: by dtype, the columns of the local members to look at; None for all.
+            distances: whether to measure distances to the mean, of all columns.
+        """
+        population = self.population
+        rows = tuple((population.rows if columns is None else columns).values())
+        watched = [] if self.watched is None else [self.watched().double()]
+        found = [population.measure_distances()] if distances else []
+        sums: list[Tensor] = []
+        if self.policy is not None:
+            sums = [row_sums(one) for one in (population.buffers if distances else rows)]
+        parts = found + sums + watched
+        if len({part.device for part in parts}) > 1:  # distances of several processes are on the CPU
+            numbers = [part.tolist() for part in parts]
+        else:
+            together = torch.cat(parts).tolist() if parts else []
+            ends = list(itertools.accumulate(map(len, parts), initial=0))
+            numbers = [together[start:end] for start, end in itertools.pairwise(ends)]
+        apart = tuple(numbers[0]) if distances else None
+        of_members = [map(math.isfinite, row) for row in numbers[len(found) : len(found) + len(sums)]]
+        are_finite = tuple(map(all, zip(*of_members, strict=True))) if sums else (True,) * len(population)
+        if apart is not None and not all(map(math.isfinite, apart)):
+            are_finite = (False,) * len(population)
+        return Measured(apart, are_finite, tuple(numbers[-1]) if watched else (), rows)
+
+    def check_(self, step: int, measured: Measured, lr_ratio: float = 1.0) -> tuple[NonFiniteMember, ...]:
         """Find non-finite members and apply the policy; the weights of healthy members are not touched.
 
         The learning rate's ratio must be the same in all processes, which is checked in the same exchange.
         """
         population = self.population
         is_watched = self.unhealthy_reason is None or (measured.watched and all(map(math.isfinite, measured.watched)))
-        local: list[str | None] = [None] * len(population)
-        if not (is_watched and all(measured.are_finite)):  # what was measured leaves doubts
+        local: list[str | None] = []  # what is wrong with each local member; empty if nothing is
+        if self.policy is not None and not (is_watched and all(measured.are_finite)):  # what was measured leaves doubts
             local = [self._reason(index, measured) for index in range(len(population))]
-        any_found, *ratios = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
-        check_one_ratio(*ratios)
-        if not any_found and not population.dropped:
+        any_found, highest, negative_lowest = population.group.all_max(float(any(local)), lr_ratio, -lr_ratio)
+        if not math.isclose(highest, -negative_lowest, rel_tol=1e-6, abs_tol=1e-12):
+            raise MixingError(
+                f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their highest learning rates: a push "
+                "needs one ratio for all, pass it as averager.step(lr_ratio=...)"
+            )
+        if self.policy is None or not (any_found or population.dropped):
             return ()
-        reasons = population.group.all_gather(self._of_all_shards(local))
+        local = local or [None] * len(population)
+        are_bad = torch.tensor([float(reason is not None) for reason in local], device="cpu")
+        anywhere = population.group.sum_over_shards(are_bad).tolist()  # a member is if any of its shards is
+        reasons = population.group.all_gather(
+            [reason or (WEIGHTS_NOT_FINITE if bad else None) for reason, bad in zip(local, anywhere, strict=True)]
+        )
         found = {member: reason for member, reason in enumerate(reasons) if reason is not None}
         if found:
             self._apply_policy(step, found)
         self._restart_from_mean_(sorted(found))
+        if found:
+            self.memory.restart_(found)
         action = ACTIONS.get(self.policy, "")
         return tuple(NonFiniteMember(step, member, reason, action) for member, reason in found.items())
 
@@ -155,12 +160,6 @@ class HealthCheck:
         if self.unhealthy_reason is None or (measured.watched and math.isfinite(measured.watched[index])):
             return None
         return self.unhealthy_reason(index)
-
-    def _of_all_shards(self, reasons: list[str | None]) -> list[str | None]:
-        """A member is non-finite if any of its shards is."""
-        local = torch.tensor([float(reason is not None) for reason in reasons], device="cpu")
-        anywhere = self.population.group.sum_over_shards(local).tolist()
-        return [reason or (WEIGHTS_NOT_FINITE if bad else None) for reason, bad in zip(reasons, anywhere, strict=True)]
 
     def _apply_policy(self, step: int, found: dict[int, str]) -> None:
         healthy = [member for member in self.population.active if member not in found]
@@ -214,12 +213,3 @@ class HealthCheck:
             if member in targets:
                 for name, tensor in named_tensors(model, names).items():
                     tensor.copy_(own[name])
-
-
-def check_one_ratio(highest: float, negative_lowest: float) -> None:
-    """Raise a `MixingError` if processes are at different shares of their highest learning rates."""
-    if not math.isclose(highest, -negative_lowest, rel_tol=1e-6, abs_tol=1e-12):
-        raise MixingError(
-            f"processes are at {-negative_lowest:.6g} to {highest:.6g} of their highest learning rates: a push needs "
-            "one ratio for all, pass it as averager.step(lr_ratio=...)"
-        )

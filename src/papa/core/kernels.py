@@ -11,6 +11,7 @@ import functools
 import warnings
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,19 +79,10 @@ def push_(columns: Tensor, own: float, weights: Tensor | None = None) -> None:
     _call("papa_push", columns, 1.0 - own, weights.data_ptr())
 
 
-def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
-    """The squared distance of each row to the mean of all rows, for each block of `width` columns, in float64."""
-    return _measured("papa_squared_distances", columns, width)
-
-
-def sums_by_block(columns: Tensor, width: int) -> Tensor:
-    """The sum of each row, for each block of `width` columns, in float64."""
-    return _measured("papa_sums", columns, width)
-
-
-def _measured(name: str, columns: Tensor, width: int) -> Tensor:
+def measured(what: Literal["squared_distances", "sums"], columns: Tensor, width: int) -> Tensor:
+    """The squared distance of each row to the mean row, or its sum, for each block of `width` columns, in float64."""
     results = torch.empty(-(-columns.shape[1] // width), len(columns), dtype=torch.float64, device="cpu")
-    _call(name, columns, width, results.data_ptr())
+    _call(f"papa_{what}", columns, width, results.data_ptr())
     return results
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from papa.core import layout
-from papa.core.binding import BoundMember, Places
+from papa.core.binding import BoundMember
 from papa.core.group import LocalGroup, as_group
 from papa.core.mixing import check_row, check_rows, soup_row
-from papa.core.product import is_finite, row_sums
+from papa.core.product import is_finite
 from papa.errors import MemberError, MixingError
 from papa.streams import global_stream
 
@@ -131,7 +132,8 @@ class Population:
         """By dtype, the rows of the local members: call `refresh_` before reading, `mark_changed_` after writing."""
         ends = self.layout.num_parameter_columns
         self._parameters = [matrix[:, : ends[dtype]] for dtype, matrix in self.matrices.items() if ends[dtype]]
-        self._buffers = [self.rows[dtype][:, columns] for dtype, columns in self.layout.buffer_columns.items()]
+        self.buffers = [self.rows[dtype][:, columns] for dtype, columns in self.layout.buffer_columns.items()]
+        """The averaged buffers of the local members, by dtype: columns of `rows`."""
         self._bound = [
             BoundMember(model, self.layout, {dtype: rows[index] for dtype, rows in self.rows.items()}, member)
             for index, (member, model) in enumerate(zip(self.members, self._models, strict=True))
@@ -222,7 +224,7 @@ class Population:
 
     def share_buffers_(self) -> None:
         """Make averaged buffers equal on processes that train one member together."""
-        for buffers in () if self.group.is_local else self._buffers:
+        for buffers in () if self.group.is_local else self.buffers:
             self.group.broadcast_(buffers)
 
     def mark_changed_(self) -> None:
@@ -310,13 +312,6 @@ class Population:
         total = torch.stack(squares).sum(dim=0) if len(squares) > 1 else squares[0]
         return (self.group.sum_over_shards(total) if self.is_sharded else total).sqrt_()
 
-    def measure_sums(self, *, only_buffers: bool) -> list[Tensor]:
-        """The sums of the local rows, by dtype: finite if all their numbers are, unless a sum overflows.
-
-        With `only_buffers`, those of the averaged buffers alone, if the parameters are known to be finite.
-        """
-        return [row_sums(rows) for rows in (self._buffers if only_buffers else self.rows.values())]
-
     def train(self, mode: bool = True) -> Population:
         """Put every local member in training mode, or in evaluation mode if `mode` is False."""
         for model in self._models:
@@ -358,6 +353,35 @@ class Population:
             model.to(*args, **kwargs)
         self._bind()
         return self
+
+
+class Places:
+    """Where the tensors of all members are; looked at in every averaging, so in one list for each thing to compare."""
+
+    def __init__(self, members: Sequence[BoundMember]) -> None:
+        attributes = [(member, one) for member in members for one in member.attributes]
+        children = [child for member in members for child in member.children]
+        self._is_sharded = any(member.is_sharded for member in members)
+        self._registries = [registry for member in members for registry in member.registries]
+        self._num_parts = list(map(len, self._registries))
+        self._dicts: list[Any] = [*(one.registry for _, one in attributes), *(parent for parent, _, _ in children)]
+        self._keys = [*(one.key for _, one in attributes), *(key for _, key, _ in children)]
+        self._values = [*(member.tensors[one.number] for member, one in attributes), *(child for *_, child in children)]
+        self._tensors = [tensor for member in members for tensor in member.tensors]
+        self._pointers = [pointer for member in members for pointer in member.pointers]
+        # A tensor of one dimension has no other order of its numbers.
+        self._ordered = [tensor for tensor in self._tensors if tensor.dim() > 1]
+        self._strides = [stride for member in members for stride in member.strides if len(stride) > 1]
+
+    def are_unchanged(self) -> bool:
+        """Whether all members have the tensors that were bound, in their rows; then there is nothing to refresh."""
+        return (
+            not self._is_sharded
+            and list(map(len, self._registries)) == self._num_parts
+            and all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+            and list(map(Tensor.stride, self._ordered)) == self._strides
+        )
 
 
 def _check_several(models: object) -> None:

@@ -76,11 +76,6 @@ Product: TypeAlias = Callable[[Tensor], object]
 """Multiplies the rows in a block of columns by a matrix, in place."""
 
 
-def mix_rows_(rows: Tensor, matrix: Tensor) -> None:
-    """`rows <- matrix @ rows`, for the rows of all members and a row-stochastic float64 matrix."""
-    mix_columns_(rows, matrix, block_width(rows, *rows.shape))
-
-
 def mix_columns_(columns: Tensor, matrix: Tensor, width: int) -> None:
     """`columns <- matrix @ columns` for some columns of the rows of all members, a block of `width` at a time."""
     if columns.shape[1]:
@@ -88,23 +83,21 @@ def mix_columns_(columns: Tensor, matrix: Tensor, width: int) -> None:
             _multiply_(columns, product_with(matrix, columns), width)
 
 
-def push_columns_(columns: Tensor, keep: float, width: int | None = None) -> None:
-    """`mix_columns_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time.
-
-    Without a width, the columns are those of whole rows.
-    """
+def push_columns_(columns: Tensor, keep: float, width: int) -> None:
+    """`mix_columns_` with `mixing.push(p, keep)`, without looking at the matrix: its strength may change every time."""
     size, num_columns = columns.shape
-    push = None if accumulation_dtype(columns.dtype).itemsize > 4 else exact_push(size, keep)
-    if push is None:
-        mix_columns_(columns, mixing.push(size, keep), width or block_width(columns, size, num_columns))
+    # The weights of `exact_in_float32(mixing.push(size, keep))`, in units: what a member takes of each, and of itself.
+    units = round((1.0 - keep) * (1.0 / size) / UNIT)
+    own_units = round((keep + (1.0 - keep) * (1.0 / size)) / UNIT)
+    if columns.dtype.itemsize > 4 or size == 1 or not 0 <= units < own_units <= 1.0 / UNIT:
+        mix_columns_(columns, mixing.push(size, keep), width)
         return
-    own, common = push
+    own, common = 1.0 - size * units * UNIT, units * UNIT  # the matrix is own I + common 1 1^T
     if common == 0.0 or not num_columns:
         return  # every member keeps exactly its own bits
     if kernels.supports(columns.dtype, columns.device) and kernels.is_plain(columns):
         kernels.push_(columns, own)
         return
-    width = width or block_width(columns, size, num_columns)
     with full_precision(columns.device):
         _multiply_(columns, _known_push(own, common, size, columns.dtype, columns.device), width)
 
@@ -251,18 +244,6 @@ def _other_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> 
             block[child].copy_(values)
 
     return mix_block_
-
-
-def exact_push(size: int, keep: float) -> tuple[float, float] | None:
-    """The `d` and the number in `c` for which `exact_in_float32(mixing.push(size, keep))` is `d I + 1 c^T`.
-
-    None where it has another form: if members keep nothing of themselves.
-    """
-    common = round((1.0 - keep) * (1.0 / size) / UNIT)
-    own = round((keep + (1.0 - keep) * (1.0 / size)) / UNIT)
-    if not 0 <= common < own <= 1.0 / UNIT or size == 1:
-        return None
-    return 1.0 - size * common * UNIT, common * UNIT
 
 
 @dataclass(frozen=True)
@@ -418,19 +399,14 @@ squared_differences: Callable[..., Tensor] = torch._C._nn.mse_loss
 """What `torch.nn.functional.mse_loss` calls, which itself has neither `out` nor a mean of another shape."""
 
 
-def squared_distances(rows: Tensor) -> Tensor:
-    """The squared Euclidean distance of each row to the mean of all rows, in float64 on the device of the rows."""
-    parts = squared_distances_by_block(rows, block_width(rows, *rows.shape))
-    return parts[0] if len(parts) == 1 else parts.sum(dim=0)
-
-
 def squared_distances_by_block(columns: Tensor, width: int) -> Tensor:
-    """The contribution of each block of columns to `squared_distances`: `(blocks, p)`, in float64 on their device.
+    """The contribution of each block to the squared Euclidean distances of all rows to their mean.
 
-    A non-finite number in any row makes the contribution of its block non-finite, for every row.
+    The result is `(blocks, rows)`, in float64 on the device of the rows. A non-finite number in any row makes the
+    contribution of its block non-finite, for every row.
     """
     if kernels.supports(columns.dtype, columns.device) and kernels.is_plain(columns):
-        return kernels.squared_distances_by_block(columns, width)
+        return kernels.measured("squared_distances", columns, width)
     size, num_columns = columns.shape
     # One tensor for all parts: many small tensors that outlive the large ones would fragment the heap.
     dtype = accumulation_dtype(columns.dtype.to_real())
@@ -463,7 +439,7 @@ def _equal_weights(size: int, dtype: torch.dtype, device: torch.device) -> Tenso
 def row_sums(rows: Tensor) -> Tensor:
     """The sum of each row, in float64. It is non-finite if a number of the row is, or if the sum overflows."""
     if kernels.supports(rows.dtype, rows.device) and kernels.is_plain(rows):
-        return kernels.sums_by_block(rows, block_width(rows, *rows.shape)).sum(dim=0)
+        return kernels.measured("sums", rows, block_width(rows, *rows.shape)).sum(dim=0)
     if rows.element_size() < 4:  # adding up half-precision numbers directly takes five times as long
         wide = (scratch.matrix(block, torch.float32).copy_(block) for block in column_blocks(rows))
         return torch.stack([block.sum(dim=1) for block in wide]).double().sum(dim=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -320,7 +321,7 @@ class Push(Rule):
 
     def __post_init__(self) -> None:
         self._check_strength()
-        if self._every_steps is None:
+        if cast(int | None, self.every_steps) is None:
             if self.half_life is not None:
                 return  # it follows from the length of training
             steps = min(MAX_EVERY_STEPS, self.half_life_steps or MAX_EVERY_STEPS)
@@ -346,11 +347,6 @@ class Push(Rule):
         if self.half_life_steps is not None and not self.half_life_steps > 0.0:
             raise MixingError(f"Push got half_life_steps={self.half_life_steps}, expected a positive number of steps")
 
-    @property
-    def _every_steps(self) -> int | None:
-        """`every_steps`; None while it waits for the length of training."""
-        return self.every_steps
-
     def for_length(self, num_steps: int | None) -> Push:
         if self.half_life is None:
             return self
@@ -361,7 +357,7 @@ class Push(Rule):
             )
         return replace(self, half_life=None, half_life_steps=self.half_life * max(1, num_steps))
 
-    @property
+    @functools.cached_property
     def effective_alpha(self) -> float:
         """`alpha`, whichever way the strength was given."""
         if self.alpha is not None:
@@ -402,7 +398,7 @@ class Push(Rule):
             )
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:
-        if self._every_steps is None:
+        if self.half_life is not None:
             return self.for_length(num_steps).is_due(step, num_steps)
         return super().is_due(step, num_steps)
 

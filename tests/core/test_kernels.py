@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -63,6 +63,7 @@ def test_a_push_is_its_definition(
 
 @needs_compiler
 @given(size=sizes, columns=columns, offset=offsets, width=st.integers(1, 700), seed=st.integers(0, 99))
+@example(size=6, columns=58, offset=3, width=1, seed=0)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_measures_are_their_definitions(
     dtype: torch.dtype, size: int, columns: int, offset: int, width: int, seed: int
@@ -73,7 +74,8 @@ def test_measures_are_their_definitions(
     sums = kernels.measured("sums", rows, width)
     assert found.shape == sums.shape == (len(blocks), size)
     for block, of_block, sums_of_block in zip(blocks, found, sums, strict=True):
-        torch.testing.assert_close(of_block, distances(block), rtol=1e-5, atol=1e-9)
+        # It is the distances that are rounded as the numbers are: squares of small ones have larger relative errors.
+        torch.testing.assert_close(of_block.sqrt(), distances(block).sqrt(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(sums_of_block, block.double().sum(dim=1), rtol=1e-5, atol=1e-4)
 
 

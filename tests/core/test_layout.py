@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -60,44 +60,37 @@ def test_named_tensors_come_in_the_order_asked() -> None:
     assert layout.named_tensors(network, ["bias"])["bias"] is network.bias
 
 
-def test_lazy_modules_raise() -> None:
-    with pytest.raises(MemberError, match="member 0 has 'weight' uninitialised: run one forward pass through it first"):
-        layout.plan([nn.LazyLinear(3)], {})
+class Tagged(Tensor):
+    """A subclass."""
 
 
-def test_sparse_tensors_raise() -> None:
+def linear_with(buffer: Tensor) -> nn.Module:
     network = nn.Linear(2, 2)
-    network.register_buffer("graph", torch.eye(2).to_sparse())
-    with pytest.raises(MemberError, match=r"member 1 has 'graph' as torch.sparse_coo, expected a plain dense tensor"):
-        layout.plan([copy_with_dense_graph(network), network], {})
+    network.register_buffer("extra", buffer)
+    return network
 
 
-def copy_with_dense_graph(network: nn.Module) -> nn.Module:
-    dense = copy.deepcopy(network)
-    dense.graph = torch.eye(2)
-    return dense
+@torch.inference_mode()
+def made_in_inference_mode() -> nn.Module:
+    return nn.Linear(2, 2)
 
 
-def test_tensor_subclasses_raise() -> None:
-    class Tagged(Tensor):
-        pass
-
-    network = nn.Linear(2, 2)
-    network.register_buffer("tag", torch.ones(2).as_subclass(Tagged))
-    with pytest.raises(MemberError, match="member 0 has 'tag' as Tagged, expected a plain dense tensor"):
-        layout.plan([network], {})
-
-
-def test_tensors_without_values_raise() -> None:
-    with pytest.raises(MemberError, match="member 1 has 'weight' on the meta device: give it values first"):
-        layout.plan([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")], {})
-
-
-def test_inference_tensors_raise() -> None:
-    with torch.inference_mode():
-        network = nn.Linear(2, 2)
-    with pytest.raises(MemberError, match="member 0 has 'weight' made under inference_mode: build members outside"):
-        layout.plan([network], {})
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LazyLinear(2), "'weight' uninitialised: run one forward pass through it first"),
+        (
+            lambda: linear_with(torch.eye(2).to_sparse()),
+            "'extra' as torch.sparse_coo, expected a plain dense tensor: leave it out with `average`",
+        ),
+        (lambda: linear_with(torch.ones(2).as_subclass(Tagged)), "'extra' as Tagged, expected a plain dense tensor"),
+        (lambda: nn.Linear(2, 2, device="meta"), "'weight' on the meta device: give it values first"),
+        (made_in_inference_mode, "'weight' made under inference_mode: build members outside"),
+    ],
+)
+def test_tensors_without_a_row_raise(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(MemberError, match=f"member 0 has {message}"):
+        layout.plan([make()], {})
 
 
 def test_networks_without_numbers_raise() -> None:

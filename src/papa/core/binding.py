@@ -34,8 +34,17 @@ class BoundMember:
 
     def __init__(self, model: nn.Module, layout: Layout, rows: Mapping[torch.dtype, Tensor], member: int) -> None:
         self._member = member
-        self.attributes, tensors = _bound_attributes(model, layout)
-        self.tensors = [tensors[slot.name] for slot in layout.slots]
+        numbers = {slot.name: number for number, slot in enumerate(layout.slots)}
+        first_names: dict[int, str] = {}
+        self.attributes: list[_Attribute] = []
+        found: dict[str, Tensor] = {}
+        for name, is_parameter, owner, key, tensor in tensors_of(model):
+            first_name = first_names.setdefault(id(tensor), name)
+            if first_name in numbers:
+                registry: dict[str, Tensor | None] = owner._parameters if is_parameter else owner._buffers  # type: ignore[assignment]
+                self.attributes.append(_Attribute(numbers[first_name], first_name, registry, key))
+                found[first_name] = tensor
+        self.tensors = [found[slot.name] for slot in layout.slots]
         # Shards cannot be moved, as `fully_shard` manages their memory: their values are copied in and out instead.
         self._shards = {number for number, tensor in enumerate(self.tensors) if is_sharded(tensor)}
         self.whole_tensors = [tensor for tensor in self.tensors if not is_sharded(tensor)]
@@ -139,17 +148,3 @@ class BoundMember:
                 "population.to(...)"
             )
         return current
-
-
-def _bound_attributes(model: nn.Module, layout: Layout) -> tuple[list[_Attribute], dict[str, Tensor]]:
-    """The attributes that refer to tensors of the layout, and these tensors by the first name they have."""
-    numbers = {slot.name: number for number, slot in enumerate(layout.slots)}
-    first_names: dict[int, str] = {}
-    attributes, tensors = [], {}
-    for name, is_parameter, owner, key, tensor in tensors_of(model):
-        first_name = first_names.setdefault(id(tensor), name)
-        if first_name in numbers:
-            registry: dict[str, Tensor | None] = owner._parameters if is_parameter else owner._buffers  # type: ignore[assignment]
-            attributes.append(_Attribute(numbers[first_name], first_name, registry, key))
-            tensors[first_name] = tensor
-    return attributes, tensors

@@ -69,7 +69,7 @@ class Diagnostics:
         """A sample of the first local member's weights before and after the last averaging."""
         self._check_optimizers()
         if num_steps is not None:
-            self._check_strength(num_steps, "a training")
+            self._check_strength(num_steps)
 
     def _warn(self, key: str, message: str) -> None:
         if key not in self._warned:
@@ -87,13 +87,12 @@ class Diagnostics:
                 "pass the optimizers of all members, which give the learning rate and are reset after a restart",
             )
 
-    def _check_strength(self, num_steps: int, subject: str) -> None:
+    def _check_strength(self, num_steps: int) -> None:
         reason = self.rule.too_weak_for(num_steps)
-        is_trial = num_steps < MIN_STEPS
-        if reason is not None and self._is_watching and not is_trial and are_apart(self.population):
+        if reason is not None and self._is_watching and num_steps >= MIN_STEPS and are_apart(self.population):
             self._warn(
                 "strength",
-                f"{reason} in {subject} of {num_steps} steps: members may stay too far apart, and their average at "
+                f"{reason} in a training of {num_steps} steps: members may stay too far apart, and their average at "
                 f"chance. Push more strongly: papa.Push(half_life={default_half_life(num_steps)}), a share of "
                 "training, keeps them together, and papa.diagnose says whether it is too strong",
             )
@@ -101,13 +100,19 @@ class Diagnostics:
     def before_soup(self) -> None:
         """Check the strength against the steps so far, if the length of training was not known."""
         if self.num_steps is None and self._num_steps and self._is_watching:
-            self._check_strength(self._num_steps, "a training")
+            self._check_strength(self._num_steps)
 
     def on_step(self, *, uses_optimizers: bool) -> None:
         """Called first in every step of the averager, with whether it reads the learning rate from the optimizers."""
         self._num_steps += 1
-        if self._num_steps == NUM_STEPS_COMPARED:
-            self._compare_steps()
+        taken = max(self.counts, default=0)
+        if self._num_steps == NUM_STEPS_COMPARED and 0 < taken < (1.0 - MAX_SHARE_SKIPPED) * self._num_steps:
+            self._warn(
+                "steps",
+                f"averager.step() was called {self._num_steps} times, while each optimizer took {taken} steps: call it "
+                "once after all members took an optimizer step, outside of the loop over members, and not for batches "
+                "whose gradients are accumulated",
+            )
         if self._after is not None:
             self._check_if_undone()
         if self._schedule is not None and self._schedule.is_found and uses_optimizers:
@@ -117,16 +122,6 @@ class Diagnostics:
                 "not weaken: pass the optimizers to the averager, or make the push with scale_by_lr=False",
             )
 
-    def _compare_steps(self) -> None:
-        taken = max(self.counts, default=0)
-        if 0 < taken < (1.0 - MAX_SHARE_SKIPPED) * self._num_steps:
-            self._warn(
-                "steps",
-                f"averager.step() was called {self._num_steps} times, while each optimizer took {taken} steps: call it "
-                "once after all members took an optimizer step, outside of the loop over members, and not for batches "
-                "whose gradients are accumulated",
-            )
-
     def before_averaging(self, distances: Sequence[float] | None) -> None:
         """Called before members are mixed, in all processes."""
         self._num_averagings += 1
@@ -134,7 +129,15 @@ class Diagnostics:
             return
         self._before = self._sample() if self._num_averagings <= NUM_AVERAGINGS_CHECKED else None
         if distances is not None and self._before is not None and any(self.counts):
-            self._check_if_equal(max(distances), float(torch.linalg.vector_norm(self._before)))
+            norm = float(torch.linalg.vector_norm(self._before))
+            self._num_equal = self._num_equal + 1 if max(distances) <= EQUAL * norm else 0
+            if self._num_equal == 2:
+                self._warn(
+                    "equal",
+                    "all members are identical (at a distance of 0), so averaging does nothing: give each its own seed "
+                    "and its own order of the data. If each has these, something averages their gradients, such as "
+                    "DistributedDataParallel over the processes of several members",
+                )
         if self._batches is not None and self._num_steps >= NUM_BATCHES_COMPARED:
             if self._batches.are_equal():
                 self._warn(
@@ -143,16 +146,6 @@ class Diagnostics:
                     "its own order of the data, with papa.loaders for instance",
                 )
             self._batches = None
-
-    def _check_if_equal(self, distance: float, norm: float) -> None:
-        self._num_equal = self._num_equal + 1 if distance <= EQUAL * norm else 0
-        if self._num_equal == 2:
-            self._warn(
-                "equal",
-                "all members are identical (at a distance of 0), so averaging does nothing: give each its own seed and "
-                "its own order of the data. If each has these, something averages their gradients, such as "
-                "DistributedDataParallel over the processes of several members",
-            )
 
     def after_averaging(self) -> None:
         """Called after members were mixed."""

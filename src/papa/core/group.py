@@ -165,10 +165,6 @@ class Group(ABC):
             synchronised=synchronised,
         )
 
-    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
-        """Apply an update of all members' rows where the local ones were not allocated here; for few columns."""
-        self.update_([rows], update)
-
     def combine(self, rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The weighted sum of all members' rows, in `out` or a new row; members of weight 0 are not read."""
         row = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device) if out is None else out

@@ -58,7 +58,7 @@ class Measured:
     watched: tuple[float, ...]
     """The numbers that were read along, one for each local member."""
     rows: tuple[Tensor, ...]
-    """What was measured: the local members' rows, or some columns of them."""
+    """The local members' rows, or the columns of them that were measured, for a second look at doubtful members."""
 
 
 class HealthCheck:

@@ -1,4 +1,7 @@
-"""The population: networks of one architecture whose weights form a matrix `W`, one row per member."""
+"""The population: networks of one architecture whose weights form a matrix `W`, one row per member.
+
+What reads or writes rows of several members goes through a `papa.core.group`, which knows where these rows are.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Population:
         self.dropped: frozenset[int] = frozenset()
         """Members that take no further part in means, soups and ensembles."""
         self.before_soup: Callable[[], Callable[[], None] | None] = lambda: None
-        """Refers to the check that an averager of these members makes before a soup, while there is one."""
+        """Returns `Diagnostics.before_soup` of the averager of these members; None if there is none (any more)."""
         if not members:
             raise MemberError("a population needs at least one member, got none: pass a list of modules")
         for member, model in enumerate(members):

@@ -137,11 +137,21 @@ def _known_product(matrix: bytes, size: int, dtype: torch.dtype, device: torch.d
 
 
 def _product_with(matrix: Tensor, dtype: torch.dtype, device: torch.device, points: Tensor | None = None) -> Product:
-    is_double = dtype in (torch.float64, torch.complex128)
-    weights = matrix if is_double else exact_in_float32(matrix, points)
+    """The fastest function that multiplies a block by `matrix` in place.
+
+    Two forms of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (push, merge all) is one
+    weighted sum and one addition; rows with at most two weights (merge pairs) are one interpolation each. Members with
+    weight zero are not read, since 0 x NaN is NaN.
+    """
+    wide_dtype = accumulation_dtype(dtype)
+    weights = matrix if dtype in (torch.float64, torch.complex128) else exact_in_float32(matrix, points)
     if torch.equal(weights, torch.eye(len(weights), dtype=weights.dtype, device="cpu")):
         return lambda block: None  # every member keeps exactly its own bits
-    return _cheapest_product(weights, dtype, device)
+    own, common = _own_and_common(weights)
+    is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
+    if common is not None and not is_copy:
+        return _push_product(own, common.to(dtype=wide_dtype), dtype, device)
+    return _widened(_other_product(weights, wide_dtype, device), dtype)
 
 
 def _widened(mix_wide_: Product, dtype: torch.dtype) -> Product:
@@ -209,25 +219,13 @@ def full_precision(device: torch.device) -> Iterator[None]:
                 torch.set_float32_matmul_precision(precision)
 
 
-def _cheapest_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
-    """The fastest function that multiplies a block by `matrix` in place.
-
-    Two forms of matrix are cheaper than a product and cover the paper's rules: `d I + 1 c^T` (push, merge all) is one
-    weighted sum and one addition; rows with at most two weights (merge pairs) are one interpolation each. Members with
-    weight zero are not read, since 0 x NaN is NaN.
-    """
-    wide_dtype = accumulation_dtype(dtype)
-    own, common = _own_and_common(matrix)
-    is_copy = own == 0.0 and common is not None and int((common != 0).sum()) == 1
-    if common is not None and not is_copy:
-        return _push_product(own, common.to(dtype=wide_dtype), dtype, device)
-    return _widened(_other_product(matrix, wide_dtype, device), dtype)
-
-
 def _other_product(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Product:
     """The product with a matrix that is no push, for blocks in the dtype in which numbers are added up."""
     if int((matrix != 0).sum(dim=1).max()) <= 2:
-        parents = [_two_parents(row) for row in matrix.tolist()]
+        parents = []  # the members that a row is made of, and the weight of the second
+        for row in matrix.tolist():
+            first, *rest = [member for member, weight in enumerate(row) if weight]
+            parents.append((first, rest[0], row[rest[0]]) if rest else (first, first, 0.0))
         order = _least_copies(parents)
         return lambda block: _interpolate_(block, parents, order)
     weights = matrix.to(device=device, dtype=dtype)
@@ -337,13 +335,6 @@ def _own_and_common(matrix: Tensor) -> tuple[float, Tensor | None]:
     rebuilt = own * torch.eye(size, dtype=matrix.dtype, device="cpu") + common
     cancels = bool(((rebuilt.diagonal() == 0) & (common != 0)).any())
     return (own, common) if torch.equal(rebuilt, matrix) and not cancels else (own, None)
-
-
-def _two_parents(row: list[float]) -> tuple[int, int, float]:
-    """The two members of a row with at most two weights, and the weight of the second."""
-    first, *rest = [member for member, weight in enumerate(row) if weight]
-    second = rest[0] if rest else first
-    return first, second, row[second] if rest else 0.0
 
 
 def combine_columns_(target: Tensor, rows: Tensor, weights: Mapping[int, float], width: int) -> None:

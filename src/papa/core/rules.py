@@ -105,6 +105,9 @@ class Rule:
     What else a rule may need has a default that does nothing: numbers about the population (`see`), a memory
     (`initial_state`), another way to change members than a matrix (`apply_`). A rule for some columns, or with rows of
     its own, is a `papa.couplings.Coupling`. The guide on rules explains them.
+
+    At a step that `is_due`, the averager calls `prepare`, measures and checks the members, and calls `see`,
+    `next_state` (if the rule has a state) and `apply_`, which asks for `keep` or else for `matrix`.
     """
 
     _: KW_ONLY
@@ -197,7 +200,7 @@ class Rule:
         return {}
 
     def prepare(self, population: Population, context: AveragingContext) -> AveragingContext:
-        """Called first, and again if members had to be restarted. May read the only `columns` that will change."""
+        """Called before members are measured, and again if some were restarted: choose the columns that will change."""
         return context
 
     def see(self, population: Population, context: AveragingContext) -> AveragingContext:

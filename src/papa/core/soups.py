@@ -28,22 +28,6 @@ After: TypeAlias = Callable[[Any, Tensor], object]
 """Called with every new mean and its weights, for instance to repair it."""
 
 
-def is_as_good(score: float, best: float, *, higher_is_better: bool = True) -> bool:
-    """Whether a score is at least as good as the best so far; NaN never is.
-
-    Which scores are better is decided here and in `best_first`, for all soups.
-    """
-    return score >= best if higher_is_better else score <= best
-
-
-def best_first(
-    scores: Sequence[tuple[float, float]], members: Iterable[int], *, higher_is_better: bool = True
-) -> list[int]:
-    """Sort members by their `(score, loss)`: best score first, then lowest loss, then lowest index."""
-    sign = -1.0 if higher_is_better else 1.0
-    return sorted(members, key=lambda member: (sign * scores[member][0], scores[member][1], member))
-
-
 def is_far_worse(soup: float, members: Sequence[float], *, higher_is_better: bool = True) -> bool:
     """Whether a soup's score is far worse than those of its members: by more than their spread, and by a fifth.
 
@@ -219,7 +203,8 @@ def add_greedily(
     for member in order[1:]:
         candidate = [*chosen, member]
         result = score_of(candidate)
-        trials.append(Trial(tuple(candidate), result, is_as_good(result, best, higher_is_better=higher_is_better)))
+        is_as_good = result >= best if higher_is_better else result <= best  # NaN never is
+        trials.append(Trial(tuple(candidate), result, is_as_good))
         if trials[-1].kept:
             chosen, best = candidate, result
     return chosen, best, tuple(trials)
@@ -266,7 +251,10 @@ class MeanNetwork:
         return self.group.all_max(score_and_loss(value)[0])[0]
 
     def ranked(self, score: Score, *, higher_is_better: bool = True) -> tuple[list[tuple[float, float]], list[int]]:
-        """The `(score, loss)` of all members, and the active members with a score other than NaN, best first."""
+        """The `(score, loss)` of all members, and the active members with a score other than NaN, best first.
+
+        Members with equal scores are in the order of their losses, then of their indices.
+        """
         active, local = self.active, self.local_members
         values = self.group.all_gather(
             [score(network) if member in active else None for member, network in local.items()]
@@ -274,7 +262,8 @@ class MeanNetwork:
         nothing = (math.nan, math.nan)
         scores = [score_and_loss(value) if member in active else nothing for member, value in enumerate(values)]
         valid = (member for member in active if not math.isnan(scores[member][0]))
-        order = best_first(scores, valid, higher_is_better=higher_is_better)
+        sign = -1.0 if higher_is_better else 1.0
+        order = sorted(valid, key=lambda member: (sign * scores[member][0], scores[member][1], member))
         if not order:
             raise SoupError("every member scored NaN, expected numbers: check the networks' outputs")
         return scores, order

@@ -38,7 +38,14 @@ class Mask:
             if dtype not in layout.num_columns:
                 raise MixingError(f"the mask has columns of {dtype}, which the networks do not have")
             if isinstance(columns, Lines):
-                _check_lines(columns, dtype)
+                numbers, most = columns.numbers, ALIGNMENT_BYTES // dtype.itemsize
+                if numbers.dtype != torch.int64 or numbers.ndim != 1:
+                    found = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+                    raise MixingError(f"the numbers of lines are {found}, expected a vector in int64")
+                if columns.width < 1 or most % columns.width:
+                    raise MixingError(
+                        f"the width of lines is {columns.width}, expected a divisor of {most} for {dtype}"
+                    )
             elif not isinstance(columns, slice) or columns.step not in (None, 1):
                 raise MixingError(
                     f"the columns of a mask are {columns!r:.80}, expected a slice without a step or "
@@ -52,15 +59,6 @@ class Mask:
                     f"the sources of a mask have the shape {shape} for {dtype}, expected one row for each member and "
                     "one column for each of its lines"
                 )
-
-
-def _check_lines(lines: Lines, dtype: torch.dtype) -> None:
-    if lines.numbers.dtype != torch.int64 or lines.numbers.ndim != 1:
-        found = f"{lines.numbers.dtype} of shape {tuple(lines.numbers.shape)}"
-        raise MixingError(f"the numbers of lines are {found}, expected a vector in int64")
-    most = ALIGNMENT_BYTES // dtype.itemsize
-    if lines.width < 1 or most % lines.width:
-        raise MixingError(f"the width of lines is {lines.width}, expected a divisor of {most} for {dtype}")
 
 
 def draw_columns(

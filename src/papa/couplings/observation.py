@@ -24,7 +24,17 @@ Probe: TypeAlias = Callable[[nn.Module], float]
 
 def gradient_norms(population: Population) -> tuple[float, ...]:
     """The norm of the gradient that the last backward pass left in each member; NaN for dropped members."""
-    return _of_members(population, lambda index: _gradient_norm(population[index], population.members[index]))
+
+    def norm_of(index: int) -> float:
+        gradients = [parameter.grad for parameter in population[index].parameters() if parameter.grad is not None]
+        if not gradients:
+            raise MixingError(
+                f"member {population.members[index]} has no gradients, and the rule needs their norm: call "
+                "averager.step() before optimizer.zero_grad(), with members that train in their own modules"
+            )
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+
+    return _of_members(population, norm_of)
 
 
 def losses_of_members(population: Population, probe: Probe) -> tuple[float, ...]:
@@ -54,13 +64,3 @@ def _of_members(population: Population, measure: Callable[[int], float]) -> tupl
         return [math.nan if member in dropped else measure(i) for i, member in enumerate(population.members)]
 
     return tuple(gather_or_raise(population.group, measured))
-
-
-def _gradient_norm(model: nn.Module, member: int) -> float:
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if not gradients:
-        raise MixingError(
-            f"member {member} has no gradients, and the rule needs their norm: call averager.step() before "
-            "optimizer.zero_grad(), with members that train in their own modules"
-        )
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))

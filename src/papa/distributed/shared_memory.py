@@ -19,7 +19,6 @@ from torch import Tensor
 
 from papa.core.group import Work, balanced_ranges
 from papa.core.product import (
-    BlockUpdate,
     Columns,
     Lines,
     block_width,
@@ -154,12 +153,6 @@ class SharedMemoryGroup(MultiProcessGroup):
             for number in changes:
                 _copy_columns_(parts[number], own[number], columns)
         return done
-
-    def update_copies_(self, rows: Tensor, update: BlockUpdate) -> None:
-        """These rows are in no mapping: each rank gathers and updates all."""
-        everyone = torch.stack(self.all_gather(list(rows)))
-        update([everyone], 0)
-        rows.copy_(everyone[self._local])
 
 
 def _copy_columns_(target: Tensor, source: Tensor, columns: Columns) -> None:

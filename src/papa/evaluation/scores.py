@@ -67,7 +67,7 @@ Metric: TypeAlias = Callable[[Tensor, Any], Tensor] | Counting
 class Evaluation:
     """The result of evaluating a network on all examples.
 
-    Scores are compared by `papa.core.soups.is_as_good` and `papa.core.soups.best_first`.
+    Scores are compared in `papa.core.soups`.
     """
 
     score: float

@@ -137,7 +137,7 @@ class Poison(Callback):
 
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_the_average_of_a_member_that_was_non_finite_starts_again(decay: float | None) -> None:
-    average = TrajectoryAverage(decay=decay, every_steps=1)
+    average = TrajectoryAverage(decay=decay)
     training = small_training(callbacks=[average], rule=MergeAll(every_steps=4))
     training.run([Poison()])
     assert [event["member"] for event in training.nonfinite] == [1]

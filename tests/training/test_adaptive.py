@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import papa
 from helpers import (
-    assert_same_bits,
     assert_same_run,
     execute,
     killed_after,
@@ -24,7 +23,7 @@ from helpers import (
     small_net,
 )
 from papa.lab.config import Config
-from papa.training import Callback, Stacked, Training
+from papa.training import Callback, Training
 from papa.training.probe import TrainingLoss
 
 RULE = papa.AdaptivePush(every_steps=2, check_every=4)
@@ -64,22 +63,6 @@ def test_a_loader_with_a_sampler_of_its_own_gives_one_batch() -> None:
         small_net, loader, validation=(inputs[:8], dataset.tensors[1][:8]), num_members=2, num_epochs=1, rule=RULE
     )
     assert outcome.seconds["evaluate"] > 0
-
-
-@pytest.mark.parametrize("engine", [None, Stacked])
-def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, engine: Any) -> None:
-    class Break(Callback):
-        def on_step_complete(self, training: Training) -> None:
-            if training.step == 7:
-                raise KeyboardInterrupt
-
-    whole = train(engine=engine)
-    with pytest.raises(KeyboardInterrupt):
-        train(engine=engine, checkpoints=tmp_path, callbacks=[Break()])
-    resumed = train(engine=engine, checkpoints=tmp_path, callbacks=[Callback()])
-    assert_same_bits(resumed.average_soup.state_dict(), whole.average_soup.state_dict())
-    for ours, theirs in zip(resumed.population, whole.population, strict=True):
-        assert_same_bits(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -93,8 +93,10 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         {"monitoring": Monitoring(keep_best_soup=True)},
         {"monitoring": Monitoring(keep_best_soup=True, validate_every=2)},
         {"engine": Stacked},
+        {"rule": papa.AdaptivePush(every_steps=2, check_every=4)},
+        {"rule": papa.AdaptivePush(every_steps=2, check_every=4), "engine": Stacked},
     ],
-    ids=["push", "merge", "adamw", "average", "best soup", "rare scores", "stacked"],
+    ids=["push", "merge", "adamw", "average", "best soup", "rare scores", "stacked", "adaptive", "adaptive stacked"],
 )
 @pytest.mark.parametrize("last", [7, 10, NUM_STEPS])
 def test_a_call_that_was_broken_off_goes_on_to_the_same_bits(

@@ -128,12 +128,7 @@ class Batches:
 
         At most `num_batches`; None for all complete batches.
         """
-        return list(self.stream_plain(num_batches))
-
-    def stream_plain(self, num_batches: int | None) -> Iterator[Inputs]:
-        """As `plain`, one batch at a time."""
-        for inputs, _ in self._fixed(num_batches):
-            yield self.formatted(self.prepare(self.to_device(inputs)))
+        return [self.formatted(self.prepare(self.to_device(inputs))) for inputs, _ in self._fixed(num_batches)]
 
     def _fixed(self, num_batches: int | None) -> Iterator[Batch]:
         return itertools.islice(self.reader.fixed(self.seed), num_batches)

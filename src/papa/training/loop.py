@@ -146,19 +146,19 @@ class Training:
     def run(self, callbacks: Sequence[Callback] = ()) -> None:
         """Train from the current step to the end, with callbacks after those that the training has already."""
         self._add(callbacks)
-        self._try_scoring()
+        # Score one batch, so that a wrong loss or metric shows before the first epoch.
+        self.evaluate([self.population[0]], reader_of(self.data.validation, 1).few(2))
+        error: BaseException | None = None
         try:
             for callback in self.callbacks:
                 callback.on_train_begin(self)
             self._take_steps()
-        except BaseException as error:
-            self._end(error)
+        except BaseException as found:
+            error = found
             raise
-        self._end(None)
-
-    def _end(self, error: BaseException | None) -> None:
-        for callback in self.callbacks:
-            callback.on_train_end(self, error)
+        finally:
+            for callback in self.callbacks:
+                callback.on_train_end(self, error)
 
     def _take_steps(self) -> None:
         self.engine.start_()
@@ -187,10 +187,6 @@ class Training:
         """Report something unusual to all callbacks."""
         for callback in self.callbacks:
             callback.on_event(self, event)
-
-    def _try_scoring(self) -> None:
-        """Score one batch, so that a wrong loss or metric shows before the first epoch."""
-        self.evaluate([self.population[0]], reader_of(self.data.validation, 1).few(2))
 
     def _take_step(self) -> None:
         for callback in self.callbacks:

@@ -35,17 +35,14 @@ class TrajectoryAverage(Callback):
     Args:
         decay: of an exponential moving average; None for SWA's equal weights.
         start: when to begin, as a share of training.
-        every_steps: optimizer steps between updates; None for once an epoch (SWA) or every step (EMA).
     """
 
-    def __init__(self, *, decay: float | None = None, start: float = 0.0, every_steps: int | None = None) -> None:
+    def __init__(self, *, decay: float | None = None, start: float = 0.0) -> None:
         if decay is not None and not 0.0 <= decay < 1.0:
             raise ConfigError(f"decay is {decay}, expected 0 to below 1, or None for equal weights")
         if not 0.0 <= start < 1.0:
             raise ConfigError(f"start is {start}, expected a share of training from 0 to below 1")
-        if every_steps is not None and every_steps < 1:
-            raise ConfigError(f"every_steps is {every_steps}, expected at least 1")
-        self.decay, self.start, self.every_steps = decay, start, every_steps
+        self.decay, self.start = decay, start
         self._averages: list[AveragedModel] = []
         self._tensors: list[list[list[Tensor]]] = []
         """For each member: weights and buffers of its average, then its own."""
@@ -76,8 +73,7 @@ class TrajectoryAverage(Callback):
 
     def on_step_end(self, training: Training) -> None:
         """Update the averages when it is time."""
-        every_epoch = training.length.steps_per_epoch
-        every_steps = self.every_steps or (every_epoch if self.decay is None else 1)
+        every_steps = training.length.steps_per_epoch if self.decay is None else 1
         if training.step >= max(round(self.start * training.length.num_steps), 1) and training.step % every_steps == 0:
             for index, model in enumerate(training.population):
                 self._update_(index, model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from align_networks import NETWORKS, mlp, noisy_, random_permutations, same
 from helpers import Attention
 from papa import Population
-from papa.align import Symmetries, TensorAxis, UnitGroup, align_, inverse, permute_, permute_all_, symmetries
+from papa.align import Symmetries, TensorAxis, UnitGroup, align_, inverse, permute_all_, symmetries
 from papa.align.matching import CRITERIA, checked_inputs, sinkhorn
 from papa.errors import DataError, MemberError, PapaError
 
@@ -108,7 +108,7 @@ def test_one_hidden_layer_gets_the_best_of_all_permutations(by: str) -> None:
 
     def similarity(order: tuple[int, ...]) -> float:
         twin = copy.deepcopy(model)
-        permute_(twin, group, order)
+        permute_all_(twin, Symmetries((group,)), {group.name: order})
         if by == "activations":
             return activation_similarity(twin, reference, torch.cat(batches))
         return weight_similarity(twin, reference)

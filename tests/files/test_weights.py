@@ -204,14 +204,10 @@ def test_a_wrapper_stands_for_its_networks(tmp_path: Path) -> None:
         open_all([tmp_path / "more.pt"], key="*")
 
 
-def test_what_may_be_several_networks_is_one_with_a_note(tmp_path: Path) -> None:
+def test_what_may_be_several_networks_is_one_unless_the_key_says_so(tmp_path: Path) -> None:
     torch.save({"model": nn.ModuleList([make_net(0), make_net(1)]).state_dict()}, tmp_path / "a.pt")
-    (found,) = open_all([tmp_path / "a.pt"])
-    assert found.notes == ("has equal parts, 0 to 1: if these are networks, set the key to 'model.*'",)
+    assert len(open_all([tmp_path / "a.pt"])) == 1
     assert len(open_all([tmp_path / "a.pt"], key="model.*")) == 2
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
-    torch.save(encoder.state_dict(), tmp_path / "layers.pt")
-    assert open_weights(tmp_path / "layers.pt").notes == ()
 
 
 # Distributed checkpoints

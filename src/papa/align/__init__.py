@@ -30,7 +30,6 @@ from papa.align.unit_groups import (
     TensorAxis,
     UnitGroup,
     inverse,
-    permute_,
     permute_all_,
 )
 
@@ -46,7 +45,6 @@ __all__ = [
     "align_all_",
     "aligned_soups",
     "inverse",
-    "permute_",
     "permute_all_",
     "symmetries",
     "verify",

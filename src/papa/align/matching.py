@@ -79,46 +79,35 @@ class Matcher:
 
     def match_to_first(self, models: Sequence[nn.Module], subjects: Sequence[str]) -> list[Alignment]:
         """Find permutations of every network but the first that match it to the first; none is changed."""
-        objective = self._objective(models, subjects)
-        solve: Callable[..., int] = anneal_ if self.by == "sinkhorn" else coordinate_ascent_
-        found = []
-        for member in range(1, len(models)):
-            comparison: Comparison = objective.compare(member)
-            permutations = identity(self.symmetries_of(models[0]))
-            before = comparison.total() / objective.count
-            num_rounds = solve(comparison, objective.groups, permutations, self.seed)
-            found.append(Alignment(before, comparison.total() / objective.count, num_rounds, permutations))
-        return found
-
-    def _objective(self, models: Sequence[nn.Module], subjects: Sequence[str]) -> WeightObjective | ActivationObjective:
-        networks = _matching_tensors(models, subjects)
+        networks = [named_tensors(model) for model in models]
+        for network, subject in zip(networks[1:], subjects[1:], strict=True):
+            remedy = "only networks of one architecture can be aligned"
+            check_same_tensors(
+                network, networks[0], subject=subject, reference=subjects[0], remedy=remedy, same_dtypes=False
+            )
         found = self.symmetries_of(models[0])
-        for model, subject in zip(models[1:], subjects[1:], strict=True):
-            if self.inputs:
+        if self.inputs:
+            for model, subject in zip(models[1:], subjects[1:], strict=True):
                 check_same_graph(models[0], model, self.inputs[0], subjects=(subjects[0], subject))
         names = {axis.tensor for group in found for axis in group.axes}
         for network, subject in zip(networks, subjects, strict=True):
             for name in sorted(names & network.keys()):
                 if not bool(torch.isfinite(network[name]).all()):
                     raise MemberError(f"{subject} has '{name}' with values that are not finite: it cannot be matched")
+        objective: WeightObjective | ActivationObjective
         if self.by == "activations":
-            return ActivationObjective(networks, found, self.inputs, subjects=subjects)
-        return WeightObjective(networks, found)
-
-
-def _matching_tensors(models: Sequence[nn.Module], subjects: Sequence[str]) -> list[dict[str, Tensor]]:
-    """The tensors of networks by name, or an error that says where they differ."""
-    networks = [named_tensors(model) for model in models]
-    for network, subject in zip(networks[1:], subjects[1:], strict=True):
-        check_same_tensors(
-            network,
-            networks[0],
-            subject=subject,
-            reference=subjects[0],
-            remedy="only networks of one architecture can be aligned",
-            same_dtypes=False,
-        )
-    return networks
+            objective = ActivationObjective(networks, found, self.inputs, subjects=subjects)
+        else:
+            objective = WeightObjective(networks, found)
+        solve: Callable[..., int] = anneal_ if self.by == "sinkhorn" else coordinate_ascent_
+        alignments = []
+        for member in range(1, len(models)):
+            comparison: Comparison = objective.compare(member)
+            permutations = identity(found)
+            before = comparison.total() / objective.count
+            num_rounds = solve(comparison, objective.groups, permutations, self.seed)
+            alignments.append(Alignment(before, comparison.total() / objective.count, num_rounds, permutations))
+        return alignments
 
 
 def checked_inputs(batches: Sequence[Any]) -> list[Tensor]:

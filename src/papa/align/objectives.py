@@ -151,7 +151,6 @@ class WeightObjective:
         return wide.div_(norm) if norm > 0 else wide
 
     def compare(self, member: int) -> WeightComparison:
-        """One network with the first."""
         own = {name: self._tensor(member, name) for name in self._names}
         return WeightComparison(own, partial(self._tensor, 0))
 
@@ -168,7 +167,6 @@ class WeightComparison(Comparison):
         return unit_rows(reference, axis, index) @ unit_rows(own, axis, index).T
 
     def similarity(self, name: str) -> float:
-        """The cosine between the networks' tensors."""
         return float((self.tensors[name].double() * self.reference(name).double()).sum())
 
 
@@ -211,7 +209,6 @@ class ActivationObjective:
         """The number of correlations in the sum."""
 
     def compare(self, member: int) -> ActivationComparison:
-        """One network with the first."""
         return ActivationComparison({name: self._correlations[member][name] for name in self._covered}, self._covered)
 
 
@@ -227,7 +224,6 @@ class ActivationComparison(Comparison):
         return torch.stack([matrix[column][:, column] for column in index.T]).sum(0)
 
     def similarity(self, name: str) -> float:
-        """The sum of correlations of paired units at one node."""
         return float(self.tensors[name].diagonal()[self._covered[name]].sum())
 
 

@@ -95,24 +95,6 @@ class Symmetries:
         raise PapaError(f"no group '{name}': {did_you_mean(name, [group.name for group in self.groups])}")
 
 
-def permute_(model: nn.Module, group: UnitGroup, permutation: Permutation) -> None:
-    """Reorder the units of one group: unit `i` becomes what unit `permutation[i]` was.
-
-    The network's tensors keep their memory, and it is unchanged if an error is raised.
-
-    Example:
-        >>> from papa.align import symmetries
-        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-        >>> inputs = torch.randn(5, 4)
-        >>> before = net(inputs)
-        >>> (group,) = symmetries(net, inputs)
-        >>> permute_(net, group, [2, 0, 1])
-        >>> torch.allclose(net(inputs), before, atol=1e-6)
-        True
-    """
-    permute_all_(model, Symmetries((group,)), {group.name: permutation})
-
-
 @torch.no_grad()
 def permute_all_(
     model: nn.Module,
@@ -121,10 +103,20 @@ def permute_all_(
     *,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Reorder the units of several groups, one after the other in the order of `permutations`; see `permute_`.
+    """Reorder units: unit `i` of a group becomes what unit `permutation[i]` was.
 
-    Permutations are given by the group's name. The optimizer's state of the same shape as a parameter (such as
-    momentum) is reordered with the parameter, so that training continues as it would have.
+    Permutations are given by the group's name, and applied in this order. The network's tensors keep their memory; it
+    is unchanged if an error is raised. The optimizer's state of the same shape as a parameter (such as momentum) is
+    reordered with the parameter, so that training continues as it would have.
+
+    Example:
+        >>> from papa.align import symmetries
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> inputs = torch.randn(5, 4)
+        >>> before = net(inputs)
+        >>> permute_all_(net, symmetries(net, inputs), {"0.weight": [2, 0, 1]})
+        >>> torch.allclose(net(inputs), before, atol=1e-6)
+        True
     """
     tensors = named_tensors(model)
     state = optimizer.state if optimizer is not None else {}

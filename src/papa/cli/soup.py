@@ -33,7 +33,7 @@ examples:
   papa soup a.pt b.pt -o soup.safetensors --weights 0.7,0.3 --dtype bfloat16
   papa soup sweep/*.pt -o soup.safetensors --greedy --score "python evaluate.py {}"
   papa soup a.safetensors b.safetensors -o soup.safetensors --stock pretrained.safetensors
-  papa soup runs/one -o soup.safetensors --recipe digits --learned
+  papa soup a.safetensors b.safetensors -o soup.safetensors --learned --factory my_data:make
   papa soup vgg/*.pt -o soup.safetensors --factory my_data:make --reset-batch-norm
   papa soup hub/model-a hub/model-b -o merged --max-shard-size 2GB"""
 
@@ -60,7 +60,7 @@ class SoupOptions(ContextOptions):
     lower_is_better: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A lower score is better, as a loss is."""
     learned: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Choose the weights that minimise the cross-entropy on the recipe's validation data, or the factory's batches."""
+    """Choose the weights that minimise the cross-entropy on the factory's batches of inputs and targets."""
     stock: Path | None = None
     """What all files were fine-tuned from; the mean is moved back toward it tensor by tensor (Model Stock)."""
     reset_batch_norm: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

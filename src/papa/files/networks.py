@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ WRAPPER_PREFIXES = ("module.", "_orig_mod.", "module.")
 """What may precede every name, from the outside in: a compiled model may be wrapped, and may wrap one."""
 MEMBER_CONTAINERS = ("members", "models", "networks", "nets", "population", "ensemble", "replicas")
 """What a wrapper may call its networks: each counts as a member."""
-LAYER_CONTAINERS = ("layers", "layer", "blocks", "h", "stages", "encoder", "decoder", "resblocks", "features")
-"""What a network may call its layers."""
 NUMBERED = re.compile(r"((?:[^.]+\.)*?)\d{1,6}\.")
 """The beginning of the names of tensors in a list of modules."""
 LEAST_LIMIT = 1 << 20
@@ -50,7 +48,19 @@ def find_networks(path: Path, value: Any, key: str | None) -> tuple[list[tuple[s
     """
     if key is not None:
         return _at_key(path, value, key), []
-    value, notes, place = _usual_place(path, value)
+    if not isinstance(value, Mapping):
+        raise SoupError(f"{path} holds a {type(value).__name__}, expected a state dict: save its state dict alone")
+    notes: list[str] = []
+    if present := [name for name in STATE_KEYS if _has_tensors(value.get(name))]:
+        others = [str(name) for name in value if name != present[0] and _has_tensors(value[name])]
+        if others:
+            notes = [f"used '{present[0]}', the file also has {', '.join(others)}: set the key to choose"]
+        value = value[present[0]]
+    elif not _has_tensors(value):
+        raise SoupError(
+            f"{path} has no state dict: expected tensors, or one under {', '.join(STATE_KEYS)}; it has "
+            f"{_listing(value)}: set the key to the place of the state dict"
+        )
     tensors = _without_prefix(stored_tensors(path, value))
     if not any(stored.info.dtype.is_floating_point or stored.info.dtype.is_complex for stored in tensors.values()):
         raise SoupError(
@@ -59,16 +69,12 @@ def find_networks(path: Path, value: Any, key: str | None) -> tuple[list[tuple[s
         )
     found = NUMBERED.match(next(iter(tensors)))
     start = "" if found is None else found[1]
-    groups = None if found is None else _numbered(tensors, start)
-    container = start.rstrip(".").rpartition(".")[2]
-    if groups is None or container in LAYER_CONTAINERS or not any("." in name for name in groups[0]):
+    is_list = start.rstrip(".").rpartition(".")[2] in MEMBER_CONTAINERS
+    groups = _numbered(tensors, start) if is_list else None
+    if groups is None or not any("." in name for name in groups[0]):
         return [("", tensors)], notes
-    several = f"{start}0 to {start}{len(groups) - 1}"
-    if container in MEMBER_CONTAINERS:
-        note = f"holds {len(groups)} networks, {several}: each counts as a member"
-        return [(f"{start}{number}", group) for number, group in enumerate(groups)], [*notes, note]
-    note = f"has equal parts, {several}: if these are networks, set the key to '{place}{start}*'"
-    return [("", tensors)], [*notes, note]
+    notes.append(f"holds {len(groups)} networks, {start}0 to {start}{len(groups) - 1}: each counts as a member")
+    return [(f"{start}{number}", group) for number, group in enumerate(groups)], notes
 
 
 def _at_key(path: Path, value: Any, key: str) -> list[tuple[str, Stored]]:
@@ -99,62 +105,36 @@ def _at_key(path: Path, value: Any, key: str) -> list[tuple[str, Stored]]:
     return [("", inside)]
 
 
-def _usual_place(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str], str]:
-    """The state dict in a file, notes if there was a choice, and the beginning of a key to it."""
-    if not isinstance(value, Mapping):
-        raise SoupError(f"{path} holds a {type(value).__name__}, expected a state dict: save its state dict alone")
-    present = [name for name in STATE_KEYS if _has_tensors(value.get(name))]
-    if present:
-        others = [name for name in value if name != present[0] and _has_tensors(value[name])]
-        note = f"used '{present[0]}', the file also has {', '.join(map(str, others))}: set the key to choose"
-        return value[present[0]], [note] if others else [], f"{present[0]}."
-    if not _has_tensors(value):
-        raise SoupError(
-            f"{path} has no state dict: expected tensors, or one under {', '.join(STATE_KEYS)}; it has "
-            f"{_listing(value)}: set the key to the place of the state dict"
-        )
-    return value, [], ""
-
-
 def stored_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor]:
     """The tensors of a state dict; those that PyTorch mapped into memory are read when a part is asked for."""
     flat = lru_cache(maxsize=1)(lambda tensor: tensor.detach().reshape(-1))  # copies one that is not contiguous
-    identity, found = None, {}
-    for name, value in state.items():
-        if isinstance(value, StoredTensor):
-            found[str(name)] = value
-        elif isinstance(value, Tensor):
-            if identity is None:
-                with file_errors(path, error=SoupError):
-                    identity = identity_of(path.stat())
-            _check_dense(path, str(name), value, identity[2])
-            found[str(name)] = StoredTensor(TensorInfo.of(value), _part_of(path, identity, value, flat))
-    return found
+    with file_errors(path, error=SoupError):
+        identity = identity_of(path.stat())
 
-
-def _check_dense(path: Path, name: str, tensor: Tensor, num_bytes: int) -> None:
-    kind = type(tensor).__name__ if type(tensor) not in (Tensor, nn.Parameter) else ""
-    kind = str(tensor.layout).removeprefix("torch.") if tensor.layout is not torch.strided else kind
-    kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else kind
-    if kind:
-        raise SoupError(f"{path} has '{name}' as a {kind} tensor, expected a dense tensor: save it as such")
-    if tensor.nbytes > max(num_bytes, LEAST_LIMIT):
-        raise SoupError(
-            f"{path} has '{name}', which repeats its numbers and is larger than the file: save a copy of it"
-        )
-
-
-def _part_of(
-    path: Path, identity: tuple[int, ...], tensor: Tensor, flat: Callable[[Tensor], Tensor]
-) -> Callable[[int, int], Tensor]:
-    def part(start: int, stop: int) -> Tensor:
+    def part(tensor: Tensor, start: int, stop: int) -> Tensor:
         with file_errors(path, error=SoupError):
             is_same = identity_of(path.stat()) == identity
         if not is_same:  # the system would end a process that reads from a mapped file which was truncated
             raise SoupError(f"{path} changed while it was read: start again when nothing writes to it")
-        return flat(tensor)[start:stop]
+        elements: Tensor = flat(tensor)
+        return elements[start:stop]
 
-    return part
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, StoredTensor):
+            found[str(name)] = value
+        elif isinstance(value, Tensor):
+            kind = type(value).__name__ if type(value) not in (Tensor, nn.Parameter) else ""
+            kind = str(value.layout).removeprefix("torch.") if value.layout is not torch.strided else kind
+            kind = "quantized" if value.is_quantized else "meta" if value.is_meta else kind
+            if kind:
+                raise SoupError(f"{path} has '{name}' as a {kind} tensor, expected a dense tensor: save it as such")
+            if value.nbytes > max(identity[2], LEAST_LIMIT):
+                raise SoupError(
+                    f"{path} has '{name}', which repeats its numbers and is larger than the file: save a copy of it"
+                )
+            found[str(name)] = StoredTensor(TensorInfo.of(value), partial(part, value))
+    return found
 
 
 def _numbered(tensors: Stored, start: str) -> list[dict[str, StoredTensor]] | None:

@@ -9,6 +9,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, TypeAlias, TypedDict
 
@@ -177,11 +178,7 @@ def _content(path: Path) -> Any:
     file = TensorFile(path, error=SoupError)
     if not file.tensors:
         raise SoupError(f"{path} holds no tensor, expected the weights of a network")
-    return {name: StoredTensor(info, _reader(file, name)) for name, info in file.tensors.items()}
-
-
-def _reader(file: TensorFile, name: str) -> Any:
-    return lambda start, stop: file.part(name, start, stop)
+    return {name: StoredTensor(info, partial(file.part, name)) for name, info in file.tensors.items()}
 
 
 def _torch_content(path: Path, *, is_old: bool) -> Any:

@@ -13,8 +13,7 @@ from torch import nn
 import papa
 from align_networks import noisy_, random_permutations, same
 from papa.align import permute_all_
-from papa.lab.data.text import Windows
-from papa.lab.data.tokens import Characters
+from papa.lab.data.text import Characters, Windows
 from papa.lab.models.gpt import GPT
 from papa.lab.tasks.language import language_modelling
 from papa.training import Numerics

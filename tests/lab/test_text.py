@@ -17,8 +17,7 @@ from papa.cli import main
 from papa.distributed.start import start_workers
 from papa.errors import ConfigError, DataError, RunError
 from papa.lab.config import Config
-from papa.lab.data.text import Windows, load_text, read_text
-from papa.lab.data.tokens import Characters, read_tokenizer
+from papa.lab.data.text import Characters, Windows, load_text, read_text, read_tokenizer
 from papa.lab.loading import load, load_ensemble, load_language_model
 from papa.lab.models.gpt import GPT
 from papa.lab.recipes import find

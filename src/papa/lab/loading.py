@@ -18,7 +18,7 @@ from papa.errors import RunError
 from papa.files.evaluation_context import EvaluationContext
 from papa.lab.config import Config
 from papa.lab.data.table import TABLES
-from papa.lab.data.tokens import Characters, read_tokenizer
+from papa.lab.data.text import Characters, read_tokenizer
 from papa.lab.domains import COMBINE, TEXT, make_language_model
 from papa.lab.domains.pipeline import ImagePipeline
 from papa.lab.domains.table import make_mlp

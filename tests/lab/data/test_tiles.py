@@ -16,8 +16,7 @@ from torch import Tensor
 from papa.errors import ConfigError, DataError
 from papa.lab.data import Patches, Tiles, load_tiles, load_vaihingen
 from papa.lab.data.cache import cache_folder
-from papa.lab.data.tile_files import ISPRS, Classes, TileFile, decode_tile, scan_tiles, split_tiles
-from papa.lab.data.tiles import measure_tiles
+from papa.lab.data.tiles import ISPRS, Classes, TileFile, decode_tile, measure_tiles, scan_tiles, split_tiles
 from papa.training.data import Source, Streaming, stream_batches
 
 AREAS = ("alder", "birch", "cedar", "elm", "fir")

@@ -70,7 +70,7 @@ _NEVER_FLIPPED = ("digits", "optdigits", "mnist")
 _NUM_MEASURED = 50_000
 
 
-FOLDERS = ("images", "imagenet")
+FOLDERS = ("imagenet", "images")
 """Data sets in class folders, whose images may be large."""
 IMAGE_SETS = ("digits", "optdigits", *PUBLISHED, *FOLDERS)
 """The names of image data sets with one class for each image; `images` is your own."""

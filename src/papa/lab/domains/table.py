@@ -11,7 +11,7 @@ from papa.errors import ConfigError
 from papa.lab.config import Config
 from papa.lab.data.table import TEST_SHARE, TableSet, load_table
 from papa.lab.domains.base import COMBINE, Domain
-from papa.lab.models.mlp import MLP
+from papa.lab.models.networks import MLP
 from papa.lab.models.weights import load_weights_
 from papa.training.data import Data
 from papa.training.task import Task

@@ -34,7 +34,6 @@ class DigitsCNN(ConvNet):
     """Three 3x3 convolutions with BatchNorm, for the 1x8x8 images of handwritten digits.
 
     Example:
-        >>> import torch
         >>> DigitsCNN()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
@@ -53,7 +52,6 @@ class VGG(ConvNet):
     """VGG-11 or 16 (Simonyan and Zisserman, 2015) with BatchNorm and one linear layer.
 
     Example:
-        >>> import torch
         >>> VGG(11, num_classes=100, width=8)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
 
@@ -76,7 +74,6 @@ class Linear(nn.Module):
     """Logistic regression: one linear layer on all pixels.
 
     Example:
-        >>> import torch
         >>> Linear()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
@@ -88,6 +85,23 @@ class Linear(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.head(images.flatten(1))
         return scores
+
+
+class MLP(nn.Sequential):
+    """Two hidden layers with BatchNorm, ReLU and dropout.
+
+    Example:
+        >>> MLP(13, 3)(torch.zeros(2, 13)).shape
+        torch.Size([2, 3])
+    """
+
+    WIDTH = 128
+
+    def __init__(self, num_features: int, num_classes: int, *, width: int = WIDTH, dropout: float = 0.0) -> None:
+        layers: list[nn.Module] = []
+        for size in (num_features, width):
+            layers += [nn.Linear(size, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout)]
+        super().__init__(*layers, nn.Linear(width, num_classes))
 
 
 def _block(in_channels: int, out_channels: int, *, bias: bool) -> list[nn.Module]:
@@ -103,7 +117,6 @@ def resnet18(*, num_classes: int = 10, in_channels: int = 3, width: int = 64) ->
     """ResNet-18 (He et al., 2016) for 32x32 images: a 3x3 stem of stride 1 and no max pool.
 
     Example:
-        >>> import torch
         >>> resnet18(num_classes=100, width=8)(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
     """
@@ -116,7 +129,6 @@ def resnet20(*, num_classes: int = 10, in_channels: int = 3, width: int = 16) ->
     """ResNet-20 (He et al., 2016, section 4.2): three stages of three blocks, shortcuts without parameters.
 
     Example:
-        >>> import torch
         >>> resnet20()(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """

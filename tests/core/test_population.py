@@ -93,13 +93,6 @@ class TestLaws:
         for index in range(size):
             assert_same_bits(averaged_tensors(population)[index], averaged_tensors(population)[0])
 
-    @given(kinds, seeds, st.integers(0, 4))
-    def test_a_population_of_one_keeps_every_bit(self, kind: str, seed: int, choice: int) -> None:
-        population = Population(make_networks(kind, 1, seed))
-        before = snapshot(population[0])
-        population.mix_(matrix_for(choice, 1, seed))
-        assert_same_bits(snapshot(population[0]), before)
-
     @given(st.sampled_from(["linear", "conv_batch_norm", "tied"]), sizes, seeds, st.floats(0.0, 1.0))
     def test_a_push_contracts_every_pairwise_distance(self, kind: str, size: int, seed: int, keep: float) -> None:
         population = Population([network.double() for network in make_networks(kind, size, seed)])

@@ -72,24 +72,20 @@ class TestEveryRule:
         else:
             assert_same_bits(snapshot(population[0]), before)
 
-    def test_is_due_at_its_cadence(self, name: str) -> None:
-        rule = RULES[name](5, every_steps=3)
-        due = [step for step in range(13) if rule.is_due(step)]
-        assert due == ([] if name == "Independent" else [3, 6, 9, 12])
-
-    def test_is_due_within_a_half_open_window(self, name: str) -> None:
-        rule = RULES[name](5, every_steps=2, start=4, stop=10)
-        due = [step for step in range(20) if rule.is_due(step)]
-        assert due == ([] if name == "Independent" else [4, 6, 8])
-
-    def test_counts_its_cadence_from_the_first_step_of_training_not_of_its_window(self, name: str) -> None:
-        rule = RULES[name](5, every_steps=4, start=5)
-        due = [step for step in range(14) if rule.is_due(step)]
-        assert due == ([] if name == "Independent" else [8, 12])
-
-    def test_is_never_due_before_the_first_step_or_in_an_empty_window(self, name: str) -> None:
-        assert not RULES[name](5, every_steps=1).is_due(0)
-        assert not any(RULES[name](5, every_steps=1, start=4, stop=4).is_due(step) for step in range(10))
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"every_steps": 3}, [3, 6, 9, 12]),
+            ({"every_steps": 2, "start": 4, "stop": 10}, [4, 6, 8]),
+            ({"every_steps": 4, "start": 5}, [8, 12]),  # counted from the first step of training
+            ({"every_steps": 1, "start": 4, "stop": 4}, []),
+        ],
+    )
+    def test_is_due_at_its_cadence_within_its_window(
+        self, name: str, options: dict[str, int], expected: list[int]
+    ) -> None:
+        rule = RULES[name](5, **options)
+        assert [step for step in range(14) if rule.is_due(step)] == ([] if name == "Independent" else expected)
 
     def test_is_due_at_the_last_step_only_when_it_is_no_merge(self, name: str) -> None:
         rule = RULES[name](5, every_steps=5)

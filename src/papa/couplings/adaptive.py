@@ -85,7 +85,6 @@ class AdaptivePush(Rule):
 
     @property
     def uses_lr(self) -> bool:
-        """Whether the push weakens with the learning rate."""
         return self.scale_by_lr
 
     @property
@@ -137,7 +136,6 @@ class AdaptivePush(Rule):
         }
 
     def keep(self, context: AveragingContext) -> float:
-        """The share of itself each member keeps."""
         half_life: float = context.state.get("half_life", self.half_life_steps)
         strength: float = 1.0 - 0.5 ** (self.every_steps / half_life)
         return 1.0 - strength * (context.lr_ratio if self.scale_by_lr else 1.0)

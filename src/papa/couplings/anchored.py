@@ -47,7 +47,6 @@ class Elastic(Coupling):
 
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
-        """The anchor."""
         return (ANCHOR,)
 
     def matrix(self, context: AveragingContext) -> Tensor:
@@ -83,7 +82,6 @@ class Lookahead(Coupling):
 
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
-        """The anchor."""
         return (ANCHOR,)
 
     def matrix(self, context: AveragingContext) -> Tensor:
@@ -141,7 +139,6 @@ class OuterStep(Coupling):
 
     @property
     def extra_rows(self) -> tuple[ExtraRow, ...]:
-        """Anchor and momentum."""
         return (ANCHOR, MOMENTUM)
 
     def is_due(self, step: int, num_steps: int | None = None) -> bool:

@@ -99,7 +99,6 @@ class GradientWeightedPush(Rule):
     shares = ("alpha", "smoothing")
 
     def see(self, population: Population, context: AveragingContext) -> AveragingContext:
-        """The norms of gradients."""
         return replace(context, gradient_norms=gradient_norms(population))
 
     def initial_state(self, size: int) -> dict[str, Any]:
@@ -163,7 +162,6 @@ class ScoreWeightedPush(Rule):
         check_probe(self, self.probe)
 
     def see(self, population: Population, context: AveragingContext) -> AveragingContext:
-        """The losses of members."""
         return replace(context, losses=losses_of_members(population, self.probe))
 
     def matrix(self, context: AveragingContext) -> Tensor:

@@ -82,7 +82,7 @@ def test_rows_of_every_kind_run(
     assert picked.title in page
     assert all(html.escape(line.split()[-1]) in page for line in lines)
     drawn = set(re.findall(r'<figure id="compare-([^"]+)"', page))
-    curves = {"validation-ensemble", "validation-members", "training-loss", "distance-to-mean"}
+    curves = {"validation-members", "training-loss", "distance-to-mean"}
     changes = {"change-after", "change-later"} if result["method"] != "papa" else set()
     assert drawn >= curves | changes if found.kind == "figure" else not drawn
     assert page.count("<svg") == len(drawn)

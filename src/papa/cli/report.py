@@ -101,20 +101,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(contents: Mapping[Path, bytes], options: ReportOptions) -> None:
-    """Write all files, or none if one of them exists and may not be replaced."""
+    """Write all files, or none if one of them exists and may not be replaced: pages that papa wrote always may."""
+    from papa.lab.report.page import GENERATOR
+
     for path in contents:
         if path.is_dir():
             raise RunError(f"{path} is a directory, expected a file: choose another --out")
-        if path.exists() and not options.overwrite and not _is_own_page(path):
-            raise RunError(f"{path} already exists: choose another --out, or replace it with --overwrite")
+        if path.exists() and not options.overwrite:
+            with file_errors(path), path.open("rb") as file:
+                is_own_page = path.suffix == ".html" and GENERATOR.encode() in file.read(1024)
+            if not is_own_page:
+                raise RunError(f"{path} already exists: choose another --out, or replace it with --overwrite")
     for path, content in contents.items():
         with file_errors(path.parent, "make the directory"):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
-
-
-def _is_own_page(path: Path) -> bool:
-    from papa.lab.report.page import GENERATOR
-
-    with file_errors(path), path.open("rb") as file:
-        return path.suffix == ".html" and GENERATOR.encode() in file.read(1024)

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -105,17 +105,12 @@ def execute(spec: RunSpec, *, stop: StopFlag | None = None) -> dict[str, Any]:
         spec = replace(spec, resume=spec.resume and run.holds_run)
         if not spec.resume:
             run.check_free(overwrite=spec.overwrite)  # before data is read, which may take long
-        with run.reserved(spec.config.to_json()):
-            return _execute_here(spec, stop)
-
-
-def _execute_here(spec: RunSpec, stop: StopFlag | None) -> dict[str, Any]:
-    num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
-    with stop_flag(stop, f"papa resume {spec.path}") as flag:
-        if num_workers == 1:
-            return run_in_group(LocalGroup(), spec, flag)
-        result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
-        return result
+        num_workers = useful_workers(spec.config) if spec.workers is None else spec.workers
+        with run.reserved(spec.config.to_json()), stop_flag(stop, f"papa resume {spec.path}") as flag:
+            if num_workers == 1:
+                return run_in_group(LocalGroup(), spec, flag)
+            result: dict[str, Any] = start_workers(run_in_group, num_workers, spec.config.members, spec, flag)
+            return result
 
 
 def _finished_result(spec: RunSpec) -> dict[str, Any]:
@@ -301,6 +296,7 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: Mapping
         if member not in training.population.dropped:
             run.save_member(member, network)
     events = list(run.read_metrics()) if training.group.is_leader else []
+    averagings = [event for event in events if event["event"] == "average"]
     result = {
         "recipe": config.recipe,
         "method": config.method,
@@ -310,7 +306,10 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: Mapping
         "environment": environment(training),
         **outcome.to_json(),
         "num_averagings": training.averager.num_averagings,
-        "communication": communication(events),
+        "communication": {  # bytes sent by rank 0, and seconds it waited
+            "bytes": sum(event["bytes"] for event in averagings),
+            "seconds": round(sum(event["seconds"] for event in averagings), 6),
+        },
         "policies": [policy.to_dict() for policy in policies_for(config)],
         "paper": paper_scores(config),
         "paper_details": paper_details(config),
@@ -328,20 +327,6 @@ def _finish(config: Config, run: RunDirectory, training: Training, card: Mapping
         write_atomically(run.report, run_page(as_stored(result), fold_merges(events)))
         write_json(run.result, result)
     return as_stored(result)
-
-
-def communication(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The cost of averaging over a whole run, from its metrics: bytes sent by rank 0, and seconds it waited.
-
-    Example:
-        >>> communication([{"event": "average", "bytes": 8, "seconds": 0.5}, {"event": "epoch"}])
-        {'bytes': 8, 'seconds': 0.5}
-    """
-    averagings = [event for event in events if event["event"] == "average"]
-    return {
-        "bytes": sum(event["bytes"] for event in averagings),
-        "seconds": round(sum(event["seconds"] for event in averagings), 6),
-    }
 
 
 def environment(training: Training) -> dict[str, Any]:

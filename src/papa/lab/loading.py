@@ -74,8 +74,13 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
         raise RunError(f"{run} holds language models: load them with load_language_model")
     file = _file_of(directory, which)
     if config.data.name in TABLES:
-        return _load_for_table(config, _checked_card(found, TableCard, directory), file)
-    card = _checked_card(found, Card, directory)
+        table = checked_card(found, TableCard, directory)
+        mean, std, classes = torch.tensor(table["mean"]), torch.tensor(table["std"]), tuple(table["classes"])
+        config = replace(config, model=replace(config.model, weights=str(file)))
+        return LoadedNetwork(
+            make_mlp(config, len(mean), len(classes)).eval(), lambda rows: (rows - mean) / std, classes
+        )
+    card = checked_card(found, Card, directory)
     network = make_model(
         config.model.name,
         num_classes=card["num_classes"],
@@ -93,24 +98,14 @@ def load(run: str | os.PathLike[str], which: str | int = "soup") -> LoadedNetwor
 CardKind = TypeVar("CardKind")
 
 
-def image_card(run: RunDirectory, found: Any) -> Card:
-    """The card in the result of a run on images, checked."""
-    return _checked_card(found, Card, run)
-
-
-def _checked_card(found: Any, kind: type[CardKind], directory: RunDirectory) -> CardKind:
+def checked_card(found: Any, kind: type[CardKind], directory: RunDirectory) -> CardKind:
+    """What the result of a run says about its network."""
     try:
         return validated(found, kind)
     except ValueError as error:
         raise RunError(
             f"{directory.result} does not describe its network: it was edited, or written by an older version"
         ) from error
-
-
-def _load_for_table(config: Config, card: TableCard, file: Path) -> LoadedNetwork:
-    mean, std = torch.tensor(card["mean"]), torch.tensor(card["std"])
-    network = make_mlp(replace(config, model=replace(config.model, weights=str(file))), len(mean), len(card["classes"]))
-    return LoadedNetwork(network.eval(), lambda features: (features - mean) / std, tuple(card["classes"]))
 
 
 @dataclass(frozen=True)
@@ -195,14 +190,11 @@ def recipe_evaluation(config: Config) -> EvaluationContext:
     )
     training = build(single)
     batches = training.batches.plain_repair()
+    digest = hashlib.sha256(json_text(single.to_json()).encode()).hexdigest()[:8]
     return EvaluationContext(
         training.population[0],
         [batch for batch in batches if batch.shape == batches[0].shape],
         training.score,
-        f"validation data of {config.recipe}, seed {config.seed}, config {_short_digest(single)}",
+        f"validation data of {config.recipe}, seed {config.seed}, config {digest}",
         higher_is_better=training.task.higher_is_better,
     )
-
-
-def _short_digest(config: Config) -> str:
-    return hashlib.sha256(json_text(config.to_json()).encode()).hexdigest()[:8]

@@ -36,16 +36,14 @@ class Soups:
     """The same on the test data."""
 
     def to_json(self) -> dict[str, Any]:
-        parts = {"validation": self.validation, "test": self.test}
-        scores = {part: _pair_to_json(*pair) for part, pair in parts.items() if pair is not None}
-        return {**scores, "greedy_members": sorted(self.greedy_members)}
-
-
-def _pair_to_json(average: Evaluation, greedy: Evaluation) -> dict[str, Any]:
-    scores: dict[str, Any] = {"average_soup": average.score, "greedy_soup": greedy.score}
-    if average.details:
-        scores["details"] = {"average_soup": average.details, "greedy_soup": greedy.details}
-    return scores
+        found: dict[str, Any] = {"greedy_members": sorted(self.greedy_members)}
+        for part, pair in (("validation", self.validation), ("test", self.test)):
+            if pair is not None:
+                average, greedy = pair
+                found[part] = {"average_soup": average.score, "greedy_soup": greedy.score}
+                if average.details:
+                    found[part]["details"] = {"average_soup": average.details, "greedy_soup": greedy.details}
+        return found
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,12 @@ def finalize_run(training: Training, config: Config) -> RunOutcome:
     # Before there are soups to keep: a process holds at most two networks besides its members.
     repaired = _repaired_soups(training) if wants_repaired else None
     aligned = aligned_and_repaired_soups(training, num_align_batches) if wants_aligned else None
-    analysis = _analysis(training, num_align_batches) if config.analysis else None
+    analysis = None
+    if config.analysis:
+        try:
+            analysis = analyse(training, num_align_batches=num_align_batches)
+        except PapaError as error:  # the training is not lost
+            warnings.warn(f"members are not compared: {error}", stacklevel=2)
     trajectory = _score_trajectory_averages(
         training,
         config.trajectory.batch_norm_batches,
@@ -190,15 +193,6 @@ def _scored(training: Training, average: nn.Module, greedy: GreedySoup[nn.Module
 
     validation, test = training.data.validation, training.data.test
     return Soups(greedy.members, greedy.score, pair_on(validation), None if test is None else pair_on(test))
-
-
-def _analysis(training: Training, num_align_batches: int | None) -> Analysis | None:
-    """A finished training is not lost because its members cannot be compared."""
-    try:
-        return analyse(training, num_align_batches=num_align_batches)
-    except PapaError as error:
-        warnings.warn(f"members are not compared: {error}", stacklevel=3)
-        return None
 
 
 def _repair_report(training: Training) -> RepairReport | None:

@@ -75,13 +75,11 @@ def config_of(row: Row, table: Table, *, budget: str = "full", seed: int = 1, da
     if budget != "full":
         changes = translated(changes, full, small)
     config = replace(changed(small, changes), seed=seed).settled
-    return config if data_root is None else replace(config, data=replace(config.data, root=_root_of(config, data_root)))
-
-
-def _root_of(config: Config, data_root: str) -> str:
-    """The directory of a data set: image folders may be in a subdirectory with the name of the set."""
-    folder = Path(data_root) / config.data.name
-    return str(folder) if config.data.name in (*TILES, "imagenet") and folder.is_dir() else data_root
+    if data_root is None:
+        return config
+    folder = Path(data_root) / config.data.name  # image folders may be in one with the name of the set
+    is_inside = config.data.name in (*TILES, "imagenet") and folder.is_dir()
+    return replace(config, data=replace(config.data, root=str(folder) if is_inside else data_root))
 
 
 def jobs_for(request: Request, out: Path) -> list[Job]:

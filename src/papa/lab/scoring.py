@@ -23,7 +23,7 @@ from papa.lab.domains import TEXT, Domain, ImageDomain, load_domain
 from papa.lab.loading import (
     Card,
     LoadedNetwork,
-    image_card,
+    checked_card,
     load,
     load_ensemble,
     load_language_model,
@@ -124,7 +124,7 @@ def _one_network(config: Config, data_root: str | None, device: str) -> Config:
 def _given(run: Path, folder: Path, config: Config, card: Any) -> Domain:
     """The images of class folders in place of a run's own."""
     _check_images(run, config)
-    known = image_card(RunDirectory(run), card)
+    known = checked_card(card, Card, RunDirectory(run))
     source = GivenImages(folder, known["classes"], _decoder(config, known))
     images = ImageSet(
         train=source,
@@ -173,7 +173,7 @@ def label_images(
     """
     directory, config, card = opened_run(run)
     _check_images(run, config)
-    description, where = image_card(directory, card), find_device(device, option="--device")
+    description, where = checked_card(card, Card, directory), find_device(device, option="--device")
     loaded = load(run, "soup" if network == "ensemble" else network)
     model = (load_ensemble(run) if network == "ensemble" else loaded.network).to(where)
     decode = _decoder(config, description)

@@ -48,7 +48,10 @@ def csv_text(runs: Sequence[Run]) -> str:
             cells = [scores.get(key) for key in ("mean", "min", "max", *list(KEYS)[1:])]
             finished = "yes" if run.is_finished else "no"
             total = sum(seconds.values()) if seconds else None
-            writer.writerow(map(_csv_cell, (*about, finished, data, soups, *cells, total)))
+            row = (*about, finished, data, soups, *cells, total)
+            # A quote before what a spreadsheet would read as a formula.
+            is_formula = [isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") for cell in row]
+            writer.writerow(f"'{cell}" if quoted else cell for cell, quoted in zip(row, is_formula, strict=True))
     return printable(file.getvalue())
 
 
@@ -61,24 +64,23 @@ def _score_parts(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[
                 yield data, soups, part[data]
 
 
-def _csv_cell(value: Any) -> Any:
-    """A cell that no spreadsheet reads as a formula."""
-    is_formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r")
-    return f"'{value}" if is_formula else value
-
-
 def latex_text(runs: Sequence[Run]) -> str:
     r"""A table for a paper, with booktabs lines; its preamble needs `\usepackage{booktabs}`."""
     results = [run.result for run in runs]
     head, rows = compare_table(results) if len(results) > 1 else (("data", *COLUMNS), run_rows(results[0]))
     name = ", ".join(dict.fromkeys(text(result["recipe"]) for result in results))
+    caption = f"{text(results[0]['method'])}, seed {results[0]['seed']}."
+    if len(results) > 1:
+        data = "test" if all(result.get("test") for result in results) else "validation"
+        seeds = ", ".join(dict.fromkeys(str(result["seed"]) for result in results))
+        caption = f"{data} scores, mean (standard deviation) over seeds {seeds}."
     body = [" & ".join(map(latex_escaped, row)) + r" \\" for row in rows]
     body = ["{}" * line.startswith("[") + line for line in body]  # otherwise the \\ above takes the [ as its argument
     lines = [
         "% needs \\usepackage{booktabs}",
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{latex_escaped(name)}: {_caption(results)}}}",
+        rf"\caption{{{latex_escaped(name)}: {latex_escaped(caption)}}}",
         rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
         r"\toprule",
         rf"{' & '.join(map(latex_escaped, head))} \\",
@@ -89,14 +91,6 @@ def latex_text(runs: Sequence[Run]) -> str:
         r"\end{table}",
     ]
     return printable("\n".join(lines) + "\n")
-
-
-def _caption(results: Sequence[Mapping[str, Any]]) -> str:
-    if len(results) == 1:
-        return latex_escaped(f"{text(results[0]['method'])}, seed {results[0]['seed']}.")
-    data = "test" if all(result.get("test") for result in results) else "validation"
-    seeds = dict.fromkeys(str(result["seed"]) for result in results)
-    return latex_escaped(f"{data} scores, mean (standard deviation) over seeds {', '.join(seeds)}.")
 
 
 def latex_escaped(words: str) -> str:

@@ -43,6 +43,9 @@ def run_page(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> 
     """The page of one run, without the parts that its result lacks; without scores it says that it is not finished."""
     members = len(scores_of(result).get("members", ())) or result["config"].get("members")
     counted = f", {members} members" if members else ""
+    seconds = result.get("seconds") or {}
+    total = sum(seconds.values()) or math.inf
+    shares = [(name, f"{value:.2f}", f"{100 * value / total:.1f}%") for name, value in seconds.items()]
     return _rendered(
         "run.html.j2",
         title=f"{text(result['recipe'])}: {text(result['method'])}{counted}, seed {result['seed']}",
@@ -56,7 +59,7 @@ def run_page(result: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> 
         greedy_members=", ".join(map(str, result.get("greedy_members") or ())),
         greedy_trials=_greedy_trials(result),
         policies=_policies(result),
-        seconds=_seconds(result),
+        seconds=(("part", "seconds", "share"), shares),
         averagings=result.get("num_averagings"),
         communication=result.get("communication") or {},
         **_provenance(result),
@@ -216,13 +219,6 @@ def _policies(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[st
         if policy
     ]
     return ("", *(policies[0] if policies else ())), rows
-
-
-def _seconds(result: Mapping[str, Any]) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]]]:
-    seconds = result.get("seconds") or {}
-    total = sum(seconds.values()) or math.inf
-    rows = [(name, f"{value:.2f}", f"{100 * value / total:.1f}%") for name, value in seconds.items()]
-    return ("part", "seconds", "share"), rows
 
 
 def _provenance(result: Mapping[str, Any]) -> dict[str, Any]:

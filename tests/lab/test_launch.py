@@ -179,7 +179,7 @@ def test_when_no_checkpoint_can_be_read_nothing_is_changed(tmp_path: Path, with_
     for _, path in checkpoints(run.checkpoints):
         (path / "manifest.json").write_text("{")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    with pytest.raises(RunError, match=r"no checkpoint of .* can be read; start again with papa run"):
+    with pytest.raises(RunError, match=r"no checkpoint in .* can be read; start again with papa run"):
         execute(small_config(), run.path, resume=True)
     assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 

@@ -40,7 +40,7 @@ from papa.packages import require
 from papa.process import find_device
 from papa.storage import DamagedError, read_object, write_atomically, write_json
 from papa.training import Callback, CheckpointOptions, Training
-from papa.training.checkpoints import CheckpointWriter, discard
+from papa.training.checkpoints import CheckpointWriter
 from papa.training.saving import resume_
 
 SMALL_DATA_SETS = ("digits", "optdigits")
@@ -259,23 +259,15 @@ def _check_same(config: Config, found: Config, path: Path, ignored: Collection[s
 
 def _resume(config: Config, run: RunDirectory, training: Training) -> list[str]:
     """Continue from the newest complete checkpoint; returns notices for the user."""
-    found, notices = resume_(training, run.checkpoints, partial(_check_state, config)), []
-    if found.state is None:
-        if found.damaged:
-            listing = "\n".join(f"  {error}" for error in found.damaged.values())
-            raise RunError(
-                f"no checkpoint of {run.path} can be read; start again with papa run {config.recipe} --overwrite and "
-                f"the options in its config.json:\n{listing}"
-            )
-        if run.metrics.exists():  # else it was stopped before it began
-            notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
+    remedy = f"start again with papa run {config.recipe} --overwrite and the options in its config.json"
+    state, notices = resume_(training, run.checkpoints, partial(_check_state, config), remedy)
+    if state is None and run.metrics.exists():  # else it was stopped before it began
+        notices.append(f"there is no checkpoint in {run.checkpoints}: starting with the first step")
     if training.group.is_leader:
         run.make_directories()
-        run.rewind_metrics(None if found.state is None else found.state["metrics"])
-        for path in found.damaged:
-            discard(path)
+        run.rewind_metrics(None if state is None else state["metrics"])
     training.group.barrier()
-    return [*notices, *(f"{error}; continuing from step {training.step}" for error in found.damaged.values())]
+    return notices
 
 
 def _check_state(config: Config, path: Path, state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from papa.lab.runs import RunDirectory
 from papa.lab.signals import StopFlag
 from papa.training import EpochRecord, EpochScores, Training
 from papa.training.checkpoints import CheckpointWriter
-from papa.training.saving import Saver, describe_failure
+from papa.training.saving import Saver
 
 
 class Recorder(Saver):
@@ -28,8 +28,8 @@ class Recorder(Saver):
         stop: StopFlag,
         notices: Sequence[str] = (),
     ) -> None:
-        super().__init__(writer, minutes=minutes, notices=notices)
-        self.run, self.config, self._signal = run, config, stop
+        super().__init__(writer, minutes=minutes, should_stop=lambda: bool(stop.value), notices=notices)
+        self.run, self.config = run, config
         self._log_error: str | None = None
 
     def extra_state(self) -> dict[str, Any]:
@@ -37,9 +37,6 @@ class Recorder(Saver):
 
     def flush(self) -> None:
         self.run.flush_metrics()
-
-    def should_stop(self) -> bool:
-        return bool(self._signal.value)
 
     def on_averaging(self, training: Training, averaging: Averaging) -> None:
         before, after = averaging.distances_before, averaging.distances_after
@@ -83,9 +80,7 @@ class Recorder(Saver):
         """Wait until the state is saved, and say how to continue."""
         failure = self.writer.settle()
         if failure is not None:
-            raise RunError(
-                f"{self.run.path} was asked to stop at step {training.step}, but {describe_failure(failure)}"
-            )
+            raise RunError(f"{self.run.path} was asked to stop at step {training.step}, but {failure}")
         training.group.barrier()  # nobody leaves while somebody still writes
         raise StoppedError(
             f"stopped at step {training.step} of {training.length.num_steps}, and saved; continue with: papa resume "

@@ -482,10 +482,13 @@ class _Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A checkpoint that could not be written."""
+    """A checkpoint that could not be written; as text, a sentence that says so."""
 
     step: int
     error: str
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} could not be written: {self.error}"
 
 
 class CheckpointWriter:

@@ -26,7 +26,7 @@ from papa.training.merge_hooks import merge_hooks_for
 from papa.training.options import AveragingOptions, Engine, Length, Monitoring, Numerics, Settings, Transforms, sgd
 from papa.training.outcome import BestSoup, Outcome, finalize
 from papa.training.progress import progress_for
-from papa.training.saving import CheckpointOptions, saved
+from papa.training.saving import CheckpointOptions, run_saved
 from papa.training.schedules import MakeScheduler, Schedule, cosine
 from papa.training.task import Task, own_loss
 
@@ -142,9 +142,7 @@ def train(
         training.run()
     else:
         options = checkpoints if isinstance(checkpoints, CheckpointOptions) else CheckpointOptions(checkpoints)
-        with saved(training, options) as saver:
-            training.run([saver])
-            saver.finish(training)
+        run_saved(training, options)
     outcome = finalize(training)
     if training.averager.rule.averages:
         scores = outcome.validation

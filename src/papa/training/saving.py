@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -59,7 +59,8 @@ class CheckpointOptions:
 class Saver(Callback):
     """Saves a training after each epoch, and after some minutes without a checkpoint; all processes together.
 
-    `notices` are reported at the start. `extra_state` is what checkpoints hold besides the training; a JSON value.
+    `should_stop` says whether this process was asked to stop. `notices` are reported at the start. `extra_state` is
+    what checkpoints hold besides the training; a JSON value.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class Saver(Callback):
         writer: CheckpointWriter,
         *,
         minutes: float,
+        should_stop: Callable[[], bool],
         notices: Sequence[str] = (),
         extra_state: Mapping[str, Any] | None = None,
     ) -> None:
         self.writer, self.notices, self._extra_state = writer, notices, extra_state or {}
-        self.seconds_between = 60.0 * minutes
+        self.should_stop, self.seconds_between = should_stop, 60.0 * minutes
         self._failures_in_a_row = 0
         self._saved_step = -1
         self._saved_at = self._synced_at = time.monotonic()
@@ -85,12 +87,12 @@ class Saver(Callback):
     def flush(self) -> None:
         """Flush files that checkpoints refer to; called in the background of the leading process."""
 
-    def should_stop(self) -> bool:
-        """Whether this process was asked to stop."""
-        return False
-
     def stop(self, training: Training) -> None:
-        """Called when the training was saved and is to stop: raise an error that says so."""
+        """Called when the training was saved and is to stop: wait for the checkpoint, and raise an error."""
+        self.finish(training)
+        raise KeyboardInterrupt(
+            f"training was saved in {self.writer.directory} after step {training.step}: the same call continues"
+        )
 
     def on_train_begin(self, training: Training) -> None:
         """Report what a resume found."""
@@ -148,26 +150,7 @@ class Saver(Callback):
         if self._failures_in_a_row > 1:
             good = checkpoints(self.writer.directory)
             remedy = f". That of step {good[-1][0]} is complete: resume from it when the cause is fixed" if good else ""
-            raise RunError(f"two checkpoints in a row failed; {describe_failure(failure)}{remedy}")
-
-
-class InterruptibleSaver(Saver):
-    """A saver that saves after Ctrl-C, and then raises `KeyboardInterrupt`."""
-
-    def __init__(self, is_interrupted: Callable[[], bool], writer: CheckpointWriter, **options: Any) -> None:
-        super().__init__(writer, **options)
-        self._is_interrupted = is_interrupted
-
-    def should_stop(self) -> bool:
-        """Whether Ctrl-C was pressed."""
-        return self._is_interrupted()
-
-    def stop(self, training: Training) -> None:
-        """Wait for the checkpoint, and leave."""
-        self.finish(training)
-        raise KeyboardInterrupt(
-            f"training was saved in {self.writer.directory} after step {training.step}: the same call continues"
-        )
+            raise RunError(f"two checkpoints in a row failed; {failure}{remedy}")
 
 
 @contextlib.contextmanager
@@ -194,37 +177,33 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def describe_failure(failure: Failure) -> str:
-    """A failure as a sentence."""
-    return f"the checkpoint of step {failure.step} could not be written: {failure.error}"
-
-
-@dataclass
-class Resumed:
-    """What a resume found."""
-
-    state: dict[str, Any] | None = None
-    """What the checkpoint held besides the training; None if there is no checkpoint."""
-    damaged: dict[Path, str] = field(default_factory=dict)
-    """Newer checkpoints that cannot be read, and why."""
-
-
-def resume_(training: Training, directory: Path, check: Callable[[Path, Mapping[str, Any]], None]) -> Resumed:
+def resume_(
+    training: Training, directory: Path, check: Callable[[Path, Mapping[str, Any]], None], remedy: str
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Continue from the newest complete checkpoint, if there is one; all processes use the same.
 
-    The training is as it was made; it must not be used after a `RunError`. `check` is given a checkpoint's path and
-    state; it raises a `DamagedError` if an older one may be better, a `RunError` if none will be.
+    The training is as it was made; it must not be used after a `RunError`, as is raised if all checkpoints are damaged.
+    `check` is given a checkpoint's path and state; it raises a `DamagedError` if an older one may be better, a
+    `RunError` if none will be. Newer checkpoints that cannot be read are removed.
+
+    Returns:
+        What the checkpoint held besides the training, or None if there is no checkpoint; and notices for the user.
     """
-    found = Resumed()
+    damaged: dict[Path, str] = {}
     for _, path in reversed(checkpoints(directory)):
         state, error = _load_(training, path, check)
         # One process's file may be damaged and another's not.
         errors = [other for other in training.group.all_gather([error] * len(training.members)) if other is not None]
         if not errors:
-            found.state = state
-            return found
-        found.damaged[path] = errors[0]
-    return found
+            for one in damaged if training.group.is_leader else ():
+                discard(one)
+            training.group.barrier()
+            return state, [f"{error}; continuing from step {training.step}" for error in damaged.values()]
+        damaged[path] = errors[0]
+    if damaged:
+        listing = "\n".join(f"  {error}" for error in damaged.values())
+        raise RunError(f"no checkpoint in {directory} can be read; {remedy}:\n{listing}")
+    return None, []
 
 
 def _load_(
@@ -243,21 +222,14 @@ def _load_(
     return checkpoint.state, None
 
 
-@contextlib.contextmanager
-def saved(training: Training, options: CheckpointOptions) -> Iterator[Saver]:
-    """Resume a training from a directory, and give the callback that saves it there."""
+def run_saved(training: Training, options: CheckpointOptions) -> None:
+    """Resume a training from a directory, and run it to its end while it is saved there."""
     options.check()
     if options.directory is None:
         raise ConfigError("checkpoints have no directory: pass CheckpointOptions(directory=...)")
     directory, facts = Path(options.directory), _facts(training)
     with Lock(directory / ".lock"):
-        found = resume_(training, directory, partial(_check_facts, facts))
-        if found.damaged and found.state is None:
-            listing = "\n".join(f"  {error}" for error in found.damaged.values())
-            raise RunError(f"no checkpoint in {directory} can be read; remove them to start again:\n{listing}")
-        for path in found.damaged:
-            discard(path)
-        notices = [f"{error}; continuing from step {training.step}" for error in found.damaged.values()]
+        _, notices = resume_(training, directory, partial(_check_facts, facts), "remove them to start again")
         with CheckpointWriter(
             directory,
             group=training.group,
@@ -267,9 +239,15 @@ def saved(training: Training, options: CheckpointOptions) -> Iterator[Saver]:
         ) as writer:
             try:
                 with interrupts() as is_interrupted:
-                    yield InterruptibleSaver(
-                        is_interrupted, writer, minutes=options.minutes, notices=notices, extra_state={"facts": facts}
+                    saver = Saver(
+                        writer,
+                        minutes=options.minutes,
+                        should_stop=is_interrupted,
+                        notices=notices,
+                        extra_state={"facts": facts},
                     )
+                    training.run([saver])
+                    saver.finish(training)
             finally:
                 writer.settle()  # also after Ctrl-C: nothing is being written when others may use the directory
 
@@ -294,19 +272,16 @@ def _facts(training: Training) -> dict[str, Any]:
     }
 
 
-def _goes_on(name: str, found: Any, asked: Any) -> bool:
-    """Whether a training only goes on for more epochs."""
-    return name == "num_epochs" and isinstance(found, int) and asked > found
-
-
 def _check_facts(asked: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
     found = state.get("facts")
     if not isinstance(found, dict):
         raise RunError(f"{path} was not written by papa.train: choose another directory")
+    before = found.get("num_epochs")
+    goes_on = isinstance(before, int) and asked["num_epochs"] > before  # for more epochs
     differences = [
-        f"{name} is {found.get(name)!r}, expected {value!r}"
+        f"{name} is {found[name]!r}, expected {value!r}"
         for name, value in asked.items()
-        if name in found and found[name] != value and not _goes_on(name, found[name], value)
+        if name in found and found[name] != value and not (name == "num_epochs" and goes_on)
     ]
     if differences:
         raise RunError(

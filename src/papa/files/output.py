@@ -81,7 +81,14 @@ class Output:
         max_bytes: int,
     ) -> tuple[Path, ...]:
         """Write a soup and its sidecar, then replace existing ones; returns its files, the index last if it has one."""
-        shards = plan_shards(tensors, max_bytes)
+        shards: list[dict[str, TensorInfo]] = [{}]
+        size = 0
+        for name, info in tensors.items():  # in order, as many as fit; a larger tensor has its own file
+            if shards[-1] and size + info.num_bytes > max_bytes:
+                shards.append({})
+                size = 0
+            shards[-1][name] = info
+            size += info.num_bytes
         names = [f"{self.file.stem}-{number + 1:05d}-of-{len(shards):05d}{SUFFIX}" for number in range(len(shards))]
         files = [self.file] if len(shards) == 1 else [self.file.with_name(name) for name in names]
         beside, written = {self.sidecar: sidecar.encode()}, list(files)
@@ -104,16 +111,3 @@ class Output:
                 os.replace(partial_path(path), path)
             flush_directory(self.file.parent)
         return tuple(written)
-
-
-def plan_shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[dict[str, TensorInfo]]:
-    """Distribute tensors over files: in order, as many as fit; a larger tensor has its own file."""
-    shards: list[dict[str, TensorInfo]] = [{}]
-    size = 0
-    for name, info in tensors.items():
-        if shards[-1] and size + info.num_bytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = info
-        size += info.num_bytes
-    return shards

@@ -103,7 +103,10 @@ def soup_files(
     Returns:
         The path of the soup, its members, and every score tried. After an error nothing is left behind.
     """
-    max_bytes, stored = parse_size(max_shard_size), _dtype_of(dtype)
+    max_bytes, name = parse_size(max_shard_size), dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name is not None and name not in OUTPUT_DTYPES:
+        raise ConfigError(f"the dtype is {name}: {did_you_mean(name, OUTPUT_DTYPES)}")
+    stored = None if name is None else OUTPUT_DTYPES[name]
     score_file = score_command(score) if isinstance(score, str) else score
     ways = [("given weights", weights is not None), ("greedy", greedy), ("learned", learned), ("Model Stock", stock)]
     chosen = [name for name, is_chosen in ways if is_chosen]
@@ -182,7 +185,19 @@ def soup_files(
             rows = [{"row": row} for row in mixing.identity(len(files))]
             choice = greedy_soup(rows, score_row, higher_is_better=higher_is_better)
             row = choice.network["row"].tolist()
-            made["greedy"] = _greedy_record(choice, [str(file.path) for file in files], scorer)
+            made["greedy"] = {
+                "scored_by": scorer,
+                "score": choice.score,
+                "members": [str(files[index].path) for index in choice.members],
+                "trials": [
+                    {
+                        "files": [str(files[index].path) for index in trial.members],
+                        "score": trial.score,
+                        "kept": trial.kept,
+                    }
+                    for trial in choice.trials
+                ],
+            }
         if learned and context is not None:
             learning = learned_weights(slope, len(files), len(context.batches), num_epochs=5, lr=0.1)
             row = learning.weights.tolist()
@@ -239,18 +254,6 @@ def _checked_weights(weights: Sequence[float] | None, size: int) -> list[float]:
     return [weight / sum(row) for weight in row]
 
 
-def _greedy_record(choice: GreedySoup[Any], paths: Sequence[str], scorer: str) -> dict[str, Any]:
-    return {
-        "scored_by": scorer,
-        "score": choice.score,
-        "members": [paths[index] for index in choice.members],
-        "trials": [
-            {"files": [paths[index] for index in trial.members], "score": trial.score, "kept": trial.kept}
-            for trial in choice.trials
-        ],
-    }
-
-
 def _with_progress(blocks: Blocks, tensors: Mapping[str, TensorInfo], on_progress: OnProgress | None) -> Blocks:
     if on_progress is None:
         return blocks
@@ -278,12 +281,3 @@ def parse_size(size: int | str) -> int:
     if num_bytes < 1:
         raise ConfigError(f"the size of a shard is '{size}', expected a size such as 5GB or 300MB")
     return num_bytes
-
-
-def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name is None:
-        return None
-    if name not in OUTPUT_DTYPES:
-        raise ConfigError(f"the dtype is {name}: {did_you_mean(name, OUTPUT_DTYPES)}")
-    return OUTPUT_DTYPES[name]

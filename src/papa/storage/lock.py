@@ -47,17 +47,15 @@ class Lock:
             with file_errors(directory, "make the directory"):
                 directory.mkdir(parents=True, exist_ok=True)
             with file_errors(directory, "lock"):
-                self._acquire()
+                try:
+                    self._lock.acquire()
+                except Timeout:
+                    subject = f"{directory} is in use by another process"
+                    raise RunError(f"{subject}: wait until it ends, or stop it") from None
             return self
         except BaseException:  # also a signal, which must not leave an empty directory
             self.__exit__()
             raise
-
-    def _acquire(self) -> None:
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise RunError(f"{self.path.parent} is in use by another process: wait until it ends, or stop it") from None
 
     def __exit__(self, *_: object) -> None:
         if self._lock.is_locked:  # else it may be another's

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -86,21 +85,20 @@ class TensorFile:
                 self._identity = identity_of(os.fstat(file.fileno()))
                 offset = 8 + int.from_bytes(file.read(8), "little")
             opened: Any = safe_open(path, framework="pt")
-            self.tensors = {name: self._info(opened, name) for name in opened.offset_keys()}
+            self.tensors: dict[str, TensorInfo] = {}
+            for name in opened.offset_keys():
+                part = opened.get_slice(name)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                if dtype not in DTYPES:
+                    known = ", ".join(DTYPES)
+                    raise error(f"{path} has '{name}' of dtype {dtype}, which papa does not read; known: {known}")
+                if any(size >= 2**63 for size in shape):
+                    raise ValueError(f"'{name}' has the shape {list(shape)}")
+                self.tensors[name] = TensorInfo(DTYPES[dtype], shape)
         self._offsets: dict[str, int] = {}
         for name, info in self.tensors.items():  # in the order of the file, in which there are no gaps
             self._offsets[name] = offset
             offset += info.num_bytes
-
-    def _info(self, opened: Any, name: str) -> TensorInfo:
-        part = opened.get_slice(name)
-        dtype, shape = part.get_dtype(), tuple(part.get_shape())
-        if dtype not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise self._error(f"{self.path} has '{name}' of dtype {dtype}, which papa does not read; known: {known}")
-        if any(size >= 2**63 for size in shape):
-            raise ValueError(f"'{name}' has the shape {list(shape)}")
-        return TensorInfo(DTYPES[dtype], shape)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Some elements of a flattened tensor; an error if the file changed since it was opened."""
@@ -185,10 +183,3 @@ def network_parts(
         return [state[name].detach().cpu().contiguous().reshape(-1)]
 
     return _parts(infos, whole, {"format": "pt", "papa": __version__, **(metadata or {})})
-
-
-def parse_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata in the content of a safetensors file."""
-    tensors = safetensors.torch.load(content)  # checks the header
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return tensors, header.get("__metadata__", {})

@@ -23,7 +23,6 @@ from texts import sample_text
 SIZES: dict[str, Any] = {"vocab_size": 25, "context": 16, "num_layers": 2, "num_heads": 2, "width": 16}
 STYLES: list[dict[str, Any]] = [
     {},
-    {"tied": False},
     {"mlp": "swiglu", "norm": "rms", "positions": "rotary", "bias": False},
 ]
 
@@ -40,7 +39,7 @@ def test_units_are_permuted_without_a_change_and_found_again(style: dict[str, An
     twin = copy.deepcopy(network)
     permute_all_(twin, found, random_permutations(found))
     torch.testing.assert_close(twin(tokens), network(tokens), rtol=1e-4, atol=1e-5)
-    assert (twin.head.weight is twin.embedding.weight) == style.get("tied", True)
+    assert twin.head.weight is twin.embedding.weight
     papa.align_(noisy_(twin, 1e-4), network, [tokens, tokens.flip(0)], by="weights", symmetries=found)
     assert same(twin, network, tolerance=0.01)
 

@@ -13,7 +13,6 @@ from torch import nn
 import papa
 from _bench import Result, best_times, finish, parser
 from papa.core.rules import AveragingContext
-from papa.couplings.observation import observed
 from papa.lab.models import make_model
 from papa.training import Settings
 from papa.training.entry import start_training
@@ -47,7 +46,7 @@ def share_of(name: str, rounds: int) -> Result:
 
     def check() -> None:
         training.step += 1  # another batch, which has to be read
-        observed(population, rule, context)
+        rule.see(population, context)
         training.step -= 1
 
     def steps() -> None:

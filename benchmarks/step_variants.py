@@ -136,7 +136,7 @@ def take_turn(what: str) -> float:
         training.evaluate([training.population[0]], training.data.test)
         return time.process_time() - start
     for _ in range(NUM_STEPS):
-        training._step_members()
+        training.engine.step_()
         training.step += 1
     return (time.process_time() - start) / NUM_STEPS
 

@@ -34,7 +34,6 @@ MOST_IN_DATA = 0.08
 MOST_IN_AVERAGING = 0.01
 PARTS = (
     "data",
-    "augmentation",
     "forward",
     "backward",
     "optimizer",
@@ -57,7 +56,6 @@ class Timed(Callback):
         """Wrap the functions of all parts."""
         timed = self.parts.timed
         training.batches.training_batch = timed("data", training.batches.training_batch)  # type: ignore[method-assign]
-        training.batches.augments = [timed("augmentation", augment) for augment in training.batches.augments]
         training.loss_of = timed("forward", training.loss_of)  # type: ignore[method-assign]
         training.averager.step = timed("averaging", training.averager.step)  # type: ignore[method-assign]
         training.evaluate = timed("evaluation", training.evaluate)  # type: ignore[method-assign]
@@ -117,7 +115,6 @@ def shares(config: Config, num_epochs: int) -> list[Result]:
     }
     whole = longer * (callback.end - callback.start) + time.perf_counter() - callback.end
     spent["the rest: seeds, losses, soups, files, report"] = whole - sum(spent.values())
-    both = spent["data"] + spent["augmentation"]
     return [
         Result(name="the whole run, from a few of its epochs", seconds=whole, ratio=1.0),
         *(
@@ -125,11 +122,10 @@ def shares(config: Config, num_epochs: int) -> list[Result]:
                 name=name,
                 seconds=seconds,
                 ratio=seconds / whole,
-                target=MOST_IN_AVERAGING if name == "averaging" else None,
+                target={"averaging": MOST_IN_AVERAGING, "data": MOST_IN_DATA}.get(name),
             )
             for name, seconds in spent.items()
         ),
-        Result(name="data and augmentation together", seconds=both, ratio=both / whole, target=MOST_IN_DATA),
     ]
 
 

@@ -157,7 +157,7 @@ def print_run(result: dict[str, Any], run: RunDirectory) -> None:
     for event in result.get("nonfinite") or []:
         print(event_text(event))
     if verdict := verdict_text(result):
-        print(verdict)
+        print(f"\n{verdict}")
     print(f"report: {run.report}")
     if run.picture.exists():
         print(f"a picture: {run.picture}")

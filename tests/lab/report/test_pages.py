@@ -283,5 +283,11 @@ def test_the_papers_details_follow_ours() -> None:
         checked_result(result)
 
 
+def test_the_details_of_a_single_network_have_one_row() -> None:
+    single = with_details(make_result("longer"), 10.0)
+    single["test"]["members"] = [91.0]
+    assert details_table([single])[1] == [("longer", "80.00", "10.00")]
+
+
 def test_metrics_without_details_have_no_rows() -> None:
     assert details_table([make_result()]) == (("",), [])

@@ -159,7 +159,7 @@ def details_table(results: Sequence[Mapping[str, Any]]) -> Table:
         for key in ("mean",) if is_single else KEYS:
             details = [(scores_of(result).get("details") or {}).get(key) for _, result in group]
             if any(details):
-                name = f"{label}: {key.replace('_', ' ')}"
+                name = label if is_single else f"{label}: {key.replace('_', ' ')}"
                 found[name] = [one for one in details if one]
                 if paper := (first.get("paper_details") or {}).get(key):
                     soups = first.get("paper_soups") if key.endswith("_soup") else None

@@ -47,15 +47,17 @@ class Lock:
             with file_errors(directory, "make the directory"):
                 directory.mkdir(parents=True, exist_ok=True)
             with file_errors(directory, "lock"):
-                try:
-                    self._lock.acquire()
-                except Timeout:
-                    subject = f"{directory} is in use by another process"
-                    raise RunError(f"{subject}: wait until it ends, or stop it") from None
+                self._acquire()
             return self
         except BaseException:  # also a signal, which must not leave an empty directory
             self.__exit__()
             raise
+
+    def _acquire(self) -> None:  # of its own: within __enter__, a signal between two blocks would not be caught there
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise RunError(f"{self.path.parent} is in use by another process: wait until it ends, or stop it") from None
 
     def __exit__(self, *_: object) -> None:
         if self._lock.is_locked:  # else it may be another's

@@ -313,7 +313,7 @@ class _AlignedMeans:
         if self._repair_batches is not None and len(members) > 1:
             statistics = [self._statistics_of_last(tuple(members[: size + 1])) for size in range(len(members))]
             row = soup_row(len(members), range(len(members)))
-            repair_toward_(network, goals_of(statistics, row), self._repair_batches)
+            repair_toward_(network, goals_of(statistics, row), self._repair_batches, restores=False)
         return network
 
     def _fill(self, members: tuple[int, ...]) -> dict[int, Permutations]:

@@ -107,6 +107,7 @@ class Matcher:
             before = comparison.total() / objective.count
             num_rounds = solve(comparison, objective.groups, permutations, self.seed)
             alignments.append(Alignment(before, comparison.total() / objective.count, num_rounds, permutations))
+            del comparison  # a copy of the network: the next one takes its place
         return alignments
 
 

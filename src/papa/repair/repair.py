@@ -134,7 +134,7 @@ def repair_toward_members(
     statistics = statistics_of(parents, [batches] * len(parents), members)
 
     def repair(network: nn.Module, row: Tensor) -> None:
-        repair_toward_(network, goals_of(statistics, row), batches, scope=scope)
+        repair_toward_(network, goals_of(statistics, row), batches, scope=scope, restores=False)
 
     return repair
 
@@ -214,8 +214,13 @@ def repair_toward_(
     batches: Sequence[Any],
     *,
     scope: Scope = "all",
+    restores: bool = True,
 ) -> RepairReport:
-    """REPAIR with the goals of each layer, from `goals_of`; see `repair_`."""
+    """REPAIR with the goals of each layer, from `goals_of`; see `repair_`.
+
+    `restores` keeps a copy of the layers meanwhile, to restore them when an error is raised. It is not needed for a
+    network that is thrown away after an error.
+    """
     plan = repair_plan(child, batches, scope=scope)
     layers = {name: layer for name, layer in repairable_layers(child).items() if name not in plan.left_alone}
     for name, layer in layers.items():
@@ -225,7 +230,7 @@ def repair_toward_(
         size, expected = num_channels(layer), len(goals[name].mean)
         if size != expected:
             raise DataError(f"layer '{name}' has {size} channels in the child, {expected} in its parents: {cure}")
-    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()}
+    kept = {name: copy.deepcopy(layer.state_dict()) for name, layer in layers.items()} if restores else {}
     try:
         for name, found in _rescaled_statistics(child, layers, goals, batches).items():
             _fuse_(layers[name], found, goals[name])

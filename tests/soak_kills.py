@@ -34,7 +34,7 @@ from crashes import (
 )
 from lab.recipes.test_smoke import smoke_data_config
 from papa.cli.main import STOPPED
-from papa.lab.config import METHODS, TRAJECTORIES, Config
+from papa.lab.config import METHODS, Config
 from papa.lab.recipes import RECIPES
 from papa.lab.runs import RunDirectory
 from papa.storage import read_file
@@ -148,9 +148,7 @@ def run_jobs(data: Path) -> list[Job]:
         small.append(Run(f"method {name}", [*options(8), "--method", name, *often], _small(name)))
     parts = ["--coupling.every-steps", "8", "--coupling.fragments", "2"]
     small.append(Run("diloco in parts", [*options(8), "--method", "diloco", *parts]))
-    small += [
-        Run(f"trajectory {kind}", [*options(8), "--trajectory.kind", kind]) for kind in TRAJECTORIES if kind != "none"
-    ]
+    small += [Run(f"trajectory {kind}", [*options(8), "--trajectory.kind", kind]) for kind in ("swa", "ema")]
     small.append(Run("stacked engine", [*options(8), "--train.engine", "stacked", "--diversity.grid", "none"]))
     recipes: dict[str, Job] = {}
     for name, recipe in RECIPES.items():

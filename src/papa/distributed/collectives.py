@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
@@ -158,6 +159,16 @@ def to_device_type(tensor: Tensor, device_type: str) -> Tensor:
     return tensor.to(torch.device(device_type))
 
 
+_groups: weakref.WeakSet[MultiProcessGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drop process groups before Python ends: a thread of gloo that still holds a tensor would abort it later."""
+    for group in list(_groups):
+        vars(group).clear()
+
+
 class MultiProcessGroup(Group):
     """The methods that do not depend on where the rows are; a process group of None is all processes."""
 
@@ -165,6 +176,7 @@ class MultiProcessGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.process_group = dist.group.WORLD if group is None else group
+        _groups.add(self)
         self.rank: int = rank_in(group)
         self.num_ranks: int = size_of(group)
         self.is_leader: bool = (self.rank if group in own_groups else dist.get_rank()) == 0
